@@ -89,7 +89,7 @@ def _data(options: TuneOptions, model: str) -> Any:
     """The inputs of an ONNX file, drawn where there are none."""
     if options.data is not None:
         return options.data
-    from amp_compiler.onnx.check.batches import random_batch
+    from amp_compiler.onnx.check.probes import random_batch
     from amp_compiler.onnx.check.run import Runner, open_to_run
 
     opened = open_to_run(model)

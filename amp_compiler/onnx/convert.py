@@ -17,7 +17,7 @@ from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
+from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import told_late
 from amp_compiler.onnx.lowering.apply import apply_plan
@@ -202,9 +202,6 @@ class _Loading:
                 f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
                 f" a chain of more than {MOST_DEPTH}",
             )
-        elif is_installed():
-            told = told_crash(proto, self.engine)
-            self.notes = (told,) if told else ()
         found = refusal_of(proto, folder, engine=self.engine)
         if found is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.decide import decide
 from amp_compiler.onnx.later_opset import at_opset, raised_for
-from amp_compiler.onnx.lowering.fuse import Fusion
+from amp_compiler.onnx.lowering.compounds import mark_compounds
+from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
@@ -19,9 +20,11 @@ from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import told_as_onnx
-from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
+from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.rules import Context, RuleSet
 
 
 def explain_onnx(
@@ -118,7 +121,43 @@ def plan_onnx(
         if raised is not None:
             opened = raised
             lowered, fusion = lowered_from(raised, False)
-        return decide(lowered, fusion, rules, ranges, stages), lowered
+        return _decide(lowered, fusion, rules, ranges, stages), lowered
+
+
+def _decide(
+    lowered: Lowered, fusion: Fusion | None, rules: RuleSet, ranges: Mapping[str, float] | None, stages: Stages | None
+) -> PrecisionPlan:
+    """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
+    mark_compounds(lowered)
+    if fusion is not None:
+        _mark_fused(lowered, fusion)
+    graph = lowered.graph
+    known = {name: largest for name, largest in (ranges or {}).items() if name in graph.values}
+    if stages is not None:
+        stages.note("capture", format_graph(graph))
+    draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=known)
+    lowered.graph = ONNX_PLAN.run(draft, {}, stages).graph
+    plan = make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
+    return plan if fusion is None else _with_fusion(plan, lowered, fusion)
+
+
+def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
+    """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
+    nodes, kinds = lowered.graph.nodes, {op: kind for kind, (op, _) in OPS.items()}
+    for name, node in lowered.nodes.items() if fusion.made else ():
+        if node in fusion.made:
+            nodes[name] = replace(nodes[name], part=kinds[node.op_type])
+
+
+def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:
+    """The plan with what was fused, and what was not, in the reasons of its nodes. Fills `lowered`."""
+    lowered.fused = fusion.fused.total()
+    lowered.notes.extend(told_fusion(fusion, lowered.model.opset("")))
+    told = {**fusion.made, **fusion.left}
+    by_name = {name: told[node] for name, node in lowered.nodes.items() if node in told}
+    nodes = (replace(node, reason=f"{node.reason}; {by_name[node.name]}") if node.name in by_name else node
+             for node in plan.nodes)  # fmt: skip
+    return replace(plan, nodes=tuple(nodes))
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:

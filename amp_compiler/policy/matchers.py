@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from amp_compiler.ir.dtypes import DType, dtype_from_short, low_type
+from amp_compiler.ir.dtypes import dtype_from_short
 from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark
@@ -26,11 +26,11 @@ class Match(Condition):
 
     @classmethod
     @abstractmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """Make the condition of what stands in a rule file, whose form has been checked.
 
         Args:
-            given: what stands there, of the type `form`; a single item comes as a list of one.
+            written: what stands there, of the type `form`; a single item comes as a list of one.
             table: the op table.
             mark: the place of one item of a list.
 
@@ -39,60 +39,56 @@ class Match(Condition):
         """
 
     @classmethod
-    def refusal(cls, given: Any) -> tuple[str, str] | None:
+    def refusal(cls, written: Any) -> tuple[str, str] | None:
         """What is wrong with what stands there, and the hint, where its form tells; `None` for pydantic's own words."""
         return None
 
 
 @dataclass(frozen=True)
-class _Names(Match):
-    """A matcher whose value is a list of names, of which one must hold."""
+class _Listed(Match):
+    """A matcher whose value is a list, of which one item must hold."""
 
-    names: tuple[str, ...]
-
-    @property
-    def given(self) -> Any:
-        """The names."""
-        return self.names
+    wanted: tuple[Any, ...]
+    form: ClassVar[Any] = forms.Texts
 
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The names as they stand there."""
-        return cls(tuple(given))
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+        """The items, each as `item` makes it."""
+        return cls(tuple(cls.item(text, table, mark(text)) for text in written))
+
+    @classmethod
+    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
+        """What one item stands for, the text itself where nothing is to be checked."""
+        return text
 
 
 @dataclass(frozen=True)
-class Family(_Names):
+class Family(_Listed):
     """The op belongs to one of these families."""
 
     key: ClassVar[str] = "family"
     about: ClassVar[str] = "op family, such as matmul or softmax"
-    form: ClassVar[Any] = forms.Texts
 
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Every name is a family of the table."""
-        for name in given:
-            check_family(name, mark(name), table)
-        return cls(tuple(given))
+    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
+        """A family of the table."""
+        check_family(text, mark, table)
+        return text
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the family of the op."""
-        return info.family in self.names
+        return info.family in self.wanted
 
 
 @dataclass(frozen=True)
-class _Ops(_Names):
+class _Ops(_Listed):
     """Globs on canonical names of ops."""
 
-    form: ClassVar[Any] = forms.Texts
-
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Every glob matches an op of the table."""
-        for glob in given:
-            check_op(glob, mark(glob), table)
-        return cls(tuple(given))
+    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
+        """A glob that matches an op of the table."""
+        check_op(text, mark, table)
+        return text
 
 
 @dataclass(frozen=True)
@@ -101,14 +97,11 @@ class Op(_Ops):
 
     key: ClassVar[str] = "op"
     about: ClassVar[str] = "glob on the canonical op name: aten.linear, onnx.Reduce*"
+    name_of: ClassVar[str] = "op"
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the name of the op."""
-        return matches(self.names, info.name)
-
-    def compared(self, node: Node, view: View) -> str:
-        """The op."""
-        return node.op
+        return matches(self.wanted, info.name)
 
 
 @dataclass(frozen=True)
@@ -120,113 +113,88 @@ class Feeds(_Ops):
 
     def holds(self, node: Node, view: View) -> bool:
         """By the ops that read what the node makes."""
-        return any(matches(self.names, user.op) for name in node.outputs for user, _ in view.graph.users(name))
+        return any(matches(self.wanted, user.op) for name in node.outputs for user, _ in view.graph.users(name))
 
 
 @dataclass(frozen=True)
-class Module(_Names):
-    """The qualified name of the calling module matches one of these globs; `*` crosses dots."""
+class _Globs(_Listed):
+    """Globs on a name of the node, `name_of`; `*` crosses dots."""
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By that name."""
+        return matches(self.wanted, getattr(node, self.name_of))
+
+
+@dataclass(frozen=True)
+class Module(_Globs):
+    """The qualified name of the calling module matches one of these globs."""
 
     key: ClassVar[str] = "module"
     about: ClassVar[str] = (
         f"glob on the qualified module name; * crosses dots; {LOSS_FUNCTION} is the loss function of a step"
     )
-    form: ClassVar[Any] = forms.Texts
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the name of the module."""
-        return matches(self.names, node.module)
-
-    def compared(self, node: Node, view: View) -> str:
-        """The module."""
-        return node.module
+    name_of: ClassVar[str] = "module"
 
 
 @dataclass(frozen=True)
-class ModuleType(_Names):
+class ModuleType(_Globs):
     """The class name of the calling module matches one of these globs."""
 
     key: ClassVar[str] = "module_type"
     about: ClassVar[str] = "glob on the class name of the module"
-    form: ClassVar[Any] = forms.Texts
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the class of the module."""
-        return matches(self.names, node.module_type)
-
-    def compared(self, node: Node, view: View) -> str:
-        """The class of the module."""
-        return node.module_type
+    name_of: ClassVar[str] = "module_type"
 
 
 @dataclass(frozen=True)
-class NodeName(Match):
+class NodeName(_Listed):
     """One of these regular expressions is found in the name of the node."""
 
-    patterns: tuple[re.Pattern[str], ...]
     key: ClassVar[str] = "node"
     about: ClassVar[str] = "regular expression searched in the node name"
-    form: ClassVar[Any] = forms.Texts
-
-    @property
-    def given(self) -> Any:
-        """The patterns."""
-        return self.patterns
+    name_of: ClassVar[str] = "name"
 
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Every text is a regular expression."""
-        return cls(tuple(_regex(text, mark(text)) for text in given))
+    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
+        """A regular expression."""
+        return _regex(text, mark)
 
     def holds(self, node: Node, view: View) -> bool:
         """By the name of the node."""
-        return any(pattern.search(node.name) for pattern in self.patterns)
-
-    def compared(self, node: Node, view: View) -> str:
-        """The name of the node."""
-        return node.name
+        return any(pattern.search(node.name) for pattern in self.wanted)
 
 
 @dataclass(frozen=True)
 class Attribute(Match):
     """The attributes of the node have these values."""
 
-    values: tuple[tuple[str, Attr], ...]
+    wanted: tuple[tuple[str, Attr], ...]
     key: ClassVar[str] = "attr"
     about: ClassVar[str] = "attributes of the node with the values they must have"
     form: ClassVar[Any] = forms.Attributes
 
-    @property
-    def given(self) -> Any:
-        """Pairs of name and value."""
-        return self.values
-
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """Names and values, a list as a tuple."""
-        return cls(tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in given.items()))
+        return cls(tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in written.items()))
 
     def holds(self, node: Node, view: View) -> bool:
         """All of them are equal."""
-        return all(_attribute_is(node.attrs, name, wanted) for name, wanted in self.values)
+        return all(_attribute_is(node.attrs, name, wanted) for name, wanted in self.wanted)
 
 
 @dataclass(frozen=True)
-class Part(_Names):
+class Part(_Listed):
     """The node is part of a norm, a loss or a GELU that an exporter, or torch itself, has written out."""
 
     key: ClassVar[str] = "part"
     about: ClassVar[str] = "what the node is a part of that an exporter, or torch itself, has written out"
     form: ClassVar[Any] = forms.Parts
     by_part: ClassVar[bool] = True
+    name_of: ClassVar[str] = "part"
 
     def holds(self, node: Node, view: View) -> bool:
         """By what was found in the graph."""
-        return node.part in self.names
-
-    def compared(self, node: Node, view: View) -> str:
-        """What it is part of."""
-        return node.part
+        return node.part in self.wanted
 
 
 @dataclass(frozen=True)
@@ -236,15 +204,10 @@ class _Truth(Match):
     wanted: bool
     form: ClassVar[Any] = bool
 
-    @property
-    def given(self) -> Any:
-        """Whether it is to be true."""
-        return self.wanted
-
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """The truth value."""
-        return cls(given)
+        return cls(written)
 
 
 @dataclass(frozen=True)
@@ -281,28 +244,27 @@ def _channels(node: Node, view: View) -> int | str | None:
 
 
 @dataclass(frozen=True)
-class Inputs(Match):
+class _Types(_Listed):
+    """Types by their names."""
+
+    @classmethod
+    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
+        """The type of the name."""
+        return dtype_from_short(text)
+
+
+@dataclass(frozen=True)
+class Inputs(_Types):
     """Every floating-point operand was captured in one of these types."""
 
-    types: frozenset[DType]
     key: ClassVar[str] = "inputs"
     about: ClassVar[str] = "captured types: every float operand must have one of them"
     form: ClassVar[Any] = forms.Floats
 
-    @property
-    def given(self) -> Any:
-        """The types."""
-        return self.types
-
-    @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The types by their short names."""
-        return cls(frozenset(dtype_from_short(short) for short in given))
-
     def holds(self, node: Node, view: View) -> bool:
         """By the types of the operands; a node without floating-point operands does not match."""
         floats = [value.dtype for _, value in view.graph.operands(node) if value.dtype.is_float]
-        return bool(floats) and all(dtype in self.types for dtype in floats)
+        return bool(floats) and all(dtype in self.wanted for dtype in floats)
 
 
 @dataclass(frozen=True)
@@ -310,80 +272,81 @@ class _Bound(Match):
     """A matcher that compares a number."""
 
     form: ClassVar[Any] = forms.Bound
-    bound: Comparison
-
-    @property
-    def given(self) -> Any:
-        """The bound."""
-        return self.bound
+    wanted: Comparison
 
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """An operator and a number; a bare number asks for equality."""
-        if not isinstance(given, str):
-            return cls(Comparison("==", float(given)))
-        text = given.strip()
+        if not isinstance(written, str):
+            return cls(Comparison("==", float(written)))
+        text = written.strip()
         width = 2 if text[1] == "=" else 1
         return cls(Comparison(text[:width], float(text[width:])))
 
     @classmethod
-    def refusal(cls, given: Any) -> tuple[str, str] | None:
+    def refusal(cls, written: Any) -> tuple[str, str] | None:
         """It is no comparison."""
-        shown = f"'{given}'" if isinstance(given, str) else repr(given)[:60]
+        shown = f"'{written}'" if isinstance(written, str) else repr(written)[:60]
         return f"{shown} is no comparison", 'write an operator and a number in quotes, such as "> 8192"'
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By the number of the node."""
+        number = self.number(node, view)
+        return number is not None and self.wanted.holds(number)
+
+    @abstractmethod
+    def number(self, node: Node, view: View) -> float | None:
+        """What is compared; `None` where it is not known, which matches nothing."""
 
 
 @dataclass(frozen=True)
 class ReductionSize(_Bound):
-    """Bound on the number of elements that one output element sums over; no match where it is unknown."""
+    """Bound on the number of elements that one output element sums over."""
 
     key: ClassVar[str] = "reduction_size"
     about: ClassVar[str] = 'elements that one output element sums over: "> 8192" or a number'
 
-    def holds(self, node: Node, view: View) -> bool:
+    def number(self, node: Node, view: View) -> float | None:
         """By the shapes of the node."""
-        size = reduction_size(view.graph, node, view.ops.info(node.op).sums)
-        return size is not None and self.bound.holds(size)
+        return reduction_size(view.graph, node, view.ops.info(node.op).sums)
 
 
 @dataclass(frozen=True)
 class AbsMax(_Bound):
-    """Bound on the calibrated largest magnitude of the node's inputs and outputs; no match without calibration."""
+    """Bound on the calibrated largest magnitude of the node's inputs and outputs."""
 
     key: ClassVar[str] = "absmax"
     about: ClassVar[str] = 'calibrated largest magnitude at the node: "> 1000"'
 
-    def holds(self, node: Node, view: View) -> bool:
+    def number(self, node: Node, view: View) -> float | None:
         """By the ranges that were measured."""
         names = (*(operand.value for operand in node.inputs), *node.outputs)
-        known = [view.ranges[name] for name in names if name in view.ranges]
-        return bool(known) and self.bound.holds(max(known))
+        return max((view.ranges[name] for name in names if name in view.ranges), default=None)
 
 
 @dataclass(frozen=True)
 class WeightAbsMax(_Bound):
-    """Bound on the largest finite magnitude of the stored numbers that the node reads; no match where unknown."""
+    """Bound on the largest finite magnitude of the stored numbers that the node reads."""
 
     key: ClassVar[str] = "weight_absmax"
     about: ClassVar[str] = 'largest magnitude of the stored numbers that the node reads: "> 1000"'
 
-    def holds(self, node: Node, view: View) -> bool:
+    def number(self, node: Node, view: View) -> float | None:
         """By the data in the file."""
-        known = [found for value in _stored(node, view) if (found := view.graph.stored_numbers(value.name)) is not None]
-        return bool(known) and self.bound.holds(max(numbers.largest for numbers in known))
+        known = [view.graph.stored_numbers(value.name) for value in _stored(node, view)]
+        return max((numbers.largest for numbers in known if numbers is not None), default=None)
 
 
 @dataclass(frozen=True)
 class WeightSize(_Bound):
-    """Bound on the elements of the largest stored tensor of floats that the node reads; no match without one."""
+    """Bound on the elements of the largest stored tensor of floats that the node reads."""
 
     key: ClassVar[str] = "weight_size"
     about: ClassVar[str] = 'elements of the largest stored tensor that the node reads: "< 2048"'
 
-    def holds(self, node: Node, view: View) -> bool:
+    def number(self, node: Node, view: View) -> float | None:
         """By the shapes of the data."""
-        sizes = [value.numel for value in _stored(node, view)]
-        return bool(sizes) and self.bound.holds(max(sizes))
+        return max((value.numel for value in _stored(node, view)), default=None)
 
 
 def _stored(node: Node, view: View) -> list[Value]:
@@ -392,7 +355,7 @@ def _stored(node: Node, view: View) -> list[Value]:
 
 
 @dataclass(frozen=True)
-class Phase(_Names):
+class Phase(_Listed):
     """The forward, of which every node that is planned is a part: rules are asked before there is a backward."""
 
     key: ClassVar[str] = "phase"
@@ -400,14 +363,14 @@ class Phase(_Names):
     form: ClassVar[Any] = Literal["forward"]
 
     @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """The one word."""
-        return cls((given,))
+        return cls((written,))
 
     @classmethod
-    def refusal(cls, given: Any) -> tuple[str, str] | None:
+    def refusal(cls, written: Any) -> tuple[str, str] | None:
         """The backward cannot be matched."""
-        if given != "backward":
+        if written != "backward":
             return None
         return (
             "'phase: backward' would match nothing: the backward is generated from the forward after the rules decided",
@@ -417,7 +380,7 @@ class Phase(_Names):
 
 
 @dataclass(frozen=True)
-class DeviceType(_Names):
+class DeviceType(_Listed):
     """The device type that is planned for."""
 
     key: ClassVar[str] = "device"
@@ -427,32 +390,21 @@ class DeviceType(_Names):
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the device."""
-        return context.device in self.names
+        return context.device in self.wanted
 
 
 @dataclass(frozen=True)
-class LowType(Match):
+class LowType(_Types):
     """The low type that is planned for."""
 
-    types: tuple[DType, ...]
     key: ClassVar[str] = "dtype"
     about: ClassVar[str] = "low type that is planned for"
     contextual: ClassVar[bool] = True
     form: ClassVar[Any] = forms.Lows
 
-    @property
-    def given(self) -> Any:
-        """The types."""
-        return self.types
-
-    @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The types by their short names."""
-        return cls(tuple(low_type(name) for name in given))
-
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the low type."""
-        return context.low in self.types
+        return context.low in self.wanted
 
 
 # In the order in which they are asked about a node, the cheap ones first.

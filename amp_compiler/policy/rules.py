@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator as op
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -231,11 +231,8 @@ class Condition(ABC):
     form: ClassVar[Any]  # type of what stands there, as pydantic takes it
     contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
     by_part: ClassVar[bool] = False  # it holds for all nodes of one op and one part alike
-
-    @property
-    @abstractmethod
-    def given(self) -> Any:
-        """What the rule asks for, as it was read."""
+    name_of: ClassVar[str] = ""  # the field of a node with the name that the condition is about, if it is about one
+    wanted: Any  # what the rule asks for, as it was read
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """Whether nodes of an op may match at all, by what is the same for all of them."""
@@ -244,10 +241,6 @@ class Condition(ABC):
     def holds(self, node: Node, view: View) -> bool:
         """Whether one node matches, by what differs from node to node."""
         return True
-
-    def compared(self, node: Node, view: View) -> str:
-        """The name of the node that the condition is compared with; empty where that is no name."""
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +257,7 @@ class Matcher:
             >>> Matcher((Op(("aten.conv*",)),)).get("op")
             ('aten.conv*',)
         """
-        return next((condition.given for condition in self.conditions if condition.key == key), ())
+        return next((condition.wanted for condition in self.conditions if condition.key == key), ())
 
 
 @dataclass(frozen=True, slots=True)

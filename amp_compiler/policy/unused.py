@@ -65,7 +65,7 @@ def _describe(rule: Rule, matcher: RuleMatcher) -> UnusedRule:
     conditions = [condition for condition in rule.match.conditions if not condition.contextual]
     for condition in conditions:
         if not any(matcher.meets(condition, node) for node in nodes):
-            names = dict.fromkeys(condition.compared(node, matcher.view) for node in nodes)
+            names = dict.fromkeys(getattr(node, condition.name_of) for node in nodes if condition.name_of)
             return UnusedRule(rule.where, rule.text, condition.key, _nearest(condition, names))
     if not nodes:
         return UnusedRule(rule.where, rule.text)
@@ -86,7 +86,7 @@ def _nearest(condition: Condition, names: Iterable[str]) -> str:
     """The name that is most like what a condition asks for; empty where it is compared with no names."""
     found, most = "", 0.0
     known = [name for name in names if name]
-    for pattern in condition.given if known else ():
+    for pattern in condition.wanted if known else ():
         text = pattern if isinstance(pattern, str) else pattern.pattern
         plain = re.sub(r"\.+", ".", _SIGNS.sub("", text)).strip(".")
         alike = SequenceMatcher(None, b=plain, autojunk=False)

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 from onnx_helpers import make_model, value
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import random_batch
 from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.probes import random_batch
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 4)).astype(np.float32)

@@ -23,8 +23,8 @@ from onnx_models import (
 import amp_compiler as amp
 from amp_compiler.cli.convert import ConvertOptions, run_convert
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import random_batch
 from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.probes import random_batch
 from amp_compiler.onnx.check.run import stored_bytes
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from onnx_models import info, model, node, scalar, weight
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check import memory
 from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.run import REFERENCE, Runner
+from amp_compiler.onnx.check.run import ORT, REFERENCE, Runner
 from amp_compiler.onnx.check.verify import TOLERANCES, verify
 from amp_compiler.onnx.convert import convert_onnx
 
@@ -224,6 +227,53 @@ def test_the_reference_evaluator_is_estimated(monkeypatch):
     with pytest.raises(memory.MemoryLimitError, match="its values take more than"):
         runner.run(batch)
     assert Runner(source, None).run(batch)["y"].shape == (4, 1024)
+
+
+def test_open_dimensions_count_as_they_are_drawn():
+    """A name has the size that the batch gives it, whatever a file declares between; what has none, the largest."""
+    nodes = [node("Relu", ["x"], ["a"]), node("NonZero", ["a"], ["i"])]
+    source = model(nodes, [info("x", "N", 8)], [info("a", "N", 8), info("i", 2, "found", kind=T.INT64)])
+    batch = {"x": np.ones((50, 8), np.float32)}
+    assert memory.kept_bytes(source, batch) == 50 * 8 * 4 + 2 * 50 * 8
+
+
+def test_a_process_with_an_allocator_of_its_own_runs_estimated(monkeypatch):
+    memory._register_arena.cache_clear()
+    monkeypatch.setattr(onnxruntime, "create_and_register_allocator", _refuse_allocator)
+    try:
+        source = model([node("Relu", ["x"], ["y"])], [info("x", "N", 1024)], [info("y", "N", 1024)])
+        runner, batch = Runner(source, None, limited=True), {"x": np.ones((4, 1024), np.float32)}
+        assert runner.engine == ORT and np.array_equal(runner.run(batch)["y"], batch["x"])
+        monkeypatch.setattr(memory, "MEMORY", 4 * 1024 * 4 - 1)
+        with pytest.raises(memory.MemoryLimitError, match="its values take more than"):
+            runner.run(batch)
+    finally:
+        memory._register_arena.cache_clear()
+
+
+def _refuse_allocator(*arguments):
+    raise RuntimeError("an allocator has been registered for this device")
+
+
+def test_threads_that_verify_at_once_register_one_arena(monkeypatch):
+    calls, together = [], threading.Barrier(4)
+
+    def register(*arguments):
+        calls.append(arguments)
+        time.sleep(0.05)  # in which the others come
+
+    def begin():
+        together.wait()
+        return memory.limited_arena()
+
+    memory._register_arena.cache_clear()
+    monkeypatch.setattr(onnxruntime, "create_and_register_allocator", register)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(lambda _: begin(), range(4)))
+    finally:
+        memory._register_arena.cache_clear()
+    assert len(calls) == 1
 
 
 def test_inputs_that_are_too_large_are_not_drawn():

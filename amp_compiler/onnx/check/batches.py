@@ -1,4 +1,4 @@
-"""Batches of inputs for an ONNX model: from dicts, npz files or a random generator, checked against the model."""
+"""Batches of inputs for an ONNX model: from dicts or npz files, checked against the model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from onnx import TensorProto, helper
 from onnx_ir.tensor_adapters import TorchTensor
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, open_to_run
-from amp_compiler.onnx.model.model import OnnxFile, Source
+from amp_compiler.onnx.check.run import Batch
+from amp_compiler.onnx.model.infer import is_open
+from amp_compiler.onnx.model.model import OnnxFile
 
 Batches = Iterable[Batch] | str | Path
-_OPEN = 2  # size of dimensions that a model leaves open, in a batch that is drawn
 
 
 def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
@@ -26,11 +26,6 @@ def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     defaults = {tensor.name for tensor in proto.graph.initializer}
     defaults |= {tensor.values.name for tensor in proto.graph.sparse_initializer}
     return {value.name: value.type for value in proto.graph.input if value.name not in defaults}
-
-
-def is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    """Whether a model leaves a dimension open: it has no size, or a negative one, as some exporters write it."""
-    return not dim.HasField("dim_value") or dim.dim_value < 0
 
 
 def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any]]:
@@ -215,32 +210,3 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
             where=where,
             hint="give it that shape",
         )
-
-
-def random_batch(model: Source) -> dict[str, Any]:
-    """Random inputs of the declared types and shapes: standard normal floats, integers of 0 and 1; always the same.
-
-    Dimensions that the model leaves open are of size 2.
-
-    Args:
-        model: whose inputs.
-
-    Raises:
-        OnnxError: an input is no tensor of numbers.
-    """
-    generator = np.random.default_rng(0)
-    inputs = required_inputs(open_to_run(model).proto)
-    return {name: _random(name, kind, generator) for name, kind in inputs.items()}
-
-
-def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator) -> np.ndarray:
-    if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
-        raise OnnxError(f"no random values can be made for the input '{name}'", hint="give batches of inputs")
-    dims = declared.tensor_type.shape.dim
-    shape = [_OPEN if is_open(dim) else dim.dim_value for dim in dims]
-    dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
-    if dtype.kind in "iub":
-        return generator.integers(0, 2, shape).astype(dtype)
-    if declared.tensor_type.elem_type in FLOAT_TYPES:
-        return generator.standard_normal(shape).astype(dtype)
-    raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", hint="give batches of inputs")

@@ -20,11 +20,10 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS, LOW_TYPES
 from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import proto_bodies
+from amp_compiler.onnx.model.retype import TYPE_ATTRIBUTES
 from amp_compiler.onnx.model.sparse import dense
 
 FLOAT = TensorProto.FLOAT
-# Attributes that hold an element type. Elsewhere an integer of 10 or 16 is only a number.
-TYPE_ATTRIBUTES = frozenset({"dtype", "to", "output_dtype", "precision", "softmax_precision", "stash_type"})
 SOURCES = frozenset({"Cast", "CastLike"})
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import itertools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import Engine, check_providers, session_options
 from amp_compiler.onnx.model.infer import stripped
 from amp_compiler.onnx.model.validate import make_inputs_of_stubs
-from amp_compiler.onnx.model.walk import all_tensors, node_place, proto_graphs
+from amp_compiler.onnx.model.walk import all_tensors, proto_graphs
 
 WHOLE = 256_000_000
 """Bytes of data up to which a model is loaded with them. Of a larger one the large initializers become inputs."""
@@ -27,8 +26,7 @@ MOST_DEPTH = 1000
 """Nodes of a chain up to which it is: the time that a load in FP16 takes on the CPU grows with their square."""
 _CHAIN = 0.75  # share of its nodes that stand behind one another in a chain; of a deep transformer it is about a half
 _CRASHING = "NchwcTransformer"
-"""The optimization at which ONNX Runtime 1.31 and 1.32 crash, on the CPU and in FP16 alone: see `_crashing_node`."""
-_SWAPPED = ([1, 0, 2], [1, 2, 0])
+"""The optimization at which ONNX Runtime 1.31 and 1.32 crash on a CPU: a `Transpose` before some FP16 products."""
 _NODE = (
     re.compile(r"implementation for (?P<op>[\w.]+)\(\d+\) node with name '(?P<name>[^']*)'"),
     re.compile(r"Node[: ]*\((?P<name>[^)]*)\) Op ?\((?P<op>\w*)\)"),
@@ -98,20 +96,6 @@ def refusal_of(
     return _read(problem)
 
 
-def told_crash(proto: onnx.ModelProto, engine: Engine) -> str:
-    """What there is to know of a model that ONNX Runtime would crash on; empty for any other one.
-
-    Args:
-        proto: the model.
-        engine: what it is loaded with.
-    """
-    place = _crashing_node(proto) if engine.providers == Engine().providers else ""
-    return place and (
-        f"onnxruntime (1.31 and 1.32 at least) may crash on the CPU when it loads {place}: a Transpose stands before"
-        f" this FP16 product. It was loaded without the optimization at fault: disabled_optimizers=['{_CRASHING}']"
-    )
-
-
 def is_long(proto: onnx.ModelProto) -> bool:
     """True for a model that is not loaded, because that would take long: it has many nodes, or is one long chain."""
     counts = itertools.accumulate(len(graph.node) for graph in proto_graphs(proto.graph))
@@ -126,40 +110,6 @@ def is_long(proto: onnx.ModelProto) -> bool:
     return max(depth.values(), default=0) > max(MOST_DEPTH, _CHAIN * len(proto.graph.node))
 
 
-def _crashing_node(proto: onnx.ModelProto) -> str:
-    """The place of the first node that a session on the CPU would crash at; empty where there is none.
-
-    That is an FP16 `MatMul` with stored weights of one or two dimensions whose data come from a `Transpose` of the
-    first two of three dimensions, as exports have it behind an LSTM.
-    """
-    for graph in proto_graphs(proto.graph):
-        if not any(node.op_type == "Transpose" for node in graph.node):
-            continue
-        makers = {name: node for node in graph.node for name in node.output}
-        stored = {tensor.name: tensor for tensor in graph.initializer}
-        for node in graph.node:
-            if node.op_type == "MatMul" and len(node.input) == 2 and _is_swapped(node.input[0], makers):
-                weight = stored.get(node.input[1]) or _constant(makers.get(node.input[1]))
-                if weight is not None and weight.data_type == TensorProto.FLOAT16 and len(weight.dims) <= 2:
-                    return node_place(node)
-    return ""
-
-
-def _is_swapped(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
-    maker = makers.get(name)
-    while maker is not None and maker.op_type == "Identity":
-        maker = makers.get(maker.input[0])
-    if maker is None or maker.op_type != "Transpose":
-        return False
-    return any(list(attribute.ints) in _SWAPPED for attribute in maker.attribute if attribute.name == "perm")
-
-
-def _constant(node: onnx.NodeProto | None) -> TensorProto | None:
-    if node is None or node.op_type != "Constant":
-        return None
-    return next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
-
-
 def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:
     """What ONNX Runtime says against a model; `None` where it loads."""
     import onnxruntime as ort
@@ -169,10 +119,9 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
         options = session_options(used, folder)
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
-        left_out = [_CRASHING] if _crashing_node(proto) else []
         session = ort.InferenceSession(
             proto.SerializeToString(), options,
-            providers=list(used.providers), enable_fallback=0, disabled_optimizers=left_out,
+            providers=list(used.providers), enable_fallback=0, disabled_optimizers=[_CRASHING],
         )  # fmt: skip
     except OnnxError:
         raise

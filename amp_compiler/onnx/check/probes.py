@@ -11,9 +11,10 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import is_open, required_inputs
+from amp_compiler.onnx.check.batches import required_inputs
 from amp_compiler.onnx.check.memory import MEMORY, MemoryLimitError, told_limit
 from amp_compiler.onnx.check.run import FLOAT_TYPES, open_to_run
+from amp_compiler.onnx.model.infer import is_open
 from amp_compiler.onnx.model.model import Source
 
 SMALL = 2  # of every open dimension in the first batch
@@ -202,6 +203,18 @@ class Probes:
         if shape:
             axes[shape.index(length)] = length
         return np.broadcast_to(row.reshape(axes), shape)
+
+
+def random_batch(model: Source) -> dict[str, Any]:
+    """The first of the batches that `Probes` draws: small, and always the same.
+
+    Args:
+        model: whose inputs.
+
+    Raises:
+        OnnxError: an input is no tensor of numbers.
+    """
+    return next(iter(Probes(model)))
 
 
 def _check_drawable(name: str, declared: onnx.TypeProto) -> None:

@@ -19,6 +19,7 @@ from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check import memory
+from amp_compiler.onnx.model.external import external_files, is_external
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 
 Batch = Mapping[str, Any]
@@ -134,16 +135,12 @@ def open_to_run(source: Source) -> OnnxFile:
         OnnxError: the file is missing or no ONNX model, or a message refers to external files.
     """
     opened = open_model(source)
-    if opened.path is None and any(_external(tensor) for tensor in opened.proto.graph.initializer):
+    if opened.path is None and any(is_external(tensor) for tensor in opened.proto.graph.initializer):
         raise OnnxError(
             "the ModelProto refers to external data, and not to where it is",
             hint="give the model's path, or load it with onnx.load(path)",
         )
     return opened
-
-
-def _external(tensor: TensorProto) -> bool:
-    return tensor.data_location == TensorProto.EXTERNAL
 
 
 def stored_bytes(opened: OnnxFile) -> int:
@@ -154,14 +151,7 @@ def stored_bytes(opened: OnnxFile) -> int:
     """
     if opened.path is None:
         raise OnnxError("a model in memory has no files", where=opened.name, hint="give its path")
-    names = {
-        entry.value
-        for tensor in opened.proto.graph.initializer
-        if _external(tensor)
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    files = [opened.path, *(opened.path.parent / name for name in sorted(names))]
+    files = [opened.path, *external_files(opened.proto, opened.path.parent)]
     for file in files:
         if not file.is_file():
             raise OnnxError("a file of the model is missing", where=str(file), hint="put it beside the model")
@@ -202,9 +192,8 @@ class Runner:
         options.log_severity_level = 4
         options.enable_mem_pattern = False
         self._run_options: Any = None
-        self._limited: onnx.ModelProto | None = None  # what the reference evaluator runs, and is estimated before
-        if limited:
-            memory.limited_arena()
+        self._estimated: onnx.ModelProto | None = None  # what no arena limits, so that its values are added up before
+        if limited and memory.limited_arena():
             options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
             self._run_options = ort.RunOptions()
@@ -219,16 +208,17 @@ class Runner:
             raise
         except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception
             self._session = self._reference(proto, folder, cause)
-            self._limited = proto if limited else None
         else:
             check_providers(self._session, used)
+        if limited and (self._run_options is None or self.engine == REFERENCE):
+            self._estimated = proto
 
     def _reference(self, proto: onnx.ModelProto, folder: Path | None, why: Exception) -> Any:
         from onnx.reference import ReferenceEvaluator
 
         self.engine = REFERENCE
         try:
-            if any(_external(tensor) for tensor in proto.graph.initializer):
+            if any(is_external(tensor) for tensor in proto.graph.initializer):
                 raise NotImplementedError("external data")
             return ReferenceEvaluator(proto)
         except Exception as cause:
@@ -246,7 +236,7 @@ class Runner:
             OnnxError: an operator failed on these values.
         """
         names = [output.name for output in self._session.get_outputs()] if self.engine == ORT else None
-        if self._limited is not None and memory.kept_bytes(self._limited, batch) > memory.MEMORY:
+        if self._estimated is not None and memory.kept_bytes(self._estimated, batch) > memory.MEMORY:
             raise memory.MemoryLimitError.on_batch(self.name)
         # A NumPy scalar, which arithmetic makes of an array without dimensions, is an array here.
         feeds = {name: np.asarray(value) if isinstance(value, np.generic) else value for name, value in batch.items()}

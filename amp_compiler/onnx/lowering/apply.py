@@ -15,7 +15,7 @@ from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import cast_node, names_of, set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
@@ -76,15 +76,10 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._given: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.node_names, self.value_names = {""}, {""}
+        self.value_names, self.node_names = names_of(lowered.model.graphs())
         for graph in lowered.model.graphs():
-            nodes = list(graph)
-            given = [*graph.inputs, *graph.initializers.values()]
-            self._given.update(dict.fromkeys(given, graph))
-            self.value_names.update([value.name or "" for value in given])
-            self.value_names.update([value.name or "" for node in nodes for value in node.outputs])
-            self.node_names.update([node.name or "" for node in nodes])
-            for node in nodes if lowered.model.contents.bodies else ():
+            self._given.update(dict.fromkeys((*graph.inputs, *graph.initializers.values()), graph))
+            for node in graph if lowered.model.contents.bodies else ():
                 for body in bodies(node).values():
                     self.scopes.depth[body] = self.scopes.depth[graph] + 1
 
@@ -183,14 +178,8 @@ class _Writer:
         if key in self.placed:
             return self.placed[key]
         base = source.name or "value"
-        node = ir.Node(
-            "",
-            "Cast",
-            [source],
-            [ir.AttrInt64("to", ir_type(dst).value)],
-            outputs=[ir.Value(name=unique(f"{base}_{cast.dst}", self.value_names))],
-            name=unique(f"{base}_to_{cast.dst}", self.node_names),
-        )
+        names = unique(f"{base}_{cast.dst}", self.value_names), unique(f"{base}_to_{cast.dst}", self.node_names)
+        node = cast_node(source, ir_type(dst), *names)
         anchors = [anchor for site in sites if (anchor := self.scopes.anchor(site, graph)) is not None]
         if anchors:
             graph.insert_before(self._first(anchors, graph), node)

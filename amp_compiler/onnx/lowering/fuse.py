@@ -243,7 +243,7 @@ class _Fuser:
 
     @cached_property
     def _taken(self) -> set[str]:
-        return names_of(self.model.graphs())
+        return set.union(*names_of(self.model.graphs()))
 
     def _drop(self, value: ir.Value) -> None:
         """Take stored data away that nothing reads."""

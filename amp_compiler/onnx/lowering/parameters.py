@@ -30,7 +30,7 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
         if labels.get(neutral.name) != LOW:
             continue
         if not taken:
-            taken = names_of(lowered.model.graphs())
+            taken = set.union(*names_of(lowered.model.graphs()))
         for index, value in enumerate(node.inputs):
             tensor = tensor_of(value) if index and value is not None else None
             if value is None or tensor is None or neutral_type(tensor.dtype.value) is not DType.FLOAT32:

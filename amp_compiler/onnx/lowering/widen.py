@@ -9,7 +9,7 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import FOLDED, Lowered
-from amp_compiler.onnx.model.edit import set_type, unique
+from amp_compiler.onnx.model.edit import cast_node, names_of, set_type, unique
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.op_table import op_table
@@ -52,14 +52,7 @@ class _Writer:
         self.names = {value: name for name, value in lowered.values.items()}
         types = plan.types
         self.planned = {made: types[made] for node in lowered.graph.nodes.values() for made in node.outputs}
-        graphs = lowered.model.graphs()
-        values = [
-            value
-            for graph in graphs
-            for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs))
-        ]
-        self.value_names = {value.name or "" for value in values}
-        self.node_names = {node.name or "" for graph in graphs for node in graph}
+        self.value_names, self.node_names = names_of(lowered.model.graphs())
 
     def widen(self, planned: PlannedNode, neutral: Node, untouched: frozenset[str]) -> None:
         """Put casts around one node."""
@@ -101,14 +94,8 @@ class _Writer:
 
     def _cast(self, source: ir.Value, dtype: DType, node: ir.Node, *, before: bool) -> ir.Value:
         base = f"{source.name or 'value'}_{dtype.short}"
-        cast = ir.Node(
-            "",
-            "Cast",
-            [source],
-            [ir.AttrInt64("to", ir_type(dtype).value)],
-            outputs=[ir.Value(name=unique(base, self.value_names))],
-            name=unique(f"{base}_math", self.node_names),
-        )
+        names = unique(base, self.value_names), unique(f"{base}_math", self.node_names)
+        cast = cast_node(source, ir_type(dtype), *names)
         graph = node.graph
         if not isinstance(graph, ir.Graph):
             raise LoweringError(f"node '{node.name}' stands in no graph", hint="plan this model again")

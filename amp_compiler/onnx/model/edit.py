@@ -40,14 +40,27 @@ def set_type(value: ir.Value, dtype: DType) -> None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
 
 
-def names_of(graphs: Iterable[ir.Graph]) -> set[str]:
-    """The names of all values and nodes of some graphs."""
-    found = {""}
+def names_of(graphs: Iterable[ir.Graph]) -> tuple[set[str], set[str]]:
+    """The names of all values of some graphs, and of all nodes."""
+    values, nodes = {""}, {""}
     for graph in graphs:
-        found.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
+        values.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
         for node in graph:
-            found.update([node.name or "", *(value.name or "" for value in node.outputs)])
-    return found
+            nodes.add(node.name or "")
+            values.update(value.name or "" for value in node.outputs)
+    return values, nodes
+
+
+def cast_node(source: ir.Value, to: ir.DataType, value: str, name: str) -> ir.Node:
+    """A cast that stands in no graph yet.
+
+    Args:
+        source: what is cast.
+        to: the type.
+        value: name of the result.
+        name: name of the node.
+    """
+    return ir.Node("", "Cast", [source], [ir.AttrInt64("to", to.value)], outputs=[ir.Value(name=value)], name=name)
 
 
 def unique(name: str, taken: set[str]) -> str:

@@ -79,6 +79,11 @@ def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx
     return with_data(tensor, folder)
 
 
+def is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Whether a model leaves a dimension open: it has no size, or a negative one, as some exporters write it."""
+    return not dim.HasField("dim_value") or dim.dim_value < 0
+
+
 def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
     """ONNX's own shape and type inference.
 

@@ -239,16 +239,14 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     _refuse(proto)
     with told_as_onnx(opened.name, "its graph is malformed"):
         contents = contents_of(proto)
-        ordered = in_order(proto, bodies=contents.bodies)
-        sorted_ = ordered is proto and not proto.functions
-        proto = dense(ordered, contents)
+        proto = dense(in_order(proto, bodies=contents.bodies), contents)
         known = replace(contents, sparse=frozenset())
     light = light_of(proto, folder, known)
     if check:
         check_fully(light, opened.name)
     with told_as_onnx(opened.name, "its graph is malformed"):
         if proto.functions:
-            proto = onnx.inliner.inline_local_functions(proto)
+            proto = in_order(onnx.inliner.inline_local_functions(proto))
             known = replace(contents_of(proto), sparse=frozenset())
             light = stripped(proto, folder)
             if check:  # whether a call fits its function shows only now
@@ -259,11 +257,6 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
         _Binder(found).bind(model.graph, proto.graph, inferred.graph)
-        if not sorted_ and not _is_sorted(model.graph, set()):
-            try:
-                model.graph.sort()
-            except ValueError as cause:
-                raise OnnxError("its graph has a cycle", hint="run onnx.checker.check_model on it") from cause
     return found
 
 
@@ -293,20 +286,6 @@ def bodies(node: onnx_ir.Node) -> dict[str, onnx_ir.Graph]:
         elif attribute.type == onnx_ir.AttributeType.GRAPHS:
             found.update({f"{name}.{index}": body for index, body in enumerate(attribute.as_graphs())})
     return found
-
-
-def _is_sorted(graph: onnx_ir.Graph, known: set[onnx_ir.Value]) -> bool:
-    """True where every node stands after what it reads; `known` is as before afterwards."""
-    mine = [*graph.inputs, *graph.initializers.values()]
-    known.update(mine)
-    fine = True
-    for node in graph:
-        fine = fine and all(value is None or value in known for value in node.inputs)
-        fine = fine and all(_is_sorted(body, known) for body in bodies(node).values())
-        known.update(node.outputs)
-        mine += node.outputs
-    known.difference_update(mine)
-    return fine
 
 
 @dataclass

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, element_type
 from amp_compiler.onnx.model.data import array_of, convert
-from amp_compiler.onnx.model.edit import names_of, set_data, unique
+from amp_compiler.onnx.model.edit import cast_node, names_of, set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -66,7 +66,7 @@ class _Writer:
         self.model, self.elements, self.types = model, elements, types
         self.main = model.ir.graph
         self.changed = False
-        self.names = names_of(all_graphs(self.main))
+        self.names = set.union(*names_of(all_graphs(self.main)))
         self.nodes = set(self.names)
 
     def run(self, keep_io_types: bool) -> bool:
@@ -223,14 +223,8 @@ class _Writer:
     def _cast(self, source: ir.Value, dtype: DType) -> ir.Node:
         element = ir.DataType.FLOAT if dtype is DType.FLOAT32 else _SOURCES[dtype]
         base = f"{source.name}_{dtype.short}"
-        made = ir.Value(name=unique(base, self.names), shape=source.shape)
-        cast = ir.Node(
-            "",
-            "Cast",
-            [source],
-            [ir.AttrInt64("to", element.value)],
-            outputs=[made],
-            name=unique(f"{base}_end", self.nodes),
-        )
+        cast = cast_node(source, element, unique(base, self.names), unique(f"{base}_end", self.nodes))
+        made = cast.outputs[0]
+        made.shape = source.shape
         self.model.types[made] = ValueType(dtype, self.model.type_of(source).shape)
         return cast

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
+from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.model.model import OnnxModel, proto_graphs
 from amp_compiler.onnx.model.sparse import make_sparse
 
@@ -179,15 +180,9 @@ def _locations(path: Path) -> set[str]:
     """Names of the data files that a model reads; none where it cannot be read."""
     try:
         proto = onnx.load(path, load_external_data=False)
+        return {str(file) for file in external_files(proto, Path())}
     except Exception:  # noqa: BLE001  whatever stands there is about to be replaced
         return set()
-    return {
-        entry.value
-        for graph in proto_graphs(proto.graph)
-        for tensor in graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
 
 
 def _digest(path: Path) -> str:

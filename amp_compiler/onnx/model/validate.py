@@ -8,6 +8,7 @@ checker looks (`check_fully`), which knows what each op takes and gives.
 from __future__ import annotations
 
 import contextlib
+import graphlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from onnx import AttributeProto, TensorProto
 
 from amp_compiler.errors import AmpError, OnnxError
 from amp_compiler.onnx.model.external import bytes_of, check_external, is_external
-from amp_compiler.onnx.model.walk import attribute_tensors, function_nodes, node_place, proto_bodies
+from amp_compiler.onnx.model.types import canonical_domain
+from amp_compiler.onnx.model.walk import attribute_tensors, function_nodes, node_place, proto_graphs
 
 DEEPEST = 30
 """Bodies that may stand in one another; a file cannot hold many more."""
@@ -211,7 +213,7 @@ def _check_functions(proto: onnx.ModelProto) -> None:
     for function in proto.functions:
         names = (function.domain, function.name, function.overload, *function.input, *function.output)
         _check_names("a function", iter(names))
-        key = (_domain(function.domain), function.name, function.overload)
+        key = (canonical_domain(function.domain), function.name, function.overload)
         if key in found:
             raise OnnxError("there are two functions of that name", where=_told(key), hint="remove one, or " + _EXPORT)
         found[key] = function
@@ -222,10 +224,17 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         for key, one in found.items()
     }
     sizes: dict[tuple[str, str, str], int] = {}
-    for key in _innermost_first(calls):
+    try:
+        order = list(graphlib.TopologicalSorter(calls).static_order())
+    except graphlib.CycleError as cause:
+        raise OnnxError(
+            "it calls itself", where=_told(cause.args[1][0]), hint="export the model without functions"
+        ) from cause
+    for key in order:
         own = sum(1 for _ in function_nodes(found[key]))
         sizes[key] = own + sum(sizes[called] for called in calls[key])
-    total = sum(sizes[called] for node in _graph_nodes(proto.graph) if (called := _called(node)) in sizes)
+    nodes = (node for graph in proto_graphs(proto.graph) for node in graph.node)
+    total = sum(sizes[called] for node in nodes if (called := _called(node)) in sizes)
     if total > MOST_NODES:
         raise OnnxError(
             f"its functions make {total} nodes once they are written out where they are called",
@@ -233,56 +242,12 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         )
 
 
-def _graph_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    pending = [(graph, 0)]
-    while pending:
-        current, depth = pending.pop()
-        for node in current.node:
-            yield node
-            if depth < DEEPEST:
-                pending += [(body, depth + 1) for body in proto_bodies(node).values()]
-
-
-def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
-
-
 def _called(node: onnx.NodeProto) -> tuple[str, str, str]:
-    return _domain(node.domain), node.op_type, node.overload
+    return canonical_domain(node.domain), node.op_type, node.overload
 
 
 def _told(key: tuple[str, str, str]) -> str:
     return f"function '{'.'.join(part for part in key if part)}'"
-
-
-def _innermost_first(
-    calls: dict[tuple[str, str, str], list[tuple[str, str, str]]],
-) -> list[tuple[str, str, str]]:
-    """Functions in an order in which each stands behind those that it calls.
-
-    Raises:
-        OnnxError: one calls itself, by itself or by others.
-    """
-    order: list[tuple[str, str, str]] = []
-    done: set[tuple[str, str, str]] = set()
-    for start in calls:
-        path: dict[tuple[str, str, str], None] = {}
-        pending: list[tuple[tuple[str, str, str], bool]] = [(start, False)]
-        while pending:
-            key, leaving = pending.pop()
-            if leaving:
-                path.pop(key)
-                done.add(key)
-                order.append(key)
-                continue
-            if key in done:
-                continue
-            if key in path:
-                raise OnnxError("it calls itself", where=_told(key), hint="export the model without functions")
-            path[key] = None
-            pending.append((key, True))
-            pending += [(called, False) for called in dict.fromkeys(calls[key]) if called not in done]
-    return order
 
 
 # ---- what the libraries say
