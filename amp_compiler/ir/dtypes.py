@@ -98,6 +98,9 @@ class DType(enum.Enum):
 
 
 FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
+INTEGERS = frozenset(
+    {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
+)
 LOW_TYPES = {"fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
 
 _ITEMSIZE = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
@@ -310,25 +309,8 @@ class PrecisionGraph:
                 raise GraphError(f"node '{node.name}' has the unknown pin '{node.pin.precision}'")
             for operand in node.inputs:
                 if operand.value not in ready:
-                    raise self._cannot_run(node, operand.value)
+                    raise GraphError(
+                        f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
+                        hint="put nodes in execution order, each behind those that make what it reads",
+                    )
             ready.update(node.outputs)
-
-    def _cannot_run(self, node: Node, value: str) -> GraphError:
-        """Why `node` cannot read `value` where it stands, and what to do about it."""
-        import networkx as nx
-
-        maker = self._producer.get(value)
-        what = f"node '{node.name}' reads '{value}'"
-        if value not in self.values or maker not in self.nodes:
-            return GraphError(f"{what}, which nothing makes", hint="add the node that makes it, or read another value")
-        whole = self.to_networkx()
-        if nx.has_path(whole, node.name, maker):
-            circle = [*nx.shortest_path(whole, node.name, maker), node.name]
-            names = " -> ".join(f"'{name}'" for name in circle)
-            return GraphError(f"{what}, which is made of its own result: {names}", hint="break the circle")
-        needed = {maker} | nx.ancestors(whole, maker)
-        names = ", ".join(f"'{name}'" for name in itertools.dropwhile(node.name.__ne__, self.nodes) if name in needed)
-        return GraphError(
-            f"{what}, which '{maker}' makes only later",
-            hint=f"nodes stand in execution order: put {names} before '{node.name}'",
-        )

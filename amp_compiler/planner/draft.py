@@ -51,14 +51,7 @@ class Draft:
             return "".join([f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items()])
         if not self.decisions:
             return format_graph(self.graph)
-        told: dict[int, str] = {}  # few decisions are common to many nodes
-        lines: list[str] = []
-        for name, decision in self.decisions.items():
-            text = told.get(id(decision))
-            if text is None:
-                text = told[id(decision)] = f": {decision}\n"
-            lines += (name, text)
-        return "".join(lines)
+        return "".join([f"{name}: {decision}\n" for name, decision in self.decisions.items()])
 
     def state(self, *, kept: bool = True) -> tuple[object, ...]:
         """What `to_text` is made of, by which two states of a draft are compared.

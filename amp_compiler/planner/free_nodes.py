@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import INTEGERS, DType
 from amp_compiler.ir.graph import Node, PrecisionGraph, Value
 from amp_compiler.planner.fixed_labels import Semantics
-from amp_compiler.planner.typing import FP32, KEEP, LOW, NodeTyping, Role, TypingRules
+from amp_compiler.planner.typing import FP32, KEEP, NodeTyping, Role, TypingRules
 
 _NEVER = 1 << 48  # bytes that a cast costs which there is not: more than all others together
-_WHOLE = frozenset(
-    {
-        DType.BOOL, DType.INT8, DType.INT16, DType.INT32, DType.INT64,
-        DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64,
-    }
-)  # fmt: skip
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16})
 
 
@@ -146,12 +140,6 @@ class FollowProblem:
                 demand.fp32 = True
             demand.bits = True
             return
-        if data and label != KEEP:  # as most do
-            if label == LOW:
-                demand.low = True
-            else:
-                demand.fp32 = True
-            return
         needed = self.typing.need(user, index, label)
         if needed is not None:
             self._fixed_need(demand, needed)
@@ -235,7 +223,11 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
     source = graph.values[producer.inputs[0].value]
     if source.dtype in typing.flexible or source.volatile or source.numel != made.numel:
         return None
-    exact = source.dtype in _WHOLE or (source.dtype in _FLOATS and graph.execution.casts_join)
+    exact = (
+        source.dtype in INTEGERS
+        or source.dtype is DType.BOOL
+        or (source.dtype in _FLOATS and graph.execution.casts_join)
+    )
     return source if exact else None
 
 

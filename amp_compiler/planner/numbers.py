@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from amp_compiler.ir.dtypes import FLOATS, DType
+from amp_compiler.ir.dtypes import FLOATS, INTEGERS, DType
 from amp_compiler.ir.graph import Node, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
@@ -21,9 +21,6 @@ _BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
 _DIFFERENCES = frozenset({"onnx.Sub", "aten.sub", "aten.subtract", "aten.rsub", "onnx.Add", "aten.add"})
 _COUNTING = frozenset({"matmul", "convolution", "pooling"})
 _COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
-_INTEGERS = frozenset(
-    {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
-)
 
 
 class Origin(enum.IntEnum):
@@ -100,27 +97,15 @@ class _Analysis:
         for value in graph.values.values():
             if value.kind is not ValueKind.RESULT:
                 self.origins[value.name] = _by_kind(value)
-        infos, origins, values, data = self.infos, self.origins, graph.values, Origin.DATA
-        ends: dict[str, Origin | None] = {}
-        flows: dict[str, bool] = {}  # by op, whether what data flow into makes data
         for node in graph.nodes.values():
-            op = node.op
-            if op not in infos:
-                info = infos[op] = ops.info(op)
-                ends[op] = None if _may_begin(op, info) else data
-                flows[op] = not info.positions and info.family not in ("factory", "random")
-            origin = None if node.attrs else ends[op]
-            if origin is None and flows[op]:
-                for operand in node.inputs:  # as most: `_made_by` would say the same of it
-                    if origins[operand.value] is data and values[operand.value].dtype in FLOATS:
-                        origin = data
-                        break
+            info = self.infos.get(node.op) or self.infos.setdefault(node.op, ops.info(node.op))
+            origin: Origin | None = None
             for name in node.outputs:
-                dtype = values[name].dtype
+                dtype = graph.values[name].dtype
                 if dtype not in FLOATS:
-                    origins[name] = _by_type(dtype)
+                    self.origins[name] = _by_type(dtype)
                 else:
-                    origin = origins[name] = self._made_by(node, infos[op]) if origin is None else origin
+                    origin = self.origins[name] = self._made_by(node, info) if origin is None else origin
 
     def may_be_curved(self, op: str, info: OpInfo) -> bool:
         """Whether `angles` may find something at an op: at curves but for sines, only where there are positions."""
@@ -143,8 +128,6 @@ class _Analysis:
             origin = self.origins[operand.value]
             if origin > found and (counting or self.graph.values[operand.value].dtype in FLOATS):
                 found = origin
-                if found is Origin.DATA:
-                    return found
         return max(found, Origin.GIVEN) if info.periodic or info.squashes else found
 
     def _operands(self, node: Node) -> Iterator[str]:
@@ -155,20 +138,13 @@ class _Analysis:
 
     def _origin(self, node: Node) -> Origin:
         """What the operands of a node are made of."""
-        found, values = None, self.graph.values
-        for operand in node.inputs:
-            if values[operand.value].dtype in FLOATS:
-                origin = self.origins[operand.value]
-                if origin is Origin.DATA:
-                    return origin
-                found = origin if found is None else max(found, origin)
-        return Origin.DATA if found is None else found
+        return max((self.origins[name] for name in self._operands(node)), default=Origin.DATA)
 
     # ---- what asks for such numbers
 
     def sizes(self, node: Node, info: OpInfo) -> None:
         """Casts to whole numbers, sizes, indices and coordinates."""
-        if info.casts and all(self.graph.values[name].dtype in _INTEGERS for name in node.outputs):  # none: `item`
+        if info.casts and all(self.graph.values[name].dtype in INTEGERS for name in node.outputs):  # none: `item`
             # What reads the bits of a number (no `any`) counts nothing.
             self._back(node, f"{_told(node)} makes whole numbers of what is made of it", counted=bool(info.any))
         for operand in node.inputs if info.indices else ():
@@ -200,9 +176,6 @@ class _Analysis:
 
     def _difference(self, node: Node) -> None:
         """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
-        for operand in node.inputs:
-            if self.origins[operand.value] is Origin.DATA:
-                return  # as of most
         read = list(self._operands(node))
         origins = [self.origins[name] for name in read]
         if len(read) != 2 or not all(origin in (Origin.POSITION, Origin.GIVEN) for origin in origins):
@@ -271,13 +244,6 @@ class _Analysis:
         )
 
 
-def _may_begin(op: str, info: OpInfo) -> bool:
-    """Whether an op, without attributes, may make anything but data."""
-    return bool(
-        info.positions or info.plain or op in _BODIES or info.family in ("factory", "random", "matmul", "convolution")
-    )  # an einsum, which may too, has an attribute
-
-
 def _told(node: Node) -> str:
     return f"'{node.name}' ({node.op})"
 
@@ -296,7 +262,7 @@ def _by_kind(value: Value) -> Origin:
 
 def _by_type(dtype: DType) -> Origin:
     """What a value that is no real floating-point number says by its type."""
-    if dtype in _INTEGERS:
+    if dtype in INTEGERS:
         return Origin.POSITION
     return Origin.STORED if dtype is DType.BOOL else Origin.DATA
 
