@@ -10,6 +10,7 @@ from amp_compiler.planner.fixed_labels import Semantics
 from amp_compiler.planner.typing import FP32, KEEP, NodeTyping, Role, TypingRules
 
 _NEVER = 1 << 48  # bytes that a cast costs which there is not: more than all others together
+_EXACT = INTEGERS | {DType.BOOL}
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16})
 
 
@@ -223,11 +224,7 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
     source = graph.values[producer.inputs[0].value]
     if source.dtype in typing.flexible or source.volatile or source.numel != made.numel:
         return None
-    exact = (
-        source.dtype in INTEGERS
-        or source.dtype is DType.BOOL
-        or (source.dtype in _FLOATS and graph.execution.casts_join)
-    )
+    exact = source.dtype in _EXACT or (source.dtype in _FLOATS and graph.execution.casts_join)
     return source if exact else None
 
 

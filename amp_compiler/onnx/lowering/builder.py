@@ -126,7 +126,7 @@ class Builder:
             ]
         except KeyError as missing:
             raise OnnxError(
-                f"it reads '{missing.args[0].name}', which nothing makes",
+                f"it reads '{missing.args[0].name}', which nothing before it makes",
                 where=f"node '{node.name}' ({node.op_type})",
                 hint="run onnx.checker.check_model on the model",
             ) from None

@@ -6,7 +6,8 @@
 | `Hardmax` | 13 | the axis is one dimension; before, all dimensions from it on were one |
 | `GroupNormalization` | 21 | scale and bias have a number for each channel; before, one for each group |
 
-Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them.
+Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them. A group norm of such a model
+is refused here.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import onnx
 from onnx import AttributeProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer
 from amp_compiler.onnx.model.walk import all_nodes, node_place, proto_graphs
 
 _RESIZE, _HARDMAX, _GROUPS = 11, 13, 21  # the opsets
-_MEND = "export the model with a later opset, or give raise_opset=False (--no-raise-opset)"
+_HINT = "export the model with a later opset, or give raise_opset=False (--no-raise-opset)"
 
 
 def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tuple[int, int]) -> None:
@@ -41,7 +41,13 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
     resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
     peaks = {"Hardmax"} if present < _HARDMAX <= version else set()
     groups = {"GroupNormalization"} if present < _GROUPS <= version else set()
-    if not any(node.op_type in resizes | peaks | groups for node in all_nodes(before)):
+    for node in all_nodes(before):
+        if node.op_type in groups:
+            raise OnnxError(
+                f"its scale has a number for each group, and opset {_GROUPS} wants one for each channel",
+                where=node_place(node), hint=_HINT,
+            )  # fmt: skip
+    if not any(node.op_type in resizes | peaks for node in all_nodes(before)):
         return
     if peaks:
         before = infer(before)  # for the ranks
@@ -53,58 +59,6 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
                 _set(node, "nearest_mode", _nearest(was, (old, outer)))
         for node, was in _pairs(old, new, peaks):
             _set(node, "axis", _last_axis(was, (old, outer)))
-    if groups:
-        spread, known = _Spread(after), infer(_without(after, groups))
-        for new, told in zip(proto_graphs(after.graph), proto_graphs(known.graph), strict=True):
-            norms = [node for node in new.node if node.op_type in groups]
-            spread.norms(new, [(node, _channels(node, (told, known.graph))) for node in norms])
-
-
-def _without(model: onnx.ModelProto, norms: set[str]) -> onnx.ModelProto:
-    """A copy for inference, which stops at group norms of another opset: they give on what they read."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    for node in all_nodes(made):
-        if node.op_type in norms:
-            node.op_type = "Identity"
-            del node.input[1:]
-            del node.attribute[:]
-    return made
-
-
-class _Spread:
-    """Gives group norms a scale and a bias for each channel, by a `Gather` of those of its group.
-
-    Args:
-        model: the model that is changed.
-    """
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        graphs = list(proto_graphs(model.graph))
-        given = [info.name for graph in graphs for info in (*graph.input, *graph.initializer)]
-        self.names = {*given, *(name for node in all_nodes(model) for name in node.output)}
-
-    def norms(self, graph: onnx.GraphProto, norms: list[tuple[onnx.NodeProto, int]]) -> None:
-        """The norms of one graph, each with its channels."""
-        before: dict[str, list[onnx.NodeProto]] = {}  # what is put before a norm, by its first result
-        made: dict[tuple[str, int], str] = {}
-        for norm, channels in norms:
-            groups = next((attribute.i for attribute in norm.attribute if attribute.name == "num_groups"), 0)
-            fits = groups > 0 and channels % groups == 0 and groups != channels
-            for place in range(1, len(norm.input)) if fits else ():
-                source, each = norm.input[place], channels // groups
-                if (source, each) not in made:
-                    made[source, each] = unique(f"{source}_by_channel", self.names)
-                    index = unique(f"{source}_groups", self.names)
-                    graph.initializer.append(numpy_helper.from_array(np.repeat(np.arange(groups), each), index))
-                    gather = helper.make_node("Gather", [source, index], [made[source, each]], axis=0)
-                    before.setdefault(norm.output[0], []).append(gather)
-                norm.input[place] = made[source, each]
-        if before:
-            nodes = [one for node in graph.node for one in (*before.get(next(iter(node.output), ""), ()), node)]
-            copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-            del graph.node[:]
-            graph.node.extend(copies)
 
 
 def _pairs(
@@ -113,7 +67,7 @@ def _pairs(
     """The nodes of some ops behind the converter and before: it keeps their order, but not always their names."""
     before, after = ([node for node in graph.node if node.op_type in ops] for graph in (old, new))
     if len(before) != len(after):
-        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", hint=_MEND)
+        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", hint=_HINT)
     yield from zip(after, before, strict=True)
 
 
@@ -129,7 +83,7 @@ def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
     what = "it shrinks and grows at once" if scales is not None else "its scales are computed"
     raise OnnxError(
         f"{what}, and which neighbour is nearest in such a Resize of opset 10 no later opset can say",
-        where=node_place(node), hint=_MEND,
+        where=node_place(node), hint=_HINT,
     )  # fmt: skip
 
 
@@ -141,20 +95,8 @@ def _last_axis(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int
         return -1
     raise OnnxError(
         f"its axis {axis} stands for all dimensions from there on, which opset {_HARDMAX} cannot say",
-        where=node_place(node), hint=_MEND,
+        where=node_place(node), hint=_HINT,
     )  # fmt: skip
-
-
-def _channels(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
-    """How many channels a group norm has, which no later opset reads off its scale."""
-    shape = _shape(node.input[0], graphs)
-    if shape is None or len(shape) < 2 or not isinstance(shape[1], int):
-        raise OnnxError(
-            f"its scale has a number for each group, and opset {_GROUPS} wants one for each channel: how many channels"
-            f" '{node.input[0]}' has is not known",
-            where=node_place(node), hint=_MEND,
-        )  # fmt: skip
-    return shape[1]
 
 
 def _text(node: onnx.NodeProto, name: str) -> str:
