@@ -168,4 +168,4 @@ def test_group_norms_of_another_meaning_are_not_raised():
     with pytest.raises(OnnxError, match="a number for each group, and opset 21 wants one for each channel") as caught:
         convert_onnx(source, opset=21)
     assert caught.value.where == "node 'norm' (GroupNormalization)"
-    assert convert_onnx(source, opset=20).model is not None
+    assert convert_onnx(source, opset=20, check=False).model is not None
