@@ -159,10 +159,10 @@ def low_type(dtype: object) -> DType:
 
 
 def _low_type(dtype: object, taken: str) -> DType:
-    found = element_type(dtype)
-    if found in (DType.FLOAT16, DType.BFLOAT16):
-        return found
-    near = [] if found or str(dtype) == AUTO else difflib.get_close_matches(str(dtype), [*get_args(LowName), AUTO], 1)
+    element = element_type(dtype)
+    if element in (DType.FLOAT16, DType.BFLOAT16):
+        return element
+    near = [] if element or str(dtype) == AUTO else difflib.get_close_matches(str(dtype), [*get_args(LowName), AUTO], 1)
     hint = f"did you mean '{near[0]}'?" if near else f"use {taken}; rules say what stays in FP32"
     raise AmpError(f"dtype={dtype!r} is no 16-bit type", hint=hint)
 

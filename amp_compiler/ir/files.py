@@ -49,9 +49,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
         with workspace(target.parent) as folder:
-            made = folder / "made"
-            made.write_bytes(data)
-            publish(made, target)
+            draft = folder / "made"
+            draft.write_bytes(data)
+            publish(draft, target)
     except OSError as cause:
         raise AmpError(
             f"cannot write there: {cause.strerror}",
@@ -75,18 +75,18 @@ def output_file(path: str | Path, error: type[AmpError] = AmpError) -> Path:
     if not text or "\0" in text:
         raise error("it is no name of a file", where=repr(text), hint="name a file in a folder that exists")
     try:
-        found = Path(os.path.realpath(text))
-        mode = found.stat().st_mode
+        target = Path(os.path.realpath(text))
+        mode = target.stat().st_mode
     except FileNotFoundError:
-        if not found.parent.is_dir():
-            raise error("there is no such folder", where=shown, hint=f"create {found.parent} first") from None
-        return found
+        if not target.parent.is_dir():
+            raise error("there is no such folder", where=shown, hint=f"create {target.parent} first") from None
+        return target
     except OSError as cause:
         raise error(f"cannot write there: {cause.strerror}", where=shown, hint="name another file") from cause
     kind = next((name for test, name in _KINDS if test(mode)), None)
     if kind is not None:
         raise error(f"it is {kind}, and not a file", where=shown, hint="name a file in a folder that exists")
-    return found
+    return target
 
 
 @contextlib.contextmanager
@@ -100,11 +100,11 @@ def workspace(folder: Path) -> Iterator[Path]:
         OSError: nothing can be written there.
     """
     sweep(folder)
-    made, handle = _locked(folder)
+    created, handle = _locked(folder)
     try:
-        yield made
+        yield created
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(created, ignore_errors=True)
         if handle is not None:
             os.close(handle)
 
@@ -112,30 +112,30 @@ def workspace(folder: Path) -> Iterator[Path]:
 def _locked(folder: Path) -> tuple[Path, int | None]:
     """A new folder and the handle that locks it; another run may have swept it away before it was locked."""
     while True:
-        made = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
+        created = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
         if fcntl is None:
-            return made, None
-        handle = os.open(made, os.O_RDONLY)
+            return created, None
+        handle = os.open(created, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if made.stat().st_ino == os.fstat(handle).st_ino:
-                return made, handle
+            if created.stat().st_ino == os.fstat(handle).st_ino:
+                return created, handle
         except BlockingIOError:
             pass  # a run beside this one takes it for one left behind
         except OSError:
-            if made.exists():  # a file system without locks
+            if created.exists():  # a file system without locks
                 os.close(handle)
-                return made, None
+                return created, None
         os.close(handle)
 
 
 def sweep(folder: Path) -> None:
     """Remove the folders that killed runs have left within a folder. What cannot be removed stays."""
     try:
-        found = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]
+        folders = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]
     except OSError:
         return
-    for left in found:
+    for left in folders:
         if left.is_symlink() or not left.is_dir():
             continue
         with contextlib.suppress(OSError):
@@ -182,13 +182,13 @@ def _wait_for(handle: int) -> bool:
             return True
 
 
-def publish(made: Path, target: Path) -> None:
+def publish(draft: Path, target: Path) -> None:
     """Rename a file over another one, whose mode it takes on.
 
     Args:
-        made: a file of the same file system.
+        draft: a file of the same file system.
         target: no symbolic link.
     """
     with contextlib.suppress(FileNotFoundError):
-        made.chmod(stat.S_IMODE(target.stat().st_mode))
-    made.replace(target)
+        draft.chmod(stat.S_IMODE(target.stat().st_mode))
+    draft.replace(target)

@@ -194,10 +194,10 @@ class PrecisionGraph:
         Raises:
             GraphError: where a name is taken, an operand is unknown, or the outputs do not match `node.outputs`.
         """
-        made, name, users = list(outputs), node.name, self._users
+        results, name, users = list(outputs), node.name, self._users
         if name in self.nodes:
             raise GraphError(f"the node name '{name}' is taken", hint="give every node a name of its own")
-        if tuple([value.name for value in made]) != node.outputs:
+        if tuple([value.name for value in results]) != node.outputs:
             raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
         try:
             read = [users[operand.value] for operand in node.inputs]
@@ -207,7 +207,7 @@ class PrecisionGraph:
                 hint="add nodes in execution order",
             ) from None
         values, makers = self.values, self._producer
-        for value in made:
+        for value in results:
             own = value.name
             if own in values:
                 self.add_value(value)  # which refuses it
@@ -226,17 +226,17 @@ class PrecisionGraph:
         Args:
             pins: by name of the node, why it must run in FP32.
         """
-        made = copy.copy(self)
-        made.nodes = dict(self.nodes)
+        changed = copy.copy(self)
+        changed.nodes = dict(self.nodes)
         for name, reason in pins.items():
-            made.nodes[name] = replace(made.nodes[name], pin=Pin("fp32", reason))
-        return made
+            changed.nodes[name] = replace(changed.nodes[name], pin=Pin("fp32", reason))
+        return changed
 
     def with_masks(self, masks: Mapping[str, Mask]) -> PrecisionGraph:
         """The graph with these masks; this one stays as it is."""
-        made = copy.copy(self)
-        made.masks = masks
-        return made
+        changed = copy.copy(self)
+        changed.masks = masks
+        return changed
 
     def producer(self, value: str) -> Node | None:
         """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""
@@ -296,10 +296,10 @@ class PrecisionGraph:
             if name not in self.values:
                 raise GraphError(f"the graph returns '{name}', which is not a value of it")
         for value in self.values.values():
-            made = value.name in self._producer
-            if made != (value.kind is ValueKind.RESULT):
+            has_producer = value.name in self._producer
+            if has_producer != (value.kind is ValueKind.RESULT):
                 raise GraphError(
-                    f"value '{value.name}' is a {value.kind.value} but {'has' if made else 'lacks'} a producer"
+                    f"value '{value.name}' is a {value.kind.value} but {'has' if has_producer else 'lacks'} a producer"
                 )
             if value.numel < 0:
                 raise GraphError(f"value '{value.name}' has {value.numel} elements")

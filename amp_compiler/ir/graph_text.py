@@ -63,9 +63,9 @@ def format_graph(graph: PrecisionGraph) -> str:
 
 
 def _node(graph: PrecisionGraph, node: Node) -> str:
-    made = ", ".join(map(_name, node.outputs)) or "()"
+    results = ", ".join(map(_name, node.outputs)) or "()"
     reads = ", ".join(f"{_word(operand.slot)}={_operand(operand)}" for operand in node.inputs)
-    text = f"{made} = {_word(node.op)}({reads})"
+    text = f"{results} = {_word(node.op)}({reads})"
     if node.attrs:
         text += " {" + ", ".join(f"{_word(key)}={_attr(value)}" for key, value in node.attrs.items()) + "}"
     if node.outputs:
@@ -91,12 +91,12 @@ def _node(graph: PrecisionGraph, node: Node) -> str:
 
 def _said(facts: Execution | StoredNumbers) -> list[str]:
     """The fields that are not as they are by default."""
-    told = []
+    words = []
     for one in fields(facts):
         value = getattr(facts, one.name)
         if value != one.default:
-            told.append(one.name if value is True else f"{one.name}={_attr(value)}")
-    return told
+            words.append(one.name if value is True else f"{one.name}={_attr(value)}")
+    return words
 
 
 def _name(value: str) -> str:

@@ -86,17 +86,17 @@ class NonfiniteNode:
     @property
     def seen(self) -> str:
         """What it was given and made, in words."""
-        given = ", ".join(str(found) for _, found in self.inputs)
-        return (f"given {given}, " if given else "") + f"made {self.output or 'inf or NaN'}"
+        ranges = ", ".join(str(item) for _, item in self.inputs)
+        return (f"given {ranges}, " if ranges else "") + f"made {self.output or 'inf or NaN'}"
 
     def __str__(self) -> str:
-        told = [self.title]
+        lines = [self.title]
         if self.decision:
-            told.append(f"in the plan: {self.planned}, {self.decision}")
+            lines.append(f"in the plan: {self.planned}, {self.decision}")
         if self.output is not None:
-            told += [f"given {name}: {found}" for name, found in self.inputs]
-            told.append(f"made {self.output}")
-        return "\n    ".join(told)
+            lines += [f"given {name}: {item}" for name, item in self.inputs]
+            lines.append(f"made {self.output}")
+        return "\n    ".join(lines)
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class NonfiniteReport:
             )
         title = "first made by" if self.repeated else "gradients made by"
         what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
-        told = f"zero, and not so in FP32: {_gradients(self.zeros)}\n" if self.zeros else f"not finite: {what}\n"
-        told += "".join(f"  {title} {node}\n" for node in self.nodes)
-        return told + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
+        text = f"zero, and not so in FP32: {_gradients(self.zeros)}\n" if self.zeros else f"not finite: {what}\n"
+        text += "".join(f"  {title} {node}\n" for node in self.nodes)
+        return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 
     def _what(self) -> str:
         return ", ".join([*self.results, *([_gradients(self.parameters)] if self.parameters else [])])

@@ -113,12 +113,12 @@ class UnusedRule:
     nearest: str = ""
 
     def __str__(self) -> str:
-        told = f"{self.rule}, {self.text}"
+        text = f"{self.rule}, {self.text}"
         if not self.condition:
-            return f"{told} (node '{self.nearest}' meets most of its conditions)" if self.nearest else told
+            return f"{text} (node '{self.nearest}' meets most of its conditions)" if self.nearest else text
         kind = self.condition.replace("_", " ")
         return (
-            f"{told} (the nearest {kind} is '{self.nearest}')" if self.nearest else f"{told} (no node has that {kind})"
+            f"{text} (the nearest {kind} is '{self.nearest}')" if self.nearest else f"{text} (no node has that {kind})"
         )
 
 
@@ -203,10 +203,10 @@ class PrecisionPlan:
             verdicts: what the planner knows.
             plan: all else; it has no nodes.
         """
-        made = replace(plan)
-        del made.__dict__["nodes"]
-        made.__dict__["_verdicts"] = verdicts
-        return made
+        lazy = replace(plan)
+        del lazy.__dict__["nodes"]
+        lazy.__dict__["_verdicts"] = verdicts
+        return lazy
 
     if not TYPE_CHECKING:  # it is asked for `nodes` alone, and would let every other name pass
 
@@ -313,9 +313,9 @@ class PrecisionPlan:
         """One line for each node, cast and unused rule, for reading and for diffing."""
         lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]
         for node in self.nodes:
-            made = ", ".join(dtype for _, dtype in node.outputs)
+            types = ", ".join(dtype for _, dtype in node.outputs)
             lines.append(
-                f"{node.precision:<5}{node.name} = {node.op} -> {made}"
+                f"{node.precision:<5}{node.name} = {node.op} -> {types}"
                 + (f"  backward={node.backward}" if node.backward not in ("", node.precision) else "")
                 + (f"  module={node.module}" if node.module else "")
                 + (f"  rule={node.rule}" if node.rule else "")

@@ -19,7 +19,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
-from amp_compiler.onnx.later_opset import told_late
+from amp_compiler.onnx.later_opset import late_message
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
@@ -28,7 +28,7 @@ from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
-from amp_compiler.onnx.model.validate import told_as_onnx
+from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.passes.onnx_plan.find_masks import mask_floors
 from amp_compiler.policy.loader import load_rules
@@ -153,9 +153,9 @@ def convert_onnx(
             as_fp32=as_fp32,
             fused=fuse,
         )
-        late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
+        late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
-        with told_as_onnx(opened.name, "it cannot be converted"):
+        with raised_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
             floors = mask_floors(lowered.graph, plan.labels, low)
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
@@ -168,11 +168,11 @@ def convert_onnx(
             else:
                 save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
     report = None
-    made: Path | onnx.ModelProto | None = target or converted
-    if verify is not None and made is not None:
+    result: Path | onnx.ModelProto | None = target or converted
+    if verify is not None and result is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
-        report = compare(opened, made, verify, engine=engine)
+        report = compare(opened, result, verify, engine=engine)
     refusal = loading.refusal if loading is not None else None
     if refusal is not None and not refusal.kernel:
         logger.warning("%s: %s", target or opened.name, refusal)
@@ -202,10 +202,10 @@ class _Loading:
                 f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
                 f" a chain of more than {MOST_DEPTH}",
             )
-        found = refusal_of(proto, folder, engine=self.engine)
-        if found is not None:
+        refusal = refusal_of(proto, folder, engine=self.engine)
+        if refusal is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)
-            self.refusal = replace(found, before=before is not None)
+            self.refusal = replace(refusal, before=before is not None)
 
 
 @contextlib.contextmanager

@@ -141,13 +141,13 @@ def export_onnx(
         if calibration is not None and ranges is None:
             ranges = measure(program, calibration, example_kwargs or {})
         plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
-        made = run_exporter(program, version, input_names, output_names or _output_names(program))
-        unfit = {name: why for name, why in unfit_nodes(made, low, plan).items() if name not in pins}
+        exported = run_exporter(program, version, input_names, output_names or _output_names(program))
+        unfit = {name: why for name, why in unfit_nodes(exported, low, plan).items() if name not in pins}
         if not unfit:
             break
         pins.update(unfit)
     warn_of_unused(plan.unused_rules, type(model).__name__)
-    return _deliver(plan, made, target)
+    return _deliver(plan, exported, target)
 
 
 def _prepare(program: torch.export.ExportedProgram, low: DType, opset: int) -> None:
@@ -204,13 +204,13 @@ def _output_names(program: torch.export.ExportedProgram) -> list[str]:
     return [f"{name}_out" if name in taken else name for name in chosen]
 
 
-def _deliver(plan: PrecisionPlan, made: ir.Model, target: Path | None) -> Export:
+def _deliver(plan: PrecisionPlan, exported: ir.Model, target: Path | None) -> Export:
     if target is None:
-        proto = ir.serde.serialize_model(made)
+        proto = ir.serde.serialize_model(exported)
         _check(proto)
         return Export(plan, proto)
-    described = set(made.graph.initializers.values())
-    save(OnnxModel(onnx.ModelProto(), made, described=described), target, _check_at)
+    described = set(exported.graph.initializers.values())
+    save(OnnxModel(onnx.ModelProto(), exported, described=described), target, _check_at)
     return Export(plan, path=target)
 
 

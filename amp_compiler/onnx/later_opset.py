@@ -80,16 +80,16 @@ def late_nodes(lowered: Lowered, rules: RuleSet) -> list[tuple[Node, bool]]:
         return []
     matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device))
     kept = find_numbers(lowered.graph, rules).kept
-    found = []
+    late = []
     for name in lowered.late:
         node = lowered.graph.nodes[name]
         decision = None if name in kept else matcher.decide(node)
         if decision is not None and decision.precision in _ASKED:
-            found.append((node, decision.precision is Precision.LOW))
-    return found
+            late.append((node, decision.precision is Precision.LOW))
+    return late
 
 
-def told_late(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | None) -> str:
+def late_message(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | None) -> str:
     """What a later opset would change, in a sentence; empty where it would change nothing.
 
     Args:

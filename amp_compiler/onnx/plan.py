@@ -12,14 +12,14 @@ from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.later_opset import at_opset, raised_for
 from amp_compiler.onnx.lowering.compounds import mark_compounds
-from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
+from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
-from amp_compiler.onnx.model.validate import told_as_onnx
+from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.draft import Draft
@@ -115,7 +115,7 @@ def plan_onnx(
         fusion = fuse_compounds(model) if fused else None
         return lower(model, low, **options), fusion
 
-    with told_as_onnx(opened.name, "it cannot be planned"):
+    with raised_as_onnx(opened.name, "it cannot be planned"):
         lowered, fusion = lowered_from(opened, check)
         raised = raised_for(opened, lowered, rules) if raising and opset is None and lowered.late else None
         if raised is not None:
@@ -152,9 +152,9 @@ def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
 def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:
     """The plan with what was fused, and what was not, in the reasons of its nodes. Fills `lowered`."""
     lowered.fused = fusion.fused.total()
-    lowered.notes.extend(told_fusion(fusion, lowered.model.opset("")))
-    told = {**fusion.made, **fusion.left}
-    by_name = {name: told[node] for name, node in lowered.nodes.items() if node in told}
+    lowered.notes.extend(fusion_messages(fusion, lowered.model.opset("")))
+    reasons = {**fusion.made, **fusion.left}
+    by_name = {name: reasons[node] for name, node in lowered.nodes.items() if node in reasons}
     nodes = (replace(node, reason=f"{node.reason}; {by_name[node.name]}") if node.name in by_name else node
              for node in plan.nodes)  # fmt: skip
     return replace(plan, nodes=tuple(nodes))

@@ -33,16 +33,16 @@ def settle_between(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str,
     between = Precision.BETWEEN
     if not any(decision.precision is between for decision in decisions.values()):
         return {}
-    asked = {name: decision.precision for name, decision in decisions.items()}
-    walk = _Walk(draft, asked)
-    return {name: walk.why_fp32(name) for name, precision in asked.items() if precision is Precision.BETWEEN}
+    requested = {name: decision.precision for name, decision in decisions.items()}
+    walk = _Walk(draft, requested)
+    return {name: walk.why_fp32(name) for name, precision in requested.items() if precision is Precision.BETWEEN}
 
 
 class _Walk:
     """Sets of node names, found in the order of execution or against it."""
 
-    def __init__(self, draft: Draft, asked: Mapping[str, Precision]) -> None:
-        self._draft, self._asked = draft, asked
+    def __init__(self, draft: Draft, requested: Mapping[str, Precision]) -> None:
+        self._draft, self._requested = draft, requested
         nodes = list(draft.graph.nodes.values())
         above = self._above_fp32_or_between(nodes)
         self.below_fp32 = self._below_fp32(nodes, above)
@@ -59,36 +59,36 @@ class _Walk:
 
     def _above_fp32_or_between(self, nodes: list[Node]) -> set[str]:
         """The `follow` nodes from which a path of such nodes leads to one that is FP32 or `between`."""
-        found: set[str] = set()
+        above: set[str] = set()
         for node in reversed(nodes):
             ends = (Precision.FP32, Precision.BETWEEN)
-            if self._asked[node.name] is Precision.FOLLOW and any(
-                name in found or self._asked[name] in ends for name in self._readers(node)
+            if self._requested[node.name] is Precision.FOLLOW and any(
+                name in above or self._requested[name] in ends for name in self._readers(node)
             ):
-                found.add(node.name)
-        return found
+                above.add(node.name)
+        return above
 
     def _below_fp32(self, nodes: list[Node], above: set[str]) -> dict[str, str]:
         """The nodes on a path from one in FP32 to one that is FP32 or `between`, each with the first of the path."""
-        found: dict[str, str] = {}
+        below: dict[str, str] = {}
         for node in nodes:
-            asked = self._asked[node.name]
-            if asked is Precision.BETWEEN or node.name in above:
+            requested = self._requested[node.name]
+            if requested is Precision.BETWEEN or node.name in above:
                 for maker in self._makers(node):
-                    if self._asked[maker] is Precision.FP32 or maker in found:
-                        found[node.name] = found.get(maker, maker)
+                    if self._requested[maker] is Precision.FP32 or maker in below:
+                        below[node.name] = below.get(maker, maker)
                         break
-        return found
+        return below
 
     def _reached(self, nodes: list[Node], neighbours: Callable[[Node], list[str]]) -> set[str]:
         """The nodes that paths from low nodes reach."""
-        found: set[str] = set()
+        reached: set[str] = set()
         for node in nodes:
-            if self._asked[node.name] not in _THROUGH or node.name in self.below_fp32:
+            if self._requested[node.name] not in _THROUGH or node.name in self.below_fp32:
                 continue
-            if any(name in found or self._asked[name] is Precision.LOW for name in neighbours(node)):
-                found.add(node.name)
-        return found
+            if any(name in reached or self._requested[name] is Precision.LOW for name in neighbours(node)):
+                reached.add(node.name)
+        return reached
 
     def _makers(self, node: Node) -> list[str]:
         graph, flexible = self._draft.graph, self._draft.flexible
@@ -97,5 +97,5 @@ class _Walk:
 
     def _readers(self, node: Node) -> list[str]:
         graph, flexible = self._draft.graph, self._draft.flexible
-        made = [name for name in node.outputs if graph.values[name].dtype in flexible]
-        return [user.name for name in made for user, _ in graph.users(name)]
+        results = [name for name in node.outputs if graph.values[name].dtype in flexible]
+        return [user.name for name in results for user, _ in graph.users(name)]

@@ -109,14 +109,14 @@ class _Search:
     def _found(self) -> Cure:
         self._leave_out_followers()
         several = len(self.why) > 1
-        told = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
+        text = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
         mended = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
-        return Cure(rules_text(self.rules, self._entries()), f"{told}: run again with these rules {mended}")
+        return Cure(rules_text(self.rules, self._entries()), f"{text}: run again with these rules {mended}")
 
     def _leave_out_followers(self) -> None:
         """Name no node that goes with its neighbours, a view say, where it does so by itself."""
-        asked = {node.name: node.asked for node in self.first.plan.nodes}
-        fewer = {name: why for name, why in self.why.items() if asked[name] not in _FOLLOWING}
+        requested = {node.name: node.asked for node in self.first.plan.nodes}
+        fewer = {name: why for name, why in self.why.items() if requested[name] not in _FOLLOWING}
         if fewer and len(fewer) < len(self.why):
             self.why, all_of_them = fewer, self.why
             if self._tried(self._entries()).nodes:
@@ -127,16 +127,16 @@ class _Search:
 
     def _entries(self) -> list[dict[str, Any]]:
         """One for each node, or for several of one op in one module."""
-        made: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         for node in self.first.plan.nodes:
             if node.name in self.why:
                 match = _match(node, self.first.plan, self.why)
-                made.setdefault(json.dumps(match), _entry(match, self.why[node.name]))
-        return list(made.values())
+                entries.setdefault(json.dumps(match), _entry(match, self.why[node.name]))
+        return list(entries.values())
 
     def _more(self, trial: Trial) -> dict[str, str]:
         """The nodes that FP32 has to spread to, with the reasons."""
-        found: dict[str, str] = {}
+        more: dict[str, str] = {}
         near = _Near(trial.plan, self.why)
         forward = [one for one in trial.nodes if one.phase == "forward"]
         for one in forward or trial.nodes:  # what the backward makes of a forward that is finite is seen then
@@ -145,8 +145,8 @@ class _Search:
             own = f"{'its gradient is ' if backward else ''}{what}: {one.seen}"
             beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is {what}: {one.seen}"
             for name in near.to_blame(one):
-                found.setdefault(name, own if name == one.planned else beside)
-        return found
+                more.setdefault(name, own if name == one.planned else beside)
+        return more
 
 
 def _is_lost(one: NonfiniteNode) -> bool:
@@ -173,10 +173,10 @@ class _Near:
             return self._readers({one.planned})
         if self._is_open(node):
             return [node.name]
-        made = {value for value, _ in node.outputs}
+        values = {value for value, _ in node.outputs}
         if one.rounding and one.phase == "forward":
-            return self._readers(made) or self._makers_above(node)
-        return self._makers_above(node) or self._readers(made)
+            return self._readers(values) or self._makers_above(node)
+        return self._makers_above(node) or self._readers(values)
 
     def _is_open(self, node: PlannedNode) -> bool:
         return node.precision != _FP32 and node.name not in self._taken
@@ -188,13 +188,13 @@ class _Near:
 
     def _makers_above(self, node: PlannedNode) -> list[str]:
         """The nearest nodes further up that round."""
-        found: dict[str, None] = {}
+        matches: dict[str, None] = {}
         level = [node]
         for _ in range(_UP):
             makers = {m.name: m for one in level for value in one.inputs if (m := self._makers.get(value)) is not None}
-            found |= {name: None for name, maker in makers.items() if self._is_open(maker)}
-            level = [maker for name, maker in makers.items() if name not in found]
-        return list(found)
+            matches |= {name: None for name, maker in makers.items() if self._is_open(maker)}
+            level = [maker for name, maker in makers.items() if name not in matches]
+        return list(matches)
 
 
 def _match(node: PlannedNode, plan: PrecisionPlan, chosen: Iterable[str]) -> dict[str, str]:

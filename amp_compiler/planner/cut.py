@@ -47,16 +47,16 @@ def _cut(problem: FollowProblem) -> None:
 
 def _values_at_stake(problem: FollowProblem) -> dict[str, None]:
     """Values that free nodes read or make, in a fixed order; upcasts are looked through."""
-    found: dict[str, None] = {}
+    values: dict[str, None] = {}
     for name in problem.free:
         node, typing = problem.graph.nodes[name], problem.typing[name]
         for index in typing.data:
-            found[node.inputs[index].value] = None
-        for value in typing.made_by(node):
-            found[value] = None
+            values[node.inputs[index].value] = None
+        for value in typing.decided_outputs(node):
+            values[value] = None
             for user, _ in problem.graph.users(value) if problem.typing.cast_results else ():
-                found.update((out, None) for out in user.outputs if upcast_source(problem.typing, out) == value)
-    return found
+                values.update((out, None) for out in user.outputs if upcast_source(problem.typing, out) == value)
+    return values
 
 
 class _CutBuilder:

@@ -70,17 +70,17 @@ class Draft:
     @property
     def typing(self) -> TypingRules:
         """The typing rules of the graph, made once and handed on to the drafts that follow."""
-        found = self._typing
-        if found is None or not found.fits(self.graph, self.rules.ops, self.context.low):
-            found = TypingRules(self.graph, self.rules.ops, self.context.low)
-            object.__setattr__(self, "_typing", found)
-        return found
+        known = self._typing
+        if known is None or not known.fits(self.graph, self.rules.ops, self.context.low):
+            known = TypingRules(self.graph, self.rules.ops, self.context.low)
+            object.__setattr__(self, "_typing", known)
+        return known
 
     @property
     def types(self) -> Mapping[str, DType]:
         """The type of each value under the labels, worked out once and handed on to the drafts that follow."""
-        found, typing = self._types, self.typing
-        if found is None or found[0] is not self.labels or found[1] is not typing:
-            found = (self.labels, typing, typing.results(self.labels))
-            object.__setattr__(self, "_types", found)
-        return found[2]
+        known, typing = self._types, self.typing
+        if known is None or known[0] is not self.labels or known[1] is not typing:
+            known = (self.labels, typing, typing.results(self.labels))
+            object.__setattr__(self, "_types", known)
+        return known[2]

@@ -79,7 +79,7 @@ def resolve(draft: Draft, typing: TypingRules) -> Semantics:
         walk = _Walk(draft, typing, memory, kept)
         walk.run()
         if walk.disagreeing <= kept:
-            return walk.found
+            return walk.semantics
         kept |= walk.disagreeing
 
 
@@ -89,26 +89,27 @@ class _Walk:
     def __init__(self, draft: Draft, typing: TypingRules, memory: dict[str, str], kept: set[str]) -> None:
         self.draft, self.typing, self.memory, self.kept = draft, typing, memory, kept
         self.values, self.decisions = draft.graph.values, draft.decisions
-        self.found = Semantics()
+        self.semantics = Semantics()
         for value in draft.graph.values.values():
             if value.kind is not ValueKind.RESULT and value.dtype in typing.flexible:
-                self.found.wide[value.name] = value.dtype is DType.FLOAT32
+                self.semantics.wide[value.name] = value.dtype is DType.FLOAT32
                 if draft.graph.execution.stored_casts_free and value.kind is not ValueKind.INPUT:
-                    self.found.stored.add(value.name)
+                    self.semantics.stored.add(value.name)
         self.free: set[str] = set()
         self.memory_wide: dict[str, bool] = {}
         self.disagreeing: set[str] = set()
 
     def run(self) -> None:
         """Give each node its label, or leave it free, and give its outputs their semantic type."""
-        found, memory, decisions, typings, values = (
-            self.found, self.memory, self.decisions, self.typing.nodes, self.values
+        semantics, memory, decisions, typings, values = (
+            self.semantics, self.memory, self.decisions, self.typing.nodes, self.values
         )  # fmt: skip
-        fixed, wides, stored, follow, float32 = found.fixed, found.wide, found.stored, Precision.FOLLOW, DType.FLOAT32
+        fixed, wides, stored = semantics.fixed, semantics.wide, semantics.stored
+        follow, float32 = Precision.FOLLOW, DType.FLOAT32
         for (name, node), typing in zip(self.draft.graph.nodes.items(), typings.values(), strict=True):
             precision, data = decisions[name].precision, typing.data
-            made = node.outputs if typing.plain else typing.made_by(node)
-            writes = next((memory[one] for one in made if one in memory), None) if memory else None
+            outputs = node.outputs if typing.plain else typing.decided_outputs(node)
+            writes = next((memory[one] for one in outputs if one in memory), None) if memory else None
             label: str | None
             if typing.is_cast or not typing.movable:
                 label = self._label_kept(node, typing, precision)
@@ -121,20 +122,20 @@ class _Walk:
             else:
                 label = _VALUES[precision]
             if label is None:
-                found.free.append(name)
+                semantics.free.append(name)
                 self.free.add(name)
                 one = node.inputs[data[0]].value if len(data) == 1 else None
-                wide = found.widest(node, data) is not None if one is None else wides[one]
+                wide = semantics.widest(node, data) is not None if one is None else wides[one]
             else:
                 fixed[name] = label
                 wide = label == FP32
-            for one in made:
+            for one in outputs:
                 wides[one] = values[one].dtype is float32 if label == KEEP else wide
             if stored and typing.info.moves == "shape" and data:
                 read = [node.inputs[index].value for index in data]
-                stored.update(made if stored.issuperset(read) else ())
+                stored.update(outputs if stored.issuperset(read) else ())
             if writes is not None:
-                self._agree(made, writes)
+                self._agree(outputs, writes)
 
     def _label_kept(self, node: Node, typing: NodeTyping, precision: Precision) -> str:
         """The label of a node that cannot be moved; notes why it stays where the rules would move it."""
@@ -147,8 +148,8 @@ class _Walk:
                 where=node.source,
                 hint="cast the operand to FP32 in the model: .float()",
             )
-        if not typing.is_cast and typing.made_by(node) and precision is not Precision.KEEP:
-            self.found.notes[node.name] = "stays as captured: " + (
+        if not typing.is_cast and typing.decided_outputs(node) and precision is not Precision.KEEP:
+            self.semantics.notes[node.name] = "stays as captured: " + (
                 "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
             )
         return KEEP
@@ -156,21 +157,21 @@ class _Walk:
     def _in_kept_memory(self, node: Node, precision: Precision) -> str:
         values = self.draft.graph.values
         if precision is Precision.FP32 and all(
-            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made_by(node)
+            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].decided_outputs(node)
         ):
             return FP32
         if precision is not Precision.KEEP:
-            self.found.notes[node.name] = f"stays as captured: it {_SHARED}"
+            self.semantics.notes[node.name] = f"stays as captured: it {_SHARED}"
         return KEEP
 
     def _by_operands(self, node: Node, precision: Precision, writes: str | None) -> str | None:
         memory, operands = self.memory, self.typing.nodes[node.name].data
         data = [node.inputs[index].value for index in operands]
         shared = next((name for name in data if memory.get(name) == writes), None) if writes else None
-        widest = self.found.widest(node, operands)
+        widest = self.semantics.widest(node, operands)
         if shared is not None:
-            wide = self.found.wide[shared]
-            self.found.notes[node.name] = f"has the type of '{shared}', with which it {_SHARED}"
+            wide = self.semantics.wide[shared]
+            self.semantics.notes[node.name] = f"has the type of '{shared}', with which it {_SHARED}"
         else:
             wide = widest is not None
             alone = writes is None and not (memory and any(name in memory for name in data))
@@ -179,9 +180,9 @@ class _Walk:
             if not wide and alone and self._is_behind_free(data):
                 return None
             if precision is Precision.FOLLOW:
-                self.found.notes[node.name] = f"follows its input: it {_SHARED}"
+                self.semantics.notes[node.name] = f"follows its input: it {_SHARED}"
             else:
-                self.found.notes[node.name] = f"'{widest}' is fp32" if wide else "every input is low"
+                self.semantics.notes[node.name] = f"'{widest}' is fp32" if wide else "every input is low"
         if not wide:
             return LOW
         return KEEP if precision is Precision.FOLLOW else FP32
@@ -195,12 +196,12 @@ class _Walk:
         makers = (graph.producer(name) for name in data) if graph.execution.widest_is_open else ()
         return any(maker is not None and maker.name in self.free for maker in makers)
 
-    def _agree(self, made: tuple[str, ...], writes: str) -> None:
+    def _agree(self, outputs: tuple[str, ...], writes: str) -> None:
         """Note memory that is written in two types, or left in neither the low nor the captured type."""
-        for name in made:
+        for name in outputs:
             if name not in self.memory:
                 continue
-            wide = self.found.wide[name]
+            wide = self.semantics.wide[name]
             if self.memory_wide.setdefault(writes, wide) != wide:
                 self.disagreeing.add(writes)
 
@@ -218,10 +219,10 @@ def _memories(draft: Draft, typing: TypingRules) -> dict[str, str]:
     shared: nx.Graph = nx.Graph()
     shared.add_nodes_from(names)
     for node in draft.graph.nodes.values():
-        made = [name for name in node.outputs if name in shared]
-        if made:
+        outputs = [name for name in node.outputs if name in shared]
+        if outputs:
             read = [operand.value for operand in node.inputs if operand.value in shared]
-            shared.add_edges_from((made[0], name) for name in (*read, *made[1:]))
+            shared.add_edges_from((outputs[0], name) for name in (*read, *outputs[1:]))
     places = {name: place for place, name in enumerate(names)}
     memories: dict[str, str] = {}
     for part in nx.connected_components(shared):

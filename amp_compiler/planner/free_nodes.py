@@ -63,10 +63,10 @@ class FollowProblem:
 
     def demands(self, value: str) -> dict[str, Demand]:
         """By region, what the users of `value` ask of it. Fixed labels must be known; the answer is kept."""
-        found = self._demands.get(value)
-        if found is None:
-            found = self._demands[value] = self._collect(value)
-        return found
+        known = self._demands.get(value)
+        if known is None:
+            known = self._demands[value] = self._collect(value)
+        return known
 
     def cast_cost(self, value: str, src: DType, dst: DType) -> int:
         """What one cast of a value costs: its bytes, and in a file the start of a node; 0 for stored data."""
@@ -90,8 +90,8 @@ class FollowProblem:
         for name in reversed(list(self.free)) if self.typing.has_exact else ():
             if not self.keeps_bits(name):
                 continue
-            made = self.typing[name].made_by(self.graph.nodes[name])
-            if made and not any(self.needs_bits(value) for value in made):
+            outputs = self.typing[name].decided_outputs(self.graph.nodes[name])
+            if outputs and not any(self.needs_bits(value) for value in outputs):
                 continue
             self.labels[name] = FP32
             del self.free[name]
@@ -117,9 +117,9 @@ class FollowProblem:
             typing = typings[user.name]
             role = typing.roles[index]
             if role is Role.ANY:
-                made = self.graph.values[user.outputs[0]].dtype if user.outputs else None
-                if typing.is_cast and made is not None and made.is_float:
-                    demand.casts.append(made)
+                dtype = self.graph.values[user.outputs[0]].dtype if user.outputs else None
+                if typing.is_cast and dtype is not None and dtype.is_float:
+                    demand.casts.append(dtype)
                 else:
                     demand.bits = True
             elif role is Role.DATA and user.name in free:
@@ -201,8 +201,8 @@ def upcast_source(typing: TypingRules, value: str) -> str | None:
     if producer is None or typing[producer.name].roles[:1] != (Role.ANY,):
         return None
     source = graph.values[producer.inputs[0].value]
-    made: Value = graph.values[value]
-    if made.dtype is not DType.FLOAT32 or made.volatile or source.volatile or source.numel != made.numel:
+    upcast: Value = graph.values[value]
+    if upcast.dtype is not DType.FLOAT32 or upcast.volatile or source.volatile or source.numel != upcast.numel:
         return None
     return source.name
 
@@ -218,11 +218,11 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
         return None
     graph = typing.graph
     producer = graph.producer(value)
-    made = graph.values[value]
-    if producer is None or made.dtype is not DType.FLOAT32 or made.volatile:
+    cast = graph.values[value]
+    if producer is None or cast.dtype is not DType.FLOAT32 or cast.volatile:
         return None
     source = graph.values[producer.inputs[0].value]
-    if source.dtype in typing.flexible or source.volatile or source.numel != made.numel:
+    if source.dtype in typing.flexible or source.volatile or source.numel != cast.numel:
         return None
     exact = source.dtype in _EXACT or (source.dtype in _FLOATS and graph.execution.casts_join)
     return source if exact else None
@@ -230,12 +230,12 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
 
 def own_elements(typing: TypingRules, name: str) -> int:
     """Elements that a node reads and writes at the width of its label; 0 for a view, which moves no memory."""
-    node, found = typing.graph.nodes[name], typing[name]
-    if found.info.moves == "shape":
+    node, rules = typing.graph.nodes[name], typing[name]
+    if rules.info.moves == "shape":
         return 0
     values, inputs, moved = typing.graph.values, node.inputs, 0
-    for index in found.data:
+    for index in rules.data:
         moved += values[inputs[index].value].numel
-    for value in found.made_by(node):
+    for value in rules.decided_outputs(node):
         moved += values[value].numel
     return moved

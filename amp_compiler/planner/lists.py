@@ -25,25 +25,25 @@ def unify_lists(draft: Draft, decisions: dict[str, Decision], between: Collectio
         between: the nodes for which the rules ask `between`, which is settled.
     """
     for values, nodes in _lists(draft):
-        asked = {name: decisions[name].precision for name in nodes}
-        given = values & set(draft.graph.outputs)
-        given |= {name for name in values if draft.graph.values[name].kind is ValueKind.INPUT}
+        requested = {name: decisions[name].precision for name in nodes}
+        ends = values & set(draft.graph.outputs)
+        ends |= {name for name in values if draft.graph.values[name].kind is ValueKind.INPUT}
         reason = "all that reads or makes one list of tensors has one type"
-        if given:
-            chosen, reason = Precision.KEEP, f"{reason}, and '{min(given)}' enters or leaves the graph"
-        elif not _OPEN.issuperset(asked.values()):
+        if ends:
+            chosen, reason = Precision.KEEP, f"{reason}, and '{min(ends)}' enters or leaves the graph"
+        elif not _OPEN.issuperset(requested.values()):
             chosen = Precision.KEEP
-        elif any(found is Precision.FP32 and name not in between for name, found in asked.items()):
+        elif any(precision is Precision.FP32 and name not in between for name, precision in requested.items()):
             chosen = Precision.FP32
-        elif Precision.LOW in asked.values():
+        elif Precision.LOW in requested.values():
             chosen = Precision.LOW
         else:
-            chosen = Precision.FP32 if Precision.FP32 in asked.values() else Precision.FOLLOW
-        cause = next((name for name, found in asked.items() if found is chosen), "")
-        for name, found in asked.items():
-            if found is not chosen:
-                told = reason if given else f"{reason}, and '{cause}' is {chosen.value}"
-                decisions[name] = replace(decisions[name], precision=chosen, rule="", reason=told)
+            chosen = Precision.FP32 if Precision.FP32 in requested.values() else Precision.FOLLOW
+        cause = next((name for name, precision in requested.items() if precision is chosen), "")
+        for name, precision in requested.items():
+            if precision is not chosen:
+                why = reason if ends else f"{reason}, and '{cause}' is {chosen.value}"
+                decisions[name] = replace(decisions[name], precision=chosen, rule="", reason=why)
 
 
 def _lists(draft: Draft) -> list[tuple[set[str], list[str]]]:

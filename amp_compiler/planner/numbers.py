@@ -1,4 +1,4 @@
-"""Numbers that are no data: sizes and indices that are computed in floating point, and angles made of positions.
+"""Sizes, indices, positions and angles that are computed in floating point, and are not to be rounded.
 
 The rounding of a 16-bit type is small beside data. A size of 803 that becomes 804, or an angle of 2,000 radians that is
 off by four, is another number. Where such numbers come from nothing but what the model is given to every bit (inputs,
@@ -82,7 +82,7 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
         asking = {op for op, info in analysis.infos.items() if asks(op, info)} if wanted else ()
         for node in [node for node in graph.nodes.values() if node.op in asking] if asking else ():
             look(node, analysis.infos[node.op])
-    return analysis.found
+    return analysis.numbers
 
 
 _Look = Callable[[Node, OpInfo], None]
@@ -91,7 +91,7 @@ _Asks = Callable[[str, OpInfo], bool]
 
 class _Analysis:
     def __init__(self, graph: PrecisionGraph, ops: OpTable) -> None:
-        self.graph, self.found = graph, Numbers()
+        self.graph, self.numbers = graph, Numbers()
         self.infos: dict[str, OpInfo] = {}
         self.origins: dict[str, Origin] = {}
         for value in graph.values.values():
@@ -123,12 +123,12 @@ class _Analysis:
         if not (info.plain or node.op in _BODIES or _sums_little(self.graph, node, info)):
             return Origin.DATA
         # Elsewhere whole numbers are axes, sizes and indices, which say where an element goes and not what it is.
-        counting, found = info.casts or info.carries, Origin.STORED
+        counting, origin_of_all = info.casts or info.carries, Origin.STORED
         for operand in node.inputs:
             origin = self.origins[operand.value]
-            if origin > found and (counting or self.graph.values[operand.value].dtype in FLOATS):
-                found = origin
-        return max(found, Origin.GIVEN) if info.periodic or info.squashes else found
+            if origin > origin_of_all and (counting or self.graph.values[operand.value].dtype in FLOATS):
+                origin_of_all = origin
+        return max(origin_of_all, Origin.GIVEN) if info.periodic or info.squashes else origin_of_all
 
     def _operands(self, node: Node) -> Iterator[str]:
         """The floating-point operands."""
@@ -146,20 +146,20 @@ class _Analysis:
         """Casts to whole numbers, sizes, indices and coordinates."""
         if info.casts and all(self.graph.values[name].dtype in INTEGERS for name in node.outputs):  # none: `item`
             # What reads the bits of a number (no `any`) counts nothing.
-            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", counted=bool(info.any))
+            self._back(node, f"{_label(node)} makes whole numbers of what is made of it", counted=bool(info.any))
         for operand in node.inputs if info.indices else ():
             if operand.slot in info.indices:
-                reason = f"what is made of it is a size or a coordinate of {_told(node)}"
+                reason = f"what is made of it is a size or a coordinate of {_label(node)}"
                 self._back_from([operand.value], reason, places=True)
 
     def steps(self, node: Node, info: OpInfo) -> None:
         """Comparisons, rounding, and casts to truth values, which compare with zero."""
         if info.steps and self._origin(node) < Origin.DATA:
-            self.found.kept.setdefault(node.name, "it compares or rounds numbers that are known to every bit")
+            self.numbers.kept.setdefault(node.name, "it compares or rounds numbers that are known to every bit")
         elif info.steps:
-            self.found.widest.setdefault(node.name, "it compares or rounds")
+            self.numbers.widest.setdefault(node.name, "it compares or rounds")
         if info.steps or (info.casts and _makes(self.graph, node, DType.BOOL)):
-            self._back(node, f"{_told(node)} compares or rounds what is made of it")
+            self._back(node, f"{_label(node)} compares or rounds what is made of it")
 
     def angles(self, node: Node, info: OpInfo) -> None:
         """Sines of what is known to every bit, curves that positions go through, differences of places."""
@@ -167,12 +167,12 @@ class _Analysis:
             self._difference(node)
             return
         if info.periodic:
-            found = self.found.kept if self._origin(node) < Origin.DATA else self.found.widest
-            found.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
-            self._back(node, f"{_told(node)} takes the angles that are made of it")
+            kept = self.numbers.kept if self._origin(node) < Origin.DATA else self.numbers.widest
+            kept.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
+            self._back(node, f"{_label(node)} takes the angles that are made of it")
         elif (info.squashes or info.family == "transcendental") and self._origin(node) is Origin.POSITION:
-            self.found.kept.setdefault(node.name, "its operand is made of positions alone")
-            self._back(node, f"positions go through it to {_told(node)}")
+            self.numbers.kept.setdefault(node.name, "its operand is made of positions alone")
+            self._back(node, f"positions go through it to {_label(node)}")
 
     def _difference(self, node: Node) -> None:
         """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
@@ -187,8 +187,8 @@ class _Analysis:
             what = "a difference to a whole number"
         else:
             return
-        self.found.kept.setdefault(node.name, f"it is {what}")
-        self._back(node, f"{_told(node)} is {what}")
+        self.numbers.kept.setdefault(node.name, f"it is {what}")
+        self._back(node, f"{_label(node)} is {what}")
 
     def _is_whole(self, name: str) -> bool:
         """True for what is made of whole numbers alone, and for what was rounded to one."""
@@ -213,15 +213,15 @@ class _Analysis:
         while pending:
             name = pending.pop()
             maker = self.graph.producer(name)
-            if maker is None or maker.name in self.found.kept:
+            if maker is None or maker.name in self.numbers.kept:
                 continue
             exact = self.origins[name] < Origin.DATA or (counted and self._counts(maker))
             if exact or (places and self._moves_place(maker)):
-                self.found.kept[maker.name] = reason
-            elif maker.name in self.found.widest or not self._is_plain(maker):
+                self.numbers.kept[maker.name] = reason
+            elif maker.name in self.numbers.widest or not self._is_plain(maker):
                 continue
             else:
-                self.found.widest[maker.name] = reason
+                self.numbers.widest[maker.name] = reason
             pending += self._operands(maker)
 
     def _is_plain(self, node: Node) -> bool:
@@ -244,7 +244,7 @@ class _Analysis:
         )
 
 
-def _told(node: Node) -> str:
+def _label(node: Node) -> str:
     return f"'{node.name}' ({node.op})"
 
 
@@ -292,8 +292,8 @@ def _is_learned(graph: PrecisionGraph, node: Node) -> bool:
 
 def _summed_by_einsum(graph: PrecisionGraph, node: Node, equation: str) -> int | None:
     """How many products one element of an einsum sums, `None` where that is unknown."""
-    read, arrow, made = equation.replace(" ", "").partition("->")
-    summed = set(read) - {",", "."} - set(made)
+    read, arrow, result = equation.replace(" ", "").partition("->")
+    summed = set(read) - {",", "."} - set(result)
     if not arrow:
         return None
     sizes: dict[str, int] = {}

@@ -29,19 +29,19 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
     if draft.graph.execution.run_only:
         return frozenset()
     own = {rule.where for rule in draft.rules.rules if rule.own}
-    graph, found = draft.graph, set()
+    graph, makers = draft.graph, set()
     for output in graph.outputs:
         value, readers = output, 0
         while (maker := graph.producer(value)) is not None and len(graph.users(value)) == readers:
             info, decision = draft.rules.ops.info(maker.op), decisions[maker.name]
             if info.squashes and graph.values[value].dtype is DType.FLOAT32:
                 if decision.precision in _OPEN and decision.rule not in own:
-                    found.add(maker.name)
+                    makers.add(maker.name)
                 break
             if info.moves != "shape":
                 break
             value, readers = maker.inputs[0].value, 1
-    return frozenset(found)
+    return frozenset(makers)
 
 
 def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str, Node]:
@@ -58,7 +58,7 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
         By node name, the loss.
     """
     own = {rule.where for rule in draft.rules.rules if rule.own}
-    found: dict[str, Node] = {}
+    makers: dict[str, Node] = {}
     for loss in draft.graph.nodes.values():
         slots = draft.rules.ops.info(loss.op).probabilities
         if not slots or decisions[loss.name].precision is not Precision.FP32:
@@ -73,9 +73,9 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
             if not (info.squashes or info.carries or info.exact or info.moves):
                 continue
             if decision.precision in _OPEN and decision.rule not in own:
-                found.setdefault(maker.name, loss)
+                makers.setdefault(maker.name, loss)
             if not info.squashes:
                 values = [operand.value for operand in maker.inputs]
                 pending += [value for value in values if value not in seen]
                 seen.update(values)
-    return found
+    return makers

@@ -24,17 +24,17 @@ class Notes(Mapping[str, str]):
         self._settled, self._problem, self._labels = settled, problem, labels
 
     @functools.cached_property
-    def _told(self) -> dict[str, str]:
+    def _notes(self) -> dict[str, str]:
         return {**self._settled, **self._problem.notes, **follow_notes(self._problem, self._labels)}
 
     def __getitem__(self, name: str) -> str:
-        return self._told[name]
+        return self._notes[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._told)
+        return iter(self._notes)
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._notes)
 
 
 def follow_notes(problem: FollowProblem, labels: Mapping[str, str]) -> dict[str, str]:
@@ -58,11 +58,11 @@ def follow_notes(problem: FollowProblem, labels: Mapping[str, str]) -> dict[str,
             )
             notes[name] = f"follows: it {inputs}"
         else:
-            notes[name] = f"follows: {_told(label, *saved)}"
+            notes[name] = f"follows: {_saving(label, *saved)}"
     return notes
 
 
-def _told(label: str, saved: int, casts: int) -> str:
+def _saving(label: str, saved: int, casts: int) -> str:
     if saved > 0:
         return f"{label} moves {saved} fewer bytes"
     if saved < 0:
@@ -88,7 +88,7 @@ class _Counts:
         change = _Change(own_elements(self.typing, name) * (self.fp32 - self.low) * (1 if to_fp32 else -1))
         for value in dict.fromkeys([node.inputs[index].value for index in typing.data]):
             self._as_user(change, name, value, node.region, to_fp32)
-        for value in typing.made_by(node):
+        for value in typing.decided_outputs(node):
             self._as_maker(change, value, to_fp32)
         return change.moved, change.casts
 
@@ -102,21 +102,21 @@ class _Counts:
             return False
         return problem.keeps_bits(name) and any(
             self.labels[user] == FP32
-            for value in typing.made_by(node)
+            for value in typing.decided_outputs(node)
             for demand in problem.demands(value).values()
             for user in (*demand.takers, *demand.mixers)
         )
 
     def _needs_of(self, value: str, region: str, demand: Demand) -> tuple[int, int]:
         """(users that need it low, users that need it fp32)."""
-        found = self._needs.get((value, region))
-        if found is None:
+        known = self._needs.get((value, region))
+        if known is None:
             low, fp32 = int(demand.low), int(demand.fp32)
             if demand.takers or demand.mixers:
                 low += sum([self.labels[user] == LOW for user in {*demand.takers, *demand.mixers}])
                 fp32 += sum([self.labels[user] == FP32 for user in demand.takers])
-            found = self._needs[value, region] = (low, fp32)
-        return found
+            known = self._needs[value, region] = (low, fp32)
+        return known
 
     def _casts(
         self, change: _Change, value: str, users: tuple[int, int], types: tuple[DType, DType], sign: int = 1
@@ -147,8 +147,8 @@ class _Counts:
         low, fp32 = self._needs_of(value, region, demand)
         step = 1 if to_fp32 else -1
         takes = step if name in demand.takers else 0
-        made, source = self.typing.result(value, self.labels), self.problem.source(value)
-        types = (made, made if source == value else self.typing.result(source, self.labels))
+        dtype, source = self.typing.result(value, self.labels), self.problem.source(value)
+        types = (dtype, dtype if source == value else self.typing.result(source, self.labels))
         self._casts(change, value, (low - step, fp32 + takes), types)
         self._casts(change, value, (low, fp32), types, -1)
 

@@ -66,7 +66,7 @@ class NodeTyping:
     joins: bool = False
     clashes: bool = False
 
-    def made_by(self, node: Node) -> tuple[str, ...]:
+    def decided_outputs(self, node: Node) -> tuple[str, ...]:
         """The outputs of a node whose type a label decides."""
         if self.plain:
             return node.outputs
@@ -142,14 +142,14 @@ class TypingRules:
 
     def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
         """The types of all values after the rewrite, see `result`."""
-        found = {name: value.dtype for name, value in self.graph.values.items()}
+        types = {name: value.dtype for name, value in self.graph.values.items()}
         low = self.low
         for (name, node), typing in zip(self.graph.nodes.items(), self.nodes.values(), strict=True):
             label = labels.get(name, KEEP)
             if label != KEEP:
-                for made in node.outputs if typing.plain else typing.made_by(node):
-                    found[made] = low if label == LOW else DType.FLOAT32
-        return found
+                for output in node.outputs if typing.plain else typing.decided_outputs(node):
+                    types[output] = low if label == LOW else DType.FLOAT32
+        return types
 
     def need(self, node: Node, index: int, label: str) -> DType | None:
         """The type that operand `index` must be read in under `label`; `None` where it is read as it is.
@@ -198,12 +198,12 @@ class TypingRules:
         """What is wrong with the types in which a node reads its operands; `None` where all is well."""
         typing = self.nodes[node.name]
         mixes = typing.mixes(label)
-        given = self.low if label == LOW else None if label == KEEP else DType.FLOAT32
+        target = self.low if label == LOW else None if label == KEEP else DType.FLOAT32
         values = self.graph.values
         for index, (operand, role, read) in enumerate(zip(node.inputs, typing.roles, reads, strict=True)):
             wanted: DType | None
             if (role is Role.DATA and not mixes) or role is Role.HALF:
-                wanted = given or values[operand.value].dtype
+                wanted = target or values[operand.value].dtype
             elif role is Role.OTHER or role is Role.FIXED:
                 wanted = values[operand.value].dtype
             else:
@@ -222,8 +222,8 @@ class TypingRules:
         for name, node in self.graph.nodes.items():
             is_cast = node.pin is not None and node.pin.precision == "cast"
             key: list[object] = [node.op, is_cast]
-            for made in node.outputs:
-                key.append(values[made].dtype)
+            for output in node.outputs:
+                key.append(values[output].dtype)
             for operand in node.inputs:
                 value = values[operand.value]
                 key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
@@ -248,13 +248,13 @@ class TypingRules:
             if role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
         ]
         movable = bool(data) and not is_cast
-        made = [values[name].dtype for name in node.outputs]
+        results = [values[name].dtype for name in node.outputs]
         joins = movable and bool(foreign) and not self.graph.execution.halves_stay
         joins = joins and all(read[index][1].dtype in _HALVES for index in foreign)
-        clashes = joins and any(dtype in _HALVES and dtype not in self.flexible for dtype in made)
+        clashes = joins and any(dtype in _HALVES and dtype not in self.flexible for dtype in results)
         for index in foreign if joins else ():
             roles[index] = Role.HALF
-        decided = tuple([dtype in self.flexible for dtype in made])
+        decided = tuple([dtype in self.flexible for dtype in results])
         uniform, plain = len(data) == len(roles), all(decided)
         return NodeTyping(
             info,

@@ -98,9 +98,9 @@ def import_rules(path: Path, *, extends: str = "default") -> Imported:
     rules = [*reader.fp32, *reader.low]
     if not rules:
         raise RuleError("it names no node and no op", file=str(path), hint="write a name on each line")
-    made = Imported({"version": 1, "extends": extends, "rules": rules}, reader.notes)
-    load_rules(made.rules)  # whatever is wrong with it is told now
-    return made
+    imported = Imported({"version": 1, "extends": extends, "rules": rules}, reader.notes)
+    load_rules(imported.rules)  # whatever is wrong with it is told now
+    return imported
 
 
 def _parsed(path: Path) -> Any:
@@ -162,12 +162,12 @@ class _Reader:
         """A name, or a name with a precision."""
         if not text:
             return
-        name, colon, told = text.rpartition(":")
-        if colon and told.strip().lower() in _PRECISIONS:
-            self._add(_PRECISIONS[told.strip().lower()], {"node": _glob(name.strip())}, f"'{text}'")
-        elif colon and re.fullmatch(r"[a-z]+\d+", told.strip().lower()):
+        name, colon, precision = text.rpartition(":")
+        if colon and precision.strip().lower() in _PRECISIONS:
+            self._add(_PRECISIONS[precision.strip().lower()], {"node": _glob(name.strip())}, f"'{text}'")
+        elif colon and re.fullmatch(r"[a-z]+\d+", precision.strip().lower()):
             raise self._error(
-                f"'{told.strip()}' is no precision that a rule can ask for",
+                f"'{precision.strip()}' is no precision that a rule can ask for",
                 "write float32, float16 or bfloat16, or remove the line",
                 text,
             )
@@ -210,15 +210,15 @@ class _Reader:
     def _ops(self, precision: str) -> Callable[[str, Any], None]:
         def read(key: str, value: Any) -> None:
             known = op_table().ops
-            found = []
+            matches = []
             for entry in self._listed(key, value):
                 name = entry if "." in entry else f"onnx.{entry}"
                 if name.startswith("onnx.") and name not in known:
                     names = sorted(op.removeprefix("onnx.") for op in known if op.startswith("onnx."))
                     raise self._error(f"there is no ONNX op '{entry}'", nearest(entry, names), key)
-                found.append(name)
-            if found:
-                self._add(precision, {"op": found}, key)
+                matches.append(name)
+            if matches:
+                self._add(precision, {"op": matches}, key)
 
         return read
 
@@ -232,7 +232,7 @@ class _Reader:
 
     def _precisions(self, key: str, value: Any) -> None:
         if isinstance(value, dict):
-            value = [f"{name}:{told}" for name, told in value.items()]
+            value = [f"{name}:{precision}" for name, precision in value.items()]
         for entry in self._listed(key, value):
             self.line(entry)
 

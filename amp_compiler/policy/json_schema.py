@@ -16,16 +16,16 @@ def schema() -> dict[str, Any]:
         >>> schema()["title"]
         'amp_compiler rules'
     """
-    made = RuleFileModel.model_json_schema(mode="validation")
-    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+    whole = RuleFileModel.model_json_schema(mode="validation")
+    whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole}
     families = sorted(op_table().families)
     entry = {"anyOf": [{"enum": families}, {"type": "string", "pattern": r"[.*?\[]"}]}
     for name in ("allow", "whitelist", "deny", "blacklist"):
-        made["properties"][name]["items"] = entry
-    for option in made["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
+        whole["properties"][name]["items"] = entry
+    for option in whole["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
         option.get("items", option)["enum"] = families
-    made["properties"]["extends"]["examples"] = list(preset_names())
-    cleaned: dict[str, Any] = _without_null_defaults(made)
+    whole["properties"]["extends"]["examples"] = list(preset_names())
+    cleaned: dict[str, Any] = _without_null_defaults(whole)
     return cleaned
 
 

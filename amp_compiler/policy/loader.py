@@ -87,15 +87,15 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
     table = op_table()
     base = None if model.extends is None else _load_extended(model.extends, source, (*chain, source))
     own = [_rule(rule, source, ("rules", index), table) for index, rule in enumerate(model.rules or [])]
-    keep = {**(base.keep if base is not None else {}), **_given(model.keep)}
+    keep = {**(base.keep if base is not None else {}), **_present(model.keep)}
     return RuleSet(
         name=source.name,
         rules=(*(base.rules if base is not None else ()), *_list_rules(model, source, table), *own),
         ops=_table_without_kept(tuple(family for family in _KEPT if not keep.get(family, True))),
         loss_scale=_loss_scale(model, source, base),
-        weights={**(base.weights if base is not None else {}), **_given(model.weights)},
+        weights={**(base.weights if base is not None else {}), **_present(model.weights)},
         keep=keep,
-        reduce={**(base.reduce if base is not None else {}), **_given(model.reduce)},
+        reduce={**(base.reduce if base is not None else {}), **_present(model.reduce)},
     )
 
 
@@ -108,27 +108,27 @@ def _table_without_kept(families: tuple[str, ...]) -> OpTable:
 def _load_extended(wanted: str, source: Source, chain: tuple[Source, ...]) -> RuleSet:
     mark = source.mark(("extends",))
     if wanted in preset_names():
-        found = from_preset(wanted)
+        extended = from_preset(wanted)
     elif looks_like_path(wanted):
-        found = from_path(source.folder / wanted, mark)
+        extended = from_path(source.folder / wanted, mark)
     else:
         raise mark.error(f"there is no preset '{wanted}'", nearest(wanted, preset_names(), _OR_PATH))
-    told = " -> ".join(link.shown for link in (*chain, found))
-    if found.identity in {link.identity for link in chain}:
-        raise mark.error(f"the files extend each other in a circle: {told}", "remove one 'extends'")
+    chain_text = " -> ".join(link.shown for link in (*chain, extended))
+    if extended.identity in {link.identity for link in chain}:
+        raise mark.error(f"the files extend each other in a circle: {chain_text}", "remove one 'extends'")
     if len(chain) >= MAX_CHAIN:
-        raise mark.error(f"more than {MAX_CHAIN} files extend one another: {told}", "join some of them")
-    return _load_preset(wanted) if found.preset else _load(found, chain)
+        raise mark.error(f"more than {MAX_CHAIN} files extend one another: {chain_text}", "join some of them")
+    return _load_preset(wanted) if extended.preset else _load(extended, chain)
 
 
-def _given(model: Any) -> dict[str, Any]:
+def _present(model: Any) -> dict[str, Any]:
     """The keys of a section that the file gives, a null counting as not given."""
     return {} if model is None else model.model_dump(exclude_none=True)
 
 
 def _loss_scale(model: RuleFileModel, source: Source, base: RuleSet | None) -> dict[str, object]:
     """The section merged over the extended file's, whose keys hold for its own mode only."""
-    own = _given(model.loss_scale)
+    own = _present(model.loss_scale)
     inherited = dict(base.loss_scale) if base is not None else {}
     if "mode" in own and own["mode"] != inherited.get("mode"):
         inherited = {}
@@ -177,7 +177,7 @@ def _list_rule(entry: str, mark: Mark, side: str, precision: Precision, table: O
 
 def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
     mark = source.mark(path)
-    backward = _given(model.backward)
+    backward = _present(model.backward)
     if model.precision is None and model.math is None and not backward and model.refuse is None:
         raise mark.error("the rule asks for nothing", "add 'precision:', 'math:', 'backward:' or 'refuse:'")
     if model.refuse is not None and (model.precision is not None or model.math is not None or backward):
@@ -209,7 +209,7 @@ def _precision(model: RuleModel) -> Precision | None:
 
 def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
     """Refuse arithmetic that no node could have, whatever the model and the device; the rest is for planning to say."""
-    backward = _given(model.backward)
+    backward = _present(model.backward)
     if backward.get("math", "fp32") != "fp32":
         raise source.mark((*path, "backward", "math")).error(
             f"no kernel accumulates gradients in {backward['math']}: 16-bit ones accumulate in FP32",
@@ -233,15 +233,15 @@ def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
 def _matcher(model: Any, source: Source, path: Keys, table: OpTable) -> Matcher:
     conditions = []
     for key, kind in MATCHERS.items():
-        given = getattr(model, key)
-        if given is not None:
-            conditions.append(kind.read(given, table, _item_marks(source, (*path, key), given)))
+        written = getattr(model, key)
+        if written is not None:
+            conditions.append(kind.read(written, table, _item_marks(source, (*path, key), written)))
     return Matcher(tuple(conditions))
 
 
-def _item_marks(source: Source, path: Keys, given: Any) -> Callable[[str], Mark]:
+def _item_marks(source: Source, path: Keys, written: Any) -> Callable[[str], Mark]:
     """For each item of a list, which may stand alone, its place."""
-    return lambda item: source.item_mark(path, given, item)
+    return lambda item: source.item_mark(path, written, item)
 
 
 def _text(data: Any) -> str:

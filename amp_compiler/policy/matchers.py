@@ -436,7 +436,7 @@ def _attribute_is(attrs: dict[str, Attr], name: str, wanted: Attr) -> bool:
     return _same(spread, wanted)
 
 
-def _same(found: Attr, wanted: Attr) -> bool:
-    if isinstance(found, tuple) and isinstance(wanted, tuple):
-        return len(found) == len(wanted) and all(_same(one, other) for one, other in zip(found, wanted, strict=True))
-    return isinstance(found, bool) == isinstance(wanted, bool) and found == wanted
+def _same(attr: Attr, wanted: Attr) -> bool:
+    if isinstance(attr, tuple) and isinstance(wanted, tuple):
+        return len(attr) == len(wanted) and all(_same(one, other) for one, other in zip(attr, wanted, strict=True))
+    return isinstance(attr, bool) == isinstance(wanted, bool) and attr == wanted

@@ -66,12 +66,12 @@ class RuleMatcher:
                     continue
             refined.append(rule)
             if rule.precision is not None:
-                found = (node.op, *map(id, refined))  # what a decision is made of; most nodes share one with others
-                if found not in self._decisions:
-                    self._decisions[found] = self._merge(node, rule, refined)
+                key = (node.op, *map(id, refined))  # what a decision is made of; most nodes share one with others
+                if key not in self._decisions:
+                    self._decisions[key] = self._merge(node, rule, refined)
                 if alone:
-                    self.by_kind_alone[kind] = self._decisions[found]
-                return self._decisions[found]
+                    self.by_kind_alone[kind] = self._decisions[key]
+                return self._decisions[key]
         return None
 
     def matches(self, rule: Rule, node: Node) -> bool:
@@ -95,29 +95,34 @@ class RuleMatcher:
 
     def _merge(self, node: Node, rule: Rule, matched: list[Rule]) -> Decision:
         """The decision of `rule` with what later rules (`matched`, last first, ending in `rule`) refine."""
-        backward = next((found.backward for found in matched if found.backward is not None), None)
+        backward = next(
+            (refining_rule.backward for refining_rule in matched if refining_rule.backward is not None), None
+        )
         reason = rule.why or default_reason(node.op, self.rules.ops.info(node.op).family, rule)
         refining = [later.where for later in reversed(matched[:-1])]
         if refining:
             reason += f"; arithmetic refined by {', '.join(refining)}"
-        said = next((found for found in matched if found.math is not None), None)
+        said = next((refining_rule for refining_rule in matched if refining_rule.math is not None), None)
         return Decision(
             precision=rule.precision or Precision.KEEP,
             rule=rule.where,
             reason=reason,
             math=None if said is None else said.math,
             backward=backward,
-            backward_math=next((found.backward_math for found in matched if found.backward_math is not None), None),
+            backward_math=next(
+                (refining_rule.backward_math for refining_rule in matched if refining_rule.backward_math is not None),
+                None,
+            ),
             refusal=rule.refusal,
             math_rule="" if said is None else said.where,
         )
 
     def _candidates(self, kind: Kind, node: Node) -> tuple[Candidate, ...]:
         """The rules that the op of a node, its family and part, the device and the low type leave, last first."""
-        found = self._by_kind.get(kind)
-        if found is None:
+        candidates = self._by_kind.get(kind)
+        if candidates is None:
             info = self.rules.ops.info(node.op)
-            found = tuple(
+            candidates = tuple(
                 (rule, tuple(one for one in rule.match.conditions if self._is_own(one)))
                 for rule in reversed(self.rules.rules)
                 if all(
@@ -125,8 +130,8 @@ class RuleMatcher:
                     for one in rule.match.conditions
                 )
             )
-            self._by_kind[kind] = found
-        return found
+            self._by_kind[kind] = candidates
+        return candidates
 
     @staticmethod
     def _is_own(condition: Condition) -> bool:
@@ -144,7 +149,7 @@ def default_reason(op: str, family: str, rule: Rule) -> str:
         >>> default_reason("aten.linear", "matmul", rule)
         'the rule lets the family matmul run in the low type'
     """
-    asked = {
+    action = {
         Precision.LOW: "run in the low type",
         Precision.FP32: "run in FP32",
         Precision.WIDEST: "run in the widest type of its inputs",
@@ -153,4 +158,4 @@ def default_reason(op: str, family: str, rule: Rule) -> str:
         Precision.KEEP: "stay as it was captured",
     }[rule.precision or Precision.KEEP]
     subject = f"the family {family}" if rule.match.get("family") else (op if rule.match.get("op") else "the node")
-    return f"the rule lets {subject} {asked}"
+    return f"the rule lets {subject} {action}"

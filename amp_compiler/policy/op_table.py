@@ -89,19 +89,19 @@ def _names(tree: Tree, file: str) -> list[tuple[str, Tree]]:
 
 
 def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, tree in parts.items():
         if key in _FLAGS:
-            found[key] = _typed(tree, bool, file)
+            fields[key] = _typed(tree, bool, file)
         elif key in _SETS:
-            found[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
+            fields[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
         elif key in _WORDS:
-            found[key] = _typed(tree, str, file)
-            if found[key] not in ("", *_WORDS[key]):
-                raise _wrong(f"'{found[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
+            fields[key] = _typed(tree, str, file)
+            if fields[key] not in ("", *_WORDS[key]):
+                raise _wrong(f"'{fields[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
         else:
             raise _wrong(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FIELDS)}")
-    return found
+    return fields
 
 
 def _typed(tree: Tree, kind: type, file: str) -> Any:

@@ -68,22 +68,22 @@ def _taps_transposed(graph: PrecisionGraph, node: Node, data: Value) -> int | No
 
 
 def _weight(graph: PrecisionGraph, node: Node) -> tuple[int, ...] | None:
-    found = next((value for operand, value in graph.operands(node) if operand.slot in ("weight", "W")), None)
-    return None if found is None else _sizes(found)
+    weight = next((value for operand, value in graph.operands(node) if operand.slot in ("weight", "W")), None)
+    return None if weight is None else _sizes(weight)
 
 
 def _ratio(graph: PrecisionGraph, node: Node, data: Value) -> int | None:
     """Elements read for each one written."""
-    made = graph.values.get(node.outputs[0]) if node.outputs else None
-    if made is None or _sizes(data) is None or _sizes(made) is None or made.numel == 0:
+    result = graph.values.get(node.outputs[0]) if node.outputs else None
+    if result is None or _sizes(data) is None or _sizes(result) is None or result.numel == 0:
         return None
-    return max(1, data.numel // made.numel)
+    return max(1, data.numel // result.numel)
 
 
 def _running(graph: PrecisionGraph, node: Node, data: Value) -> int | None:
     """The dimension that a running sum goes along."""
-    made = graph.values.get(node.outputs[0]) if node.outputs else None
-    if made is None or _sizes(data) is None or _sizes(made) is None or made.numel == 0:
+    result = graph.values.get(node.outputs[0]) if node.outputs else None
+    if result is None or _sizes(data) is None or _sizes(result) is None or result.numel == 0:
         return None
     return _along(data, node.attrs.get("dim", node.attrs.get("axis")))
 

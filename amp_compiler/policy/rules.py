@@ -106,8 +106,8 @@ class OpTable:
 
     def info(self, op: str) -> OpInfo:
         """The entry of `op`, or one of the family `unknown`."""
-        found = self.ops.get(op)
-        return found if found is not None else OpInfo(op, UNKNOWN)
+        known = self.ops.get(op)
+        return known if known is not None else OpInfo(op, UNKNOWN)
 
     def without_kept(self, family: str) -> OpTable:
         """The table in which no operand of a family's ops stays as captured: all take the type of the data.
@@ -167,11 +167,11 @@ class Decision:
     refusal: str = ""
 
     def __str__(self) -> str:
-        asked = "refused" if self.refusal else self.precision.value
-        asked += f" math={self.math.short}" if self.math else ""
-        asked += f" backward={self.backward.value}" if self.backward else ""
-        asked += f" backward_math={self.backward_math.short}" if self.backward_math else ""
-        return asked + (f"  by {self.rule}" if self.rule else "") + f"  ({self.reason})"
+        words = "refused" if self.refusal else self.precision.value
+        words += f" math={self.math.short}" if self.math else ""
+        words += f" backward={self.backward.value}" if self.backward else ""
+        words += f" backward_math={self.backward_math.short}" if self.backward_math else ""
+        return words + (f"  by {self.rule}" if self.rule else "") + f"  ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)

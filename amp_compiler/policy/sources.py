@@ -78,18 +78,18 @@ def from_preset(name: str) -> Source:
     return Source(name, file, f"preset {name}", Path(), parse_yaml(text, file), preset=True)
 
 
-def from_path(path: Path, asked_at: Mark | None = None) -> Source:
+def from_path(path: Path, extends_mark: Mark | None = None) -> Source:
     """A file of the user.
 
     Args:
         path: where it is.
-        asked_at: the `extends` that names it, if one does.
+        extends_mark: the `extends` that names it, if one does.
 
     Raises:
         RuleError: it cannot be read, is too large, or is no YAML.
     """
     shown = str(path)
-    mark = asked_at if asked_at is not None else Mark()
+    mark = extends_mark if extends_mark is not None else Mark()
     try:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= MAX_BYTES and path.is_file() else None
@@ -119,8 +119,8 @@ def validate(source: Source) -> RuleFileModel:
         RuleError: the first error in file order, at its place.
     """
     if not isinstance(source.tree.value, dict):
-        found = "empty" if source.tree.value is None else f"a {type(source.tree.value).__name__}"
-        raise source.mark(()).error(f"a rule file is a mapping, and this is {found}", "begin with 'version: 1'")
+        kind = "empty" if source.tree.value is None else f"a {type(source.tree.value).__name__}"
+        raise source.mark(()).error(f"a rule file is a mapping, and this is {kind}", "begin with 'version: 1'")
     try:
         return RuleFileModel.model_validate(source.tree.plain())
     except ValidationError as cause:

@@ -84,7 +84,7 @@ def _part(name: str, glob: str, depth: int) -> str:
 
 def _nearest(condition: Condition, names: Iterable[str]) -> str:
     """The name that is most like what a condition asks for; empty where it is compared with no names."""
-    found, most = "", 0.0
+    nearest, most = "", 0.0
     known = [name for name in names if name]
     for pattern in condition.wanted if known else ():
         text = pattern if isinstance(pattern, str) else pattern.pattern
@@ -93,5 +93,5 @@ def _nearest(condition: Condition, names: Iterable[str]) -> str:
         for name in known:
             alike.set_seq1(_part(name, text, plain.count(".") + 1))
             if alike.real_quick_ratio() > most and alike.quick_ratio() > most and alike.ratio() > most:
-                found, most = name, alike.ratio()
-    return found
+                nearest, most = name, alike.ratio()
+    return nearest

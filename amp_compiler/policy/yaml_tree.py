@@ -140,8 +140,8 @@ def _tree_of(data: object, file: str, path: tuple[str, ...]) -> Tree:
         wrong = next((name for name in data if not isinstance(name, str)), None)
         if wrong is not None:
             raise RuleError(f"the key {wrong!r} is not text", file=file, key=key, hint="write the key as a str")
-        found = {name: _tree_of(item, file, (*path, name)) for name, item in data.items()}
-        return Tree(found, keys={name: Tree(name) for name in found})
+        trees = {name: _tree_of(item, file, (*path, name)) for name, item in data.items()}
+        return Tree(trees, keys={name: Tree(name) for name in trees})
     if isinstance(data, (list, tuple)):
         return Tree([_tree_of(item, file, (*path, str(index))) for index, item in enumerate(data)])
     raise RuleError(

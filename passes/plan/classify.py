@@ -51,7 +51,7 @@ class Classify(FunctionalPass[Draft]):
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
     guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for
-    sizes, indices and angles, which are no data. What is `between` comes to low or FP32, and then all that reads or
+    sizes, indices, positions and angles. What is `between` comes to low or FP32, and then all that reads or
     makes one list of tensors to one precision.
 
     Before (rules `default`, low type fp16):
@@ -84,7 +84,7 @@ class Classify(FunctionalPass[Draft]):
         return f"the decision on node '{mute[0]}' has no reason" if mute else None
 
     def run(self, subject: Draft) -> PassResult[Draft]:
-        """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
+        """Decide node by node, then widen what makes the probabilities of a loss, and keep sizes and angles."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         flexible = subject.flexible
         decisions: dict[str, Decision] = {}

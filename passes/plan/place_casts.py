@@ -246,7 +246,7 @@ def _lossy_pair(draft: Draft) -> str | None:
     rounded = [name for name in semantics.free if draft.labels[name] == LOW and problem.keeps_bits(name)]
     problem.free = {}  # every label is settled by now
     for name in rounded:
-        for value in typing[name].made_by(draft.graph.nodes[name]):
+        for value in typing[name].decided_outputs(draft.graph.nodes[name]):
             if problem.needs_bits(value):
                 return f"'{value}' is rounded to {typing.low.short} and read in a wider type"
     return None

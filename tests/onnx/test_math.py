@@ -41,7 +41,7 @@ def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
     return next(one for one in model.graph.node if one.name == name)
 
 
-def made_by(model: onnx.ModelProto, value: str) -> onnx.NodeProto:
+def decided_outputs(model: onnx.ModelProto, value: str) -> onnx.NodeProto:
     return next(one for one in model.graph.node if value in one.output)
 
 
@@ -79,7 +79,7 @@ def test_an_output_and_a_stored_operand(dtype: str, keep_io_types: bool) -> None
     low = T.FLOAT16 if dtype == "fp16" else T.BFLOAT16
     (stored,) = made.graph.initializer
     assert stored.data_type == low, "stored in 16 bits all the same"
-    assert all(made_by(made, name).op_type == "Cast" for name in node(made, "p").input)
+    assert all(decided_outputs(made, name).op_type == "Cast" for name in node(made, "p").input)
     types = {value.name: value.type.tensor_type.elem_type for value in (*made.graph.input, *made.graph.output)}
     assert types == dict.fromkeys(("x", "y"), T.FLOAT if keep_io_types else low)
 

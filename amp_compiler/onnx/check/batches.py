@@ -106,9 +106,9 @@ def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if len(args) > len(names):
         what = f"{len(args)} example_args for {len(names)} inputs"
         raise OnnxError(what, where=model.name, hint=f"pass {', '.join(names)}")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    feeds = dict(zip(names, args, strict=False)) | dict(kwargs)
     arrays = {
-        name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else one for name, one in given.items()
+        name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else one for name, one in feeds.items()
     }
     sizes = Sizes(model)
     (_,) = sizes.watch([arrays])

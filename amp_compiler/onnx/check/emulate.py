@@ -88,21 +88,21 @@ def emulate(model: onnx.ModelProto) -> Twin:
         >>> session = onnxruntime.InferenceSession(twin.proto.SerializeToString())
     """
     model = dense(model)
-    made = onnx.ModelProto()
+    twin = onnx.ModelProto()
     if model.functions:
-        made.CopyFrom(inliner.inline_local_functions(model))
+        twin.CopyFrom(inliner.inline_local_functions(model))
     else:
-        made.CopyFrom(model)
-    made.ir_version = max(made.ir_version, FREE_INITIALIZERS)
-    inferred = infer_types(made)
-    opsets = opset_versions(made)
+        twin.CopyFrom(model)
+    twin.ir_version = max(twin.ir_version, FREE_INITIALIZERS)
+    inferred = infer_types(twin)
+    opsets = opset_versions(twin)
     low_inputs = {
         value.name: value.type.tensor_type.elem_type
-        for value in made.graph.input
+        for value in twin.graph.input
         if value.type.tensor_type.elem_type in LOW_TYPES
     }
-    _Writer(opsets, _all_names(made.graph)).rewrite(made.graph, inferred.graph, {})
-    return Twin(made, low_inputs)
+    _Writer(opsets, _all_names(twin.graph)).rewrite(twin.graph, inferred.graph, {})
+    return Twin(twin, low_inputs)
 
 
 def _all_names(graph: onnx.GraphProto) -> set[str]:
@@ -178,15 +178,15 @@ class _Writer:
             return [cast, helper.make_node("Cast", [stored], [node.output[0]], to=FLOAT)]
         for attribute in node.attribute:
             _widen_attribute(attribute)
-        made = [node]
+        results = [node]
         for index, kind in enumerate(low):
             if kind:
                 name = node.output[index]
                 raw, stored = self._fresh(f"{name}/raw"), self._fresh(f"{name}/low")
                 node.output[index] = raw
-                made.append(helper.make_node("Cast", [raw], [stored], to=kind))
-                made.append(helper.make_node("Cast", [stored], [name], to=FLOAT))
-        return made
+                results.append(helper.make_node("Cast", [raw], [stored], to=kind))
+                results.append(helper.make_node("Cast", [stored], [name], to=FLOAT))
+        return results
 
     def _may_make_low(self, node: onnx.NodeProto, types: Types) -> bool:
         """Whether a node of unknown result is one of a foreign domain that reads 16-bit values."""

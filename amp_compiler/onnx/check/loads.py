@@ -134,12 +134,12 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
 def _read(problem: str) -> Refusal:
     import onnxruntime as ort
 
-    found = next((match for pattern in _NODE if (match := pattern.search(problem)) is not None), None)
+    first = next((match for pattern in _NODE if (match := pattern.search(problem)) is not None), None)
     said = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", " ".join(problem.split()))
     return Refusal(
         f"onnxruntime {ort.__version__}",
-        found["name"] if found is not None else "",
-        found["op"] if found is not None else "",
+        first["name"] if first is not None else "",
+        first["op"] if first is not None else "",
         said if len(said) <= 300 else f"{said[:300]}…",
         "NOT_IMPLEMENTED" in problem,
     )

@@ -19,7 +19,7 @@ MEMORY = 2 << 30  # bytes that the values between may take
 NO_ROOM = "Available memory of"  # how an arena of ONNX Runtime says that it is at its limit
 
 
-def told_limit() -> str:
+def limit_text() -> str:
     """The limit, as messages say it."""
     return f"{MEMORY / 2**30:g} GiB"
 
@@ -30,7 +30,7 @@ class MemoryLimitError(OnnxError):
     @classmethod
     def on_batch(cls, model: str) -> MemoryLimitError:
         """That of the values between."""
-        what = f"its values take more than {told_limit()} on this batch"
+        what = f"its values take more than {limit_text()} on this batch"
         return cls(what, where=model, hint="give batches of smaller inputs")
 
 

@@ -73,7 +73,7 @@ class OnnxTrials:
         (self._batch,) = iterate_batches([batch], self._opened)
         original = self._opened
         if self._is_low:  # what it would be without rounding
-            original = self._made(extended(load_rules("default"), [{"match": {}, "precision": "fp32"}]))[0]
+            original = self._convert(extended(load_rules("default"), [{"match": {}, "precision": "fp32"}]))[0]
         side = Side(original, True, None, as_twin=self._is_low)
         self._before = side.ranges(side.run(self._batch))
 
@@ -113,9 +113,9 @@ class OnnxTrials:
         return Trial(seen.plan, () if outputs and not seen.outputs else seen.nodes)
 
     def _converted(self, rules: RuleSet) -> _Seen:
-        return self._seen(*self._made(rules))
+        return self._seen(*self._convert(rules))
 
-    def _made(self, rules: RuleSet) -> tuple[OnnxFile, PrecisionPlan]:
+    def _convert(self, rules: RuleSet) -> tuple[OnnxFile, PrecisionPlan]:
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self._low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
@@ -133,10 +133,10 @@ class OnnxTrials:
         }
         outputs = tuple(one.name for one in model.proto.graph.output if one.name in bad)
         masks = {name for name, largest in after.items() if math.isinf(largest)} - bad
-        found = _origins(model.proto, bad, masks, outputs or tuple(sorted(bad)))
-        values = {name for node in found for name in (*node.input, *node.output) if name in after}
+        origins = _origins(model.proto, bad, masks, outputs or tuple(sorted(bad)))
+        values = {name for node in origins for name in (*node.input, *node.output) if name in after}
         ranges = self._ranges(model, values)
-        return _Seen(plan, tuple(_described(node, model.proto, plan, ranges) for node in found), outputs)
+        return _Seen(plan, tuple(_described(node, model.proto, plan, ranges) for node in origins), outputs)
 
     def _ranges(self, model: OnnxFile, names: set[str]) -> dict[str, ValueRange]:
         """The ranges of some values, for which the model runs once more."""
@@ -150,11 +150,11 @@ class OnnxTrials:
             kind = types[name] if types[name] == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
             twin.proto.graph.output.append(helper.make_tensor_value_info(name, kind, None))
         feeds = twin.feeds(self._batch)
-        made = {**feeds, **Runner(twin.proto, model.folder, model.name).run(feeds)}
+        results = {**feeds, **Runner(twin.proto, model.folder, model.name).run(feeds)}
         return {
-            name: replace(range_of(torch.from_numpy(np.asarray(made[name]))), dtype=_SHORT[types[name]])
+            name: replace(range_of(torch.from_numpy(np.asarray(results[name]))), dtype=_SHORT[types[name]])
             for name in names
-            if name in made and types.get(name) in FLOAT_TYPES
+            if name in results and types.get(name) in FLOAT_TYPES
         }
 
 
@@ -165,7 +165,7 @@ def _types(proto: onnx.ModelProto) -> Types:
 def _origins(proto: onnx.ModelProto, bad: set[str], masks: set[str], outputs: tuple[str, ...]) -> list[onnx.NodeProto]:
     """The nodes that made something bad of finite values and that bad outputs go back to, in the file's order."""
     makers = {name: node for node in proto.graph.node for name in node.output}
-    found: list[onnx.NodeProto] = []
+    origins: list[onnx.NodeProto] = []
     seen: set[str] = set()
     pending = list(outputs)
     while pending:
@@ -176,14 +176,14 @@ def _origins(proto: onnx.ModelProto, bad: set[str], masks: set[str], outputs: tu
         causes = _causes(node, bad, masks, makers)
         pending += causes
         if not causes:
-            found.append(node)
+            origins.append(node)
     order = {node.output[0]: place for place, node in enumerate(proto.graph.node)}
-    return sorted(found, key=lambda node: order[node.output[0]])
+    return sorted(origins, key=lambda node: order[node.output[0]])
 
 
 def _causes(node: onnx.NodeProto, bad: set[str], masks: set[str], makers: Mapping[str, onnx.NodeProto]) -> list[str]:
     """The bad values that a node reads, itself or by way of masks: an infinity beside a mask's is not seen there."""
-    found: list[str] = []
+    causes: list[str] = []
     pending, seen = list(node.input), set()
     while pending:
         name = pending.pop()
@@ -191,10 +191,10 @@ def _causes(node: onnx.NodeProto, bad: set[str], masks: set[str], makers: Mappin
             continue
         seen.add(name)
         if name in bad:
-            found.append(name)
+            causes.append(name)
         elif name in masks:
             pending += makers[name].input
-    return found
+    return causes
 
 
 def _described(
@@ -222,17 +222,17 @@ def _planned(node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan) 
     named, known = {one.name: one for one in plan.nodes}, {value: one for one in plan.nodes for value, _ in one.outputs}
     makers = {name: one for one in proto.graph.node for name in one.output}
     casts = {one.input[0]: one.output[0] for one in proto.graph.node if one.op_type in _CASTS}
-    found: onnx.NodeProto | None = node
-    while found is not None:
-        made = found.output[0]  # of another name where a cast behind it makes what had this one
-        planned = named.get(found.name) or known.get(made) or known.get(casts.get(made, ""))
-        if planned is not None or found.op_type not in _CASTS:
+    current: onnx.NodeProto | None = node
+    while current is not None:
+        output = current.output[0]  # of another name where a cast behind it makes what had this one
+        planned = named.get(current.name) or known.get(output) or known.get(casts.get(output, ""))
+        if planned is not None or current.op_type not in _CASTS:
             return planned
-        found = makers.get(found.input[0])
+        current = makers.get(current.input[0])
     return None
 
 
 def _rounded_input(node: onnx.NodeProto, proto: onnx.ModelProto) -> str:
     """The input or stored data that a cast at the top of the graph rounds; empty for another node."""
-    made = {name for one in proto.graph.node for name in one.output}
-    return node.input[0] if node.op_type == "Cast" and node.input[0] not in made else ""
+    produced = {name for one in proto.graph.node for name in one.output}
+    return node.input[0] if node.op_type == "Cast" and node.input[0] not in produced else ""

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import required_inputs
-from amp_compiler.onnx.check.memory import MEMORY, MemoryLimitError, told_limit
+from amp_compiler.onnx.check.memory import MEMORY, MemoryLimitError, limit_text
 from amp_compiler.onnx.check.run import FLOAT_TYPES, open_to_run
 from amp_compiler.onnx.model.infer import is_open
 from amp_compiler.onnx.model.model import Source
@@ -68,7 +68,7 @@ class Probes:
             _check_drawable(name, kind)
         tables = _Tables(proto.graph)
         rows = {name: list(tables.rows(name)) for name, kind in self._inputs.items() if _is_whole(kind)}
-        self._limits = {name: min(found) for name, found in rows.items() if found and min(found) > 0}
+        self._limits = {name: min(numbers) for name, numbers in rows.items() if numbers and min(numbers) > 0}
         self._bounds = {name: sorted(set(tables.bounds(name))) for name in self._inputs}
         self._open = {name: list(_open_dimensions(kind)) for name, kind in self._inputs.items()}
         weights = sum(int(np.prod(tensor.dims, dtype=np.int64)) for tensor in proto.graph.initializer)
@@ -97,26 +97,26 @@ class Probes:
                 if not self._refused or isinstance(self._refused, MemoryLimitError):
                     break
             if self._refused:
-                self._refusals.append(f"{_told_sizes(self._open, sizes) or 'all ids'} ({self._told_refusal()})")
+                self._refusals.append(f"{_sizes_text(self._open, sizes) or 'all ids'} ({self._refusal_text()})")
             if not self._refused:
-                self._largest = _told_sizes(self._open, {key: max(size, small[key]) for key, size in sizes.items()})
+                self._largest = _sizes_text(self._open, {key: max(size, small[key]) for key, size in sizes.items()})
                 break
         if self._limits:
             yield from self._give("end of the ids", small, "last")
             if self._refused:
-                self._refusals.append(f"the end of the ids ({self._told_refusal()})")
+                self._refusals.append(f"the end of the ids ({self._refusal_text()})")
 
     def _give(self, label: str, sizes: Mapping[tuple[str, int], int], ids: str) -> Iterator[dict[str, Any]]:
         """One batch, unless its inputs alone would take more than a run may."""
         self.label, self._refused = label, None
         if sum(math.prod(self._shape(name, sizes)) for name in self._inputs) * _DRAWN > MEMORY:
-            self._refused = MemoryLimitError(f"its inputs take more than {told_limit()}")
+            self._refused = MemoryLimitError(f"its inputs take more than {limit_text()}")
         else:
             yield self._draw(sizes, ids)
 
-    def _told_refusal(self) -> str:
+    def _refusal_text(self) -> str:
         limited = isinstance(self._refused, MemoryLimitError)
-        return f"more than {told_limit()} of memory" if limited else "the original does not run on it"
+        return f"more than {limit_text()} of memory" if limited else "the original does not run on it"
 
     def _counts(self, name: str) -> bool:
         """True for whole numbers that no table tells the range of, and that are no mask."""
@@ -124,16 +124,16 @@ class Probes:
 
     def untried(self) -> list[str]:
         """What the batches did not hold, in a few words each; known once they were all given."""
-        found = list(self._refusals)
+        messages = list(self._refusals)
         if self._largest:
-            found.append(f"sizes above {self._largest}")
+            messages.append(f"sizes above {self._largest}")
         for name, kind in self._inputs.items():
             if _is_whole(kind) and name not in self._limits:
-                told = "numbers whose range no table tells" if self._counts(name) else "anything but 0 and 1"
-                found.append(f"{told} in '{name}'")
+                message = "numbers whose range no table tells" if self._counts(name) else "anything but 0 and 1"
+                messages.append(f"{message} in '{name}'")
             elif kind.tensor_type.elem_type in FLOAT_TYPES:
-                found.append(f"other than standard normal numbers in '{name}'")
-        return found
+                messages.append(f"other than standard normal numbers in '{name}'")
+        return messages
 
     # ---- sizes
 
@@ -248,14 +248,14 @@ def _sum_of(symbol: str, known: Mapping[str, int]) -> int | None:
     return sum(int(part) if part.isdigit() else known[part] for part in parts)
 
 
-def _told_sizes(opened: Mapping[str, list[tuple[int, str]]], sizes: Mapping[tuple[str, int], int]) -> str:
+def _sizes_text(opened: Mapping[str, list[tuple[int, str]]], sizes: Mapping[tuple[str, int], int]) -> str:
     """The sizes by name, as `length = 2003, side = 301`."""
-    told = {
+    by_name = {
         symbol or f"dimension {axis} of '{name}'": sizes[name, axis]
         for name, dimensions in opened.items()
         for axis, symbol in dimensions
     }
-    return ", ".join(f"{name} = {size}" for name, size in told.items())
+    return ", ".join(f"{name} = {size}" for name, size in by_name.items())
 
 
 def _around(bound: float) -> tuple[np.float32, ...]:

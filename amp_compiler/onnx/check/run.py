@@ -73,8 +73,8 @@ def make_engine(providers: Sequence[str] | None = None, custom_ops: Sequence[str
     return Engine(chosen or Engine().providers, libraries)
 
 
-def _listed(given: Sequence[Any] | str | Path) -> Sequence[Any]:
-    return [given] if isinstance(given, str | Path) else given
+def _listed(items: Sequence[Any] | str | Path) -> Sequence[Any]:
+    return [items] if isinstance(items, str | Path) else items
 
 
 def session_options(engine: Engine, folder: Path | None) -> Any:
@@ -241,7 +241,7 @@ class Runner:
         # A NumPy scalar, which arithmetic makes of an array without dimensions, is an array here.
         feeds = {name: np.asarray(value) if isinstance(value, np.generic) else value for name, value in batch.items()}
         try:
-            made = self._session.run(names, feeds, *([self._run_options] if self.engine == ORT else []))
+            result = self._session.run(names, feeds, *([self._run_options] if self.engine == ORT else []))
         except Exception as cause:
             if self._run_options is not None and memory.NO_ROOM in str(cause):
                 raise memory.MemoryLimitError.on_batch(self.name) from cause
@@ -250,7 +250,7 @@ class Runner:
                 where=self.name,
                 hint="give inputs of the shapes and values that the model is made for",
             ) from cause
-        return dict(zip(names or self._session.output_names, made, strict=True))
+        return dict(zip(names or self._session.output_names, result, strict=True))
 
 
 def _without_duplicate_names(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -57,12 +57,12 @@ def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int
         raise OnnxError(
             f"the model's opset is {version}", hint=f"raise it with onnx.version_converter to {OLDEST} or later"
         )
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    made.ir_version = max(made.ir_version, FREE_INITIALIZERS)
-    if "" not in opset_versions(made):
-        made.opset_import.append(helper.make_opsetid("", version))
-    prefix = _free_prefix(made.graph)
+    tapped = onnx.ModelProto()
+    tapped.CopyFrom(model)
+    tapped.ir_version = max(tapped.ir_version, FREE_INITIALIZERS)
+    if "" not in opset_versions(tapped):
+        tapped.opset_import.append(helper.make_opsetid("", version))
+    prefix = _free_prefix(tapped.graph)
     wanted = set(values)
     taps: list[Tap] = []
     nodes: list[onnx.NodeProto] = []
@@ -73,23 +73,23 @@ def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int
             taps.append(Tap(name, f"{prefix}_{len(taps)}_largest", f"{prefix}_{len(taps)}_check"))
             nodes.extend(_tap(taps[-1], types, prefix))
 
-    for source in (*made.graph.input, *made.graph.initializer):
+    for source in (*tapped.graph.input, *tapped.graph.initializer):
         tap(source.name)
-    for node in made.graph.node:
+    for node in tapped.graph.node:
         nodes.append(node)
         for name in node.output:
             tap(name)
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del made.graph.node[:]
-    made.graph.node.extend(copies)
-    made.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{prefix}_flat"))
+    del tapped.graph.node[:]
+    tapped.graph.node.extend(copies)
+    tapped.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{prefix}_flat"))
     for wide, dtype in ((TensorProto.FLOAT, np.float32), (TensorProto.DOUBLE, np.float64)):
-        made.graph.initializer.append(numpy_helper.from_array(np.zeros(1, dtype), f"{prefix}_zero_{wide}"))
-    for made_tap in taps:
-        kind = _wide(types[made_tap.value])
-        for name in (made_tap.largest, made_tap.check):
-            made.graph.output.append(helper.make_tensor_value_info(name, kind, []))
-    return made, taps
+        tapped.graph.initializer.append(numpy_helper.from_array(np.zeros(1, dtype), f"{prefix}_zero_{wide}"))
+    for value_tap in taps:
+        kind = _wide(types[value_tap.value])
+        for name in (value_tap.largest, value_tap.check):
+            tapped.graph.output.append(helper.make_tensor_value_info(name, kind, []))
+    return tapped, taps
 
 
 def _free_prefix(graph: onnx.GraphProto) -> str:

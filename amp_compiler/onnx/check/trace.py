@@ -70,10 +70,10 @@ def _counterparts(model: onnx.ModelProto, known: set[str]) -> dict[str, str]:
     """The original's value that each value of the converted model stands for."""
     same = {name: name for name in known}
     casts = [(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "Cast" and not node.domain]
-    for source, made in casts:
+    for source, target in casts:
         if source in same:
-            same.setdefault(made, same[source])
-    for source, made in reversed(casts):
-        if made in same:
-            same.setdefault(source, same[made])
+            same.setdefault(target, same[source])
+    for source, target in reversed(casts):
+        if target in same:
+            same.setdefault(source, same[target])
     return same

@@ -23,7 +23,7 @@ from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versio
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
-_PIECE = 1 << 20  # numbers that are compared in one go
+_CHUNK = 1 << 20  # numbers that are compared in one go
 _COMPARE = "compare a model with its own conversion"
 
 
@@ -62,7 +62,7 @@ def verify(
     first = Side(before, trace, engine, as_twin=has_low_types(before.proto), limited=limited)
     second = Side(after, trace, engine, as_twin=True, limited=limited)
     names = [output.name for output in after.proto.graph.output]
-    found = _Findings(names)
+    findings = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
     for batch in iterate_batches(batches, before):
         try:
@@ -74,23 +74,23 @@ def verify(
             continue
         label = probes.label if probes is not None else ""
         try:
-            made = second.run(batch)
+            built = second.run(batch)
         except MemoryLimitError as refused:
             if probes is None:
                 raise
             probes.refuse(refused)
             continue
         except OnnxError as failed:
-            found.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
+            findings.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
         else:
-            found.add(batch, label, expected, made)
-            traced.add(first.ranges(expected), second.ranges(made))
+            findings.add(batch, label, expected, built)
+            traced.add(first.ranges(expected), second.ranges(built))
         if on_batch is not None:
-            on_batch(found.count)
-    outputs = tuple(total.result(name) for name, total in found.sums.items())
+            on_batch(findings.count)
+    outputs = tuple(total.result(name) for name, total in findings.sums.items())
     engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, found.count, *traced.result(), engines, found.worst, untried)
+    return VerifyReport(outputs, findings.count, *traced.result(), engines, findings.worst, untried)
 
 
 class Expected:
@@ -112,7 +112,7 @@ class Expected:
 
     def nonfinite(self) -> tuple[str, ...]:
         """The outputs that are infinite or NaN somewhere."""
-        return tuple(name for name in self.names if any(_is_spoilt(made[name]) for _, made in self.batches))
+        return tuple(name for name in self.names if any(_is_spoilt(outputs[name]) for _, outputs in self.batches))
 
     def errors(self, converted: OnnxFile) -> tuple[OutputError, ...]:
         """How far the outputs of a conversion are off; all infinitely where it does not run.
@@ -121,19 +121,19 @@ class Expected:
             OnnxError: its inputs or outputs have other names.
         """
         _same_interface(self._original, converted)
-        found = _Findings(list(self.names))
+        findings = _Findings(list(self.names))
         try:
             side = Side(converted, False, None, as_twin=True)
         except OnnxError as refused:
             for batch, _ in self.batches:
-                found.fail(batch, "", refused.what)
-            return tuple(total.result(name) for name, total in found.sums.items())
+                findings.fail(batch, "", refused.what)
+            return tuple(total.result(name) for name, total in findings.sums.items())
         for batch, expected in self.batches:
             try:
-                found.add(batch, "", expected, side.run(batch))
+                findings.add(batch, "", expected, side.run(batch))
             except OnnxError as failed:
-                found.fail(batch, "", failed.what)
-        return tuple(total.result(name) for name, total in found.sums.items())
+                findings.fail(batch, "", failed.what)
+        return tuple(total.result(name) for name, total in findings.sums.items())
 
 
 def _is_spoilt(value: Any) -> bool:
@@ -152,11 +152,11 @@ class _Findings:
         self.count = 0
         self.worst: WorstBatch | None = None
 
-    def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Add what the two models gave for one batch."""
         for name, total in self.sums.items():
             alone = _Sum()
-            alone.add(expected[name], made[name], name)
+            alone.add(expected[name], result[name], name)
             total.join(alone)
             self._judge(batch, label, name, alone.result(name).relative, alone.problem)
         self.count += 1
@@ -178,9 +178,9 @@ def _described(value: Any) -> str:
     """Type, shape and range of an input."""
     if not isinstance(value, np.ndarray | np.generic):
         return type(value).__name__
-    told = f"{value.dtype}{list(value.shape)}"
+    text = f"{value.dtype}{list(value.shape)}"
     numbers = value.dtype.kind in "iuf" and value.size > 0
-    return f"{told} from {value.min():.4g} to {value.max():.4g}" if numbers else told
+    return f"{text} from {value.min():.4g} to {value.max():.4g}" if numbers else text
 
 
 def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
@@ -223,8 +223,8 @@ class Side:
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Outputs by name, those of the taps among them."""
-        given = {name: self._fitted(name, value) for name, value in batch.items()}
-        return self._runner.run(given if self._twin is None else self._twin.feeds(given))
+        feeds = {name: self._fitted(name, value) for name, value in batch.items()}
+        return self._runner.run(feeds if self._twin is None else self._twin.feeds(feeds))
 
     def _fitted(self, name: str, value: Any) -> Any:
         """An FP64 input of the original, where the conversion takes FP32."""
@@ -258,17 +258,17 @@ class _Sum:
     def _differ(self, what: str) -> None:
         self.bad, self.problem = True, what
 
-    def add(self, expected: Any, made: Any, name: str) -> None:
+    def add(self, expected: Any, result: Any, name: str) -> None:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
-            if len(expected) != len(made):
-                return self._differ(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
-            for one, two in zip(expected, made, strict=True):
+            if len(expected) != len(result):
+                return self._differ(f"the sequence '{name}' has {len(result)} elements, not {len(expected)}")
+            for one, two in zip(expected, result, strict=True):
                 self.add(one, two, name)
             return
-        if expected is None and made is None:
+        if expected is None and result is None:
             return
-        one, two = np.asarray(expected), np.asarray(made)
+        one, two = np.asarray(expected), np.asarray(result)
         if one.shape != two.shape:
             return self._differ(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
         self.elements += one.size
@@ -276,11 +276,11 @@ class _Sum:
             self.floats = False
             self.differing += int(np.sum(one != two))
             return
-        flat, flat_made = one.reshape(-1), two.reshape(-1)
-        for start in range(0, flat.size, _PIECE):
-            self._add_piece(flat[start : start + _PIECE], flat_made[start : start + _PIECE])
+        flat, flat_result = one.reshape(-1), two.reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            self._add_chunk(flat[start : start + _CHUNK], flat_result[start : start + _CHUNK])
 
-    def _add_piece(self, one: np.ndarray, two: np.ndarray) -> None:
+    def _add_chunk(self, one: np.ndarray, two: np.ndarray) -> None:
         wide = np.complex128 if one.dtype.kind == "c" else np.float64
         a, b = one.astype(wide), two.astype(wide)
         good = np.isfinite(a)

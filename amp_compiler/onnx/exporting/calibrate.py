@@ -77,9 +77,9 @@ def _inputs(
         raise OnnxError(
             "its arguments are not those of the example", where=where, hint="give them in the form of example_args"
         )
-    given = iter(flat)
+    user_args = iter(flat)
     return [
-        next(given) if one.kind is InputKind.USER_INPUT else stored_tensor(program, one)
+        next(user_args) if one.kind is InputKind.USER_INPUT else stored_tensor(program, one)
         for one in program.graph_signature.input_specs
     ]
 
@@ -93,13 +93,13 @@ class _Meter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and look at what it makes."""
-        made = super().run_node(n)
-        if isinstance(made, torch.Tensor) and made.is_floating_point() and made.numel() and n.op != "output":
-            seen = made.detach().double()
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel() and n.op != "output":
+            seen = result.detach().double()
             seen = seen[torch.isfinite(seen) & (seen > _MASK)]
             largest = float(seen.abs().max()) if seen.numel() else 0.0
             self.ranges[n.name] = max(self.ranges.get(n.name, 0.0), largest)
-        return made
+        return result
 
 
 def pin_calibrated(graph: PrecisionGraph, ranges: Mapping[str, float], low: DType) -> None:

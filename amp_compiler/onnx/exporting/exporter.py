@@ -32,19 +32,19 @@ def run_exporter(
     with quiet_exporter():
         try:
             # The exporter's optimizer merges a batch norm into a convolution without heed of their types.
-            made = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False, opset_version=opset)
-            if made is not None:
-                _tidy(made.model)
+            exported = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False, opset_version=opset)
+            if exported is not None:
+                _tidy(exported.model)
         except Exception as cause:  # the exporter raises its own errors, and whatever its translations raise
             lines = [line for line in str(cause).splitlines() if line.strip()]
             raise OnnxError(
-                f"torch.onnx.export cannot export it: {_told(cause, lines)}",
+                f"torch.onnx.export cannot export it: {_innermost_message(cause, lines)}",
                 hint="export the FP32 model with torch.onnx.export to see whether it can be exported at all",
             ) from cause
-        if made is None:
+        if exported is None:
             raise OnnxError("torch.onnx.export gave no model", hint="use a torch with the dynamo exporter")
-    _name_ends(made.model, inputs, outputs)
-    return made.model
+    _name_ends(exported.model, inputs, outputs)
+    return exported.model
 
 
 def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[
         value.name = name
 
 
-def _told(cause: BaseException, lines: list[str]) -> str:
+def _innermost_message(cause: BaseException, lines: list[str]) -> str:
     """The innermost message: those around it only list the steps that were tried."""
     inner = cause
     while inner.__cause__ is not None:

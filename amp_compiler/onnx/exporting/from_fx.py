@@ -38,14 +38,14 @@ def onnx_typing(ops: OpTable) -> OpTable:
     Args:
         ops: the op table for FX graphs.
     """
-    made = {}
+    infos = {}
     for name, info in ops.ops.items():
         if info.promotes:
             info = replace(info, promotes=False, any=frozenset())
         if info.onnx_keep is not None:
             info = replace(info, keep=info.onnx_keep)
-        made[name] = info
-    return OpTable(made, ops.families)
+        infos[name] = info
+    return OpTable(infos, ops.families)
 
 
 def value_kinds(program: torch.export.ExportedProgram) -> dict[str, ValueKind]:
@@ -139,15 +139,15 @@ def stored_numbers(program: torch.export.ExportedProgram, low: DType) -> Callabl
 
 def _readers(graph: PrecisionGraph, name: str, ops: OpTable) -> list[str]:
     """The nodes that read a value, or what a node that only moves its elements made of it."""
-    found: dict[str, None] = {}
+    readers: dict[str, None] = {}
     pending = [name]
     while pending:
         for node, _ in graph.users(pending.pop()):
-            if node.name not in found:
-                found[node.name] = None
+            if node.name not in readers:
+                readers[node.name] = None
                 if ops.info(node.op).moves in ("shape", "place"):
                     pending += [out for out in node.outputs if graph.values[out].dtype is DType.FLOAT32]
-    return list(found)
+    return list(readers)
 
 
 def stored_tensor(program: torch.export.ExportedProgram, spec: InputSpec) -> torch.Tensor | None:
@@ -157,8 +157,8 @@ def stored_tensor(program: torch.export.ExportedProgram, spec: InputSpec) -> tor
     if spec.target in program.state_dict:
         held: torch.Tensor = program.state_dict[spec.target]
         return held
-    found = program.constants.get(spec.target)
-    return found if isinstance(found, torch.Tensor) else None
+    known = program.constants.get(spec.target)
+    return known if isinstance(known, torch.Tensor) else None
 
 
 def mark_stored(program: torch.export.ExportedProgram) -> None:
@@ -191,20 +191,20 @@ def _settle_inputs(program: torch.export.ExportedProgram) -> None:
     rounded: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for node in program.graph.find_nodes(op="placeholder"):
         origin = by_name.get(node.name) or by_data[node.meta[Key.STORED]]
-        data, made = stored_tensor(program, origin), node_tensor(node)
+        data, result = stored_tensor(program, origin), node_tensor(node)
         spec = origin
-        if node.name not in by_name and made is not None:
-            target = f"{origin.target}_{neutral_dtype(made.dtype).short}"
+        if node.name not in by_name and result is not None:
+            target = f"{origin.target}_{neutral_dtype(result.dtype).short}"
             spec = InputSpec(origin.kind, TensorArgument(node.name), target, origin.persistent)
         settled.append(spec)
-        if data is not None and made is not None and made.dtype is not data.dtype:
+        if data is not None and result is not None and result.dtype is not data.dtype:
             store: Any = program.state_dict if origin.target in program.state_dict else program.constants
-            rounded.append((store, str(spec.target), _rounded(data, made.dtype)))
+            rounded.append((store, str(spec.target), _rounded(data, result.dtype)))
     program.graph_signature.input_specs[:] = settled
     for store, target, tensor in rounded:
         store[target] = tensor
 
 
 def _rounded(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    made = data.detach().to(dtype)
-    return nn.Parameter(made, requires_grad=False) if isinstance(data, nn.Parameter) else made
+    result = data.detach().to(dtype)
+    return nn.Parameter(result, requires_grad=False) if isinstance(data, nn.Parameter) else result

@@ -23,15 +23,15 @@ def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan) -> dict[str, s
     """
     lows = {node.name for node in plan.nodes if node.precision == LOW}
     version = model.opset_imports[""]
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for node in model.graph:
         if node.domain not in ("", "ai.onnx") or not _refuses(node, version, low):
             continue
         origin = node.metadata_props.get(_ORIGIN, "")
         name = origin.partition(" ")[0].removeprefix("%")
         if name in lows:
-            found[name] = f"onnx.{node.op_type} takes no {low.short} at opset {version}"
-    return found
+            reasons[name] = f"onnx.{node.op_type} takes no {low.short} at opset {version}"
+    return reasons
 
 
 def _refuses(node: ir.Node, version: int, low: DType) -> bool:

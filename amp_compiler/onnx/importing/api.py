@@ -48,7 +48,7 @@ def onnx_to_fx(
 
     from amp_compiler.onnx.importing.build import build_module
     from amp_compiler.onnx.model.model import check_model, open_model, to_ir
-    from amp_compiler.onnx.model.validate import told_as_onnx
+    from amp_compiler.onnx.model.validate import raised_as_onnx
 
     if trainable is not None and not callable(trainable):
         raise AmpError(
@@ -56,7 +56,7 @@ def onnx_to_fx(
             hint="give one of (name, tensor), or leave it out",
         )
     if isinstance(model, ir.Model):
-        with told_as_onnx(model.graph.name or "the model", "it cannot be read"):
+        with raised_as_onnx(model.graph.name or "the model", "it cannot be read"):
             return build_module(model, trainable)
     opened = open_model(model)
     refused: OnnxError | None = None
@@ -65,19 +65,19 @@ def onnx_to_fx(
             check_model(opened)
         except OnnxError as wrong:
             refused = wrong  # what cannot be converted is told in terms of the conversion
-    asked = None if trainable is None else _Asked(trainable)
+    requested = None if trainable is None else _Asked(trainable)
     try:
-        with told_as_onnx(opened.name, "it cannot be read"):
-            made = build_module(to_ir(opened), asked)
+        with raised_as_onnx(opened.name, "it cannot be read"):
+            module = build_module(to_ir(opened), requested)
     except OnnxError as wrong:
-        if asked is not None and asked.raised is not None:
-            raise asked.raised from None  # the caller's own error, and no fault of the model
+        if requested is not None and requested.raised is not None:
+            raise requested.raised from None  # the caller's own error, and no fault of the model
         if refused is not None and not isinstance(wrong, OnnxCaptureError):
             raise refused from wrong  # the checker knows the node
         raise
     if refused is not None:
         raise refused
-    return made
+    return module
 
 
 class _Asked:
@@ -116,22 +116,22 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
         AmpError: where an ONNX model comes with an optimizer that owns none of its parameters, or the function is of
             another kind.
     """
-    made = module_of(model)
-    modules = [one for one in pytree.tree_leaves(made) if isinstance(one, nn.Module)]
+    result = module_of(model)
+    modules = [one for one in pytree.tree_leaves(result) if isinstance(one, nn.Module)]
     parameters = list({id(one): one for module in modules for one in module.parameters()}.values())
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         try:
-            return made, optimizer(parameters)
+            return result, optimizer(parameters)
         except TypeError as cause:
             name = getattr(optimizer, "__qualname__", str(optimizer))
             raise AmpError(
                 f"{name} makes no optimizer of a list of parameters: {cause}",
                 hint="pass model, loss_fn and optimizer in this order",
             ) from cause
-    if made is model or not _has_onnx(model):
+    if result is model or not _has_onnx(model):
         return model, optimizer
-    given = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
-    groups = [group for one in given for group in getattr(one, "param_groups", [])]
+    optimizers = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", [])]
     if {id(one) for group in groups for one in group["params"]}.isdisjoint(map(id, parameters)):
         raise AmpError(
             "the optimizer owns no parameter of the ONNX model",
@@ -139,7 +139,7 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
             hint="pass a function such as `lambda parameters: torch.optim.AdamW(parameters)`, or "
             "`module = amp.onnx_to_fx(path)` with an optimizer over module.parameters()",
         )
-    return made, optimizer
+    return result, optimizer
 
 
 def _has_onnx(model: Any) -> bool:

@@ -152,17 +152,17 @@ def schema_function(
     schema = schema_of(domain, node.op_type, version)
     if schema.has_function:
         proto = schema.function_body
-        made = schema.get_function_with_opset_version(schema.since_version)
-        proto = onnx.FunctionProto.FromString(made) if isinstance(made, bytes) and made else proto
+        function = schema.get_function_with_opset_version(schema.since_version)
+        proto = onnx.FunctionProto.FromString(function) if isinstance(function, bytes) and function else proto
     else:
         types = [_type_of(value) for value in node.inputs]
         plain = ir.to_proto(node)
         del plain.attribute[:]
         plain.attribute.extend(ir.to_proto(one) for one in attributes.values())
-        made = schema.get_context_dependent_function_with_opset_version(
+        function = schema.get_context_dependent_function_with_opset_version(
             schema.since_version, plain.SerializeToString(), types
         )
-        proto = onnx.FunctionProto.FromString(made)
+        proto = onnx.FunctionProto.FromString(function)
     produced = {name for one in proto.node for name in one.output} | set(proto.input)
     for name in proto.output:  # bodies leave out what the node does not ask for
         if name not in produced:

@@ -99,12 +99,12 @@ class Builder:
 
     def _attributes(self, node: ir.Node) -> dict[str, ir.Attr]:
         """The attributes of a node, those that stand for a function's resolved."""
-        found = {}
+        attributes = {}
         for name, attribute in node.attributes.items():
             held = self.given.get(attribute.ref_attr_name or "") if attribute.is_ref() else attribute
             if held is not None:
-                found[name] = held
-        return found
+                attributes[name] = held
+        return attributes
 
     def _inline(self, function: ir.Function, node: ir.Node, attributes: dict[str, ir.Attr]) -> None:
         inputs = [self.scope.find(value) for value in node.inputs]
@@ -113,16 +113,16 @@ class Builder:
             self.scope.bind(value, inputs[place] if place < len(inputs) else None)
         inner = replace(self, opsets=opset_versions(function.opset_imports), given={**defaults, **attributes})
         inner.add_nodes(function.graph)
-        for made, outer in zip(function.outputs, node.outputs, strict=False):
-            self.scope.bind(outer, self.scope.entry(made))
+        for output, outer in zip(function.outputs, node.outputs, strict=False):
+            self.scope.bind(outer, self.scope.entry(output))
 
     def _add_op(self, node: ir.Node, domain: str, attributes: dict[str, ir.Attr]) -> None:
         op = find_op(domain, node.op_type)
         inputs = [self.scope.find(value) for value in node.inputs]
         literal = {name: attribute_value(one) for name, one in attributes.items()}
         used = [bool(one.name) and (bool(one.uses()) or one.is_graph_output()) for one in node.outputs]
-        given = [one is not None for one in inputs]
-        if op is None or (op.when is not None and not op.when(literal, given, used)):
+        present = [one is not None for one in inputs]
+        if op is None or (op.when is not None and not op.when(literal, present, used)):
             if not schema_has_body(domain, node.op_type, self.opsets):
                 raise OnnxCaptureError(
                     f"there is no conversion for this form of the operator{_foreign_type(literal)}", hint=HINT
@@ -194,8 +194,8 @@ class _Call:
             if held not in allowed:
                 known = ", ".join(f"'{one}'" for one in allowed if one)
                 raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", hint=_CHECK)
-        asked = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
-        options = {**self.literal, **{name: asked[name] for name in self.op.asked if name in asked}}
+        facts = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
+        options = {**self.literal, **{name: facts[name] for name in self.op.asked if name in facts}}
         folded = self._fold(options)
         if folded is not None:
             for value, one in zip(self.node.outputs, folded, strict=False):
@@ -206,10 +206,10 @@ class _Call:
         args = [self._argument(place, scope) for place in range(len(self.inputs))]
         names = [one.name or self.node.name or self.node.op_type for one in self.node.outputs]
         if not self.op.many:
-            made = scope.call(self.op.function, args, options, names[0])
+            result = scope.call(self.op.function, args, options, names[0])
             small = self.host and self.node.op_type == "Shape"
             numbers = self.host or self.node.op_type in HOST_RESULTS
-            scope.bind(self.node.outputs[0], Entry(names[0], made, numbers, small=small))
+            scope.bind(self.node.outputs[0], Entry(names[0], result, numbers, small=small))
             return
         whole = scope.call(self.op.function, args, options, self.node.name or f"{names[0]}_all", names)
         for place, value in enumerate(self.node.outputs):
@@ -252,8 +252,8 @@ class _Call:
         with torch.no_grad():
             if _is_too_large(self.op, args, options):
                 return None
-            made = self.op.function(*args, **options)
-        results = list(made) if self.op.many else [made]
+            result = self.op.function(*args, **options)
+        results = list(result) if self.op.many else [result]
         tensors = [torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one for one in results]
         plain = all(one is None or isinstance(one, torch.Tensor) for one in tensors)
         if not plain or any(one is not None and one.numel() > LARGEST_FOLD for one in tensors):
@@ -268,8 +268,8 @@ def _is_too_large(op: Op, args: list[Any], options: dict[str, Any]) -> bool:
     """
     try:
         with torch.device("meta"):
-            made = op.function(*(one.to("meta") if isinstance(one, torch.Tensor) else one for one in args), **options)
+            result = op.function(*(one.to("meta") if isinstance(one, torch.Tensor) else one for one in args), **options)
     except Exception:  # noqa: BLE001  a function that reads its numbers: the call itself tells what is wrong
         return False
-    results = made if op.many else [made]
+    results = result if op.many else [result]
     return any(isinstance(one, torch.Tensor) and one.numel() > LARGEST_FOLD for one in results)

@@ -74,11 +74,11 @@ class _Writer:
         self.retired: set[str] = set()
         self.outputs: dict[int, ir.Value] = {}
         self.scopes = Scopes(lowered.owners, {self.main: 0})
-        self._given: dict[ir.Value, ir.Graph] = {}
+        self._homes: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
         self.value_names, self.node_names = names_of(lowered.model.graphs())
         for graph in lowered.model.graphs():
-            self._given.update(dict.fromkeys((*graph.inputs, *graph.initializers.values()), graph))
+            self._homes.update(dict.fromkeys((*graph.inputs, *graph.initializers.values()), graph))
             for node in graph if lowered.model.contents.bodies else ():
                 for body in bodies(node).values():
                     self.scopes.depth[body] = self.scopes.depth[graph] + 1
@@ -86,7 +86,7 @@ class _Writer:
     def _home(self, value: ir.Value) -> ir.Graph:
         """The graph that a value is made in, or given to."""
         producer = value.producer()
-        graph = self._given[value] if producer is None else producer.graph
+        graph = self._homes[value] if producer is None else producer.graph
         if not isinstance(graph, ir.Graph):
             raise LoweringError(f"'{value.name}' is made in no graph", hint="plan this model again")
         return graph
@@ -235,9 +235,9 @@ class _Writer:
     # ---- stored data
 
     def _fold(self, name: str, dst: DType) -> ir.Value:
-        found = self.folded.get((name, dst))
-        if found is not None:
-            return found
+        known = self.folded.get((name, dst))
+        if known is not None:
+            return known
         old = self._value(name)
         if name in self.lowered.graph.lists:
             return self._fold_list(name, old, dst)
@@ -245,14 +245,14 @@ class _Writer:
         if tensor is None:
             raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
         title = unique(f"{old.name}_{dst.short}", self.value_names)
-        made = convert(tensor, dst, name=title, floor=self.floors.get(name))
+        result = convert(tensor, dst, name=title, floor=self.floors.get(name))
         new = ir.Value(name=title, type=ir.TensorType(ir_type(dst)), shape=old.shape)
         producer = old.producer()
         if producer is None:
-            new.const_value = made
+            new.const_value = result
             self._home(old).register_initializer(new)
         else:
-            node = with_data(producer, made, new, unique(f"{producer.name}_{dst.short}", self.node_names))
+            node = with_data(producer, result, new, unique(f"{producer.name}_{dst.short}", self.node_names))
             self._home(old).insert_before(producer, node)
         self.folded[name, dst] = new
         return new
@@ -313,12 +313,12 @@ class _Writer:
         tensor = tensor_of(value)
         if tensor is None:
             return False
-        made = convert(tensor, self.lowered.graph.values[name].dtype, name=tensor.name or "", floor=floor)
+        result = convert(tensor, self.lowered.graph.values[name].dtype, name=tensor.name or "", floor=floor)
         node = value.producer()
         if node is None:
-            value.const_value = made
+            value.const_value = result
         else:
-            set_data(node, made)
+            set_data(node, result)
         return True
 
     # ---- inputs of the graph
@@ -332,11 +332,11 @@ class _Writer:
             if not readers or value.is_initializer() or value.is_graph_output():
                 continue
             casting = [node for node in readers if node.op_type == "Cast"]
-            made = [node for node in casting if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
-            if len(made) < len(readers) or value.dtype is not ir.DataType.FLOAT:
+            ours = [node for node in casting if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
+            if len(ours) < len(readers) or value.dtype is not ir.DataType.FLOAT:
                 continue
             value.dtype = ir_type(self.lowered.low)
-            for node in made:
+            for node in ours:
                 node.outputs[0].replace_all_uses_with(value)
                 graph = node.graph
                 if isinstance(graph, ir.Graph):

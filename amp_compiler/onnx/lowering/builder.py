@@ -39,8 +39,8 @@ class Builder:
 
     def _main_names(self, main: ir.Graph) -> dict[str, ir.Value]:
         """The values of the main graph by name. They keep their own, though values in bodies before may share them."""
-        made = (out for node in self.held[main] for out in node.outputs)
-        return {value.name: value for value in (*main.inputs, *main.initializers.values(), *made) if value.name}
+        outputs = (out for node in self.held[main] for out in node.outputs)
+        return {value.name: value for value in (*main.inputs, *main.initializers.values(), *outputs) if value.name}
 
     def name_of(self, value: ir.Value) -> str | None:
         """The neutral name of a value; `None` for one that was not added."""
@@ -99,21 +99,21 @@ class Builder:
 
     def _attributes_of(self, node: ir.Node, inner: dict[str, ir.Graph]) -> dict[str, Attr]:
         """The attributes of a node; of a loop also which states it carries."""
-        found = attributes_of(node.attributes.data)
+        attributes = attributes_of(node.attributes.data)
         for body in inner.values() if node.op_type in LOOPS else ():
             pairs = [(self.names[before], self.names[after]) for before, after in _states(node, body)
                      if before in self.names and after in self.names]  # fmt: skip
-            found.update({CARRIED: tuple(pairs)} if pairs else {})
-        return found
+            attributes.update({CARRIED: tuple(pairs)} if pairs else {})
+        return attributes
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:
         """The neutral name of the op of a node, and whether it quantises."""
         key = (node.domain, node.op_type)
-        found = self._ops.get(key)
-        if found is None:
+        known = self._ops.get(key)
+        if known is None:
             op = canonical_op(*key)
-            found = self._ops[key] = op, op_table().info(op).quantized
-        return found
+            known = self._ops[key] = op, op_table().info(op).quantized
+        return known
 
     def _operands(self, node: ir.Node, name: str, demands: Demands, inner: dict[str, ir.Graph]) -> list[Operand]:
         """The operands of a node, called `name` in the neutral graph; those of its bodies behind its own."""
@@ -236,11 +236,11 @@ def module_of(name: str, props: Mapping[str, str]) -> str:
 
 def attributes_of(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:
     """The attributes of a node that are numbers and strings, or lists of them."""
-    found: dict[str, Attr] = {}
+    attributes: dict[str, Attr] = {}
     kinds = ir.AttributeType
     for name, attribute in held.items():
         if attribute.type in (kinds.INT, kinds.FLOAT, kinds.STRING):
-            found[name] = attribute.value
+            attributes[name] = attribute.value
         elif attribute.type in (kinds.INTS, kinds.FLOATS, kinds.STRINGS):
-            found[name] = tuple(attribute.value)
-    return found
+            attributes[name] = tuple(attribute.value)
+    return attributes

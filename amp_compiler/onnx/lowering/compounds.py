@@ -192,7 +192,7 @@ def _is_likely(node: ir.Node) -> bool:
 
 
 def _ways(anchor: ir.Node) -> list[Compound]:
-    found: dict[tuple[frozenset[ir.Node], frozenset[tuple[str, ir.Value]]], Compound] = {}
+    ways: dict[tuple[frozenset[ir.Node], frozenset[tuple[str, ir.Value]]], Compound] = {}
     for last in _behind(anchor):
         for kind in _ANCHORS[anchor.op_type]:
             for term in _KINDS[kind]:
@@ -200,8 +200,8 @@ def _ways(anchor: ir.Node) -> list[Compound]:
                     whole = anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes)
                     if whole and last.op_type != "Cast":
                         key = frozenset(way.nodes), frozenset(way.values.items())
-                        found.setdefault(key, Compound(kind, last, way))
-    return sorted(found.values(), key=lambda way: -len(way.nodes))  # stable: among equals the first found stays first
+                        ways.setdefault(key, Compound(kind, last, way))
+    return sorted(ways.values(), key=lambda way: -len(way.nodes))  # stable: among equals the first found stays first
 
 
 def _behind(anchor: ir.Node) -> list[ir.Node]:

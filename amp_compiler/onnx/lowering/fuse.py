@@ -129,11 +129,11 @@ class _Fuser:
                 raise _Unfit(f"'{value.name}' within it is read elsewhere too")
         data, result = (self.model.type_of(value) for value in (way.found.values["x"], way.last.outputs[0]))
         if data.dtype is not result.dtype:
-            raise _Unfit(f"it reads {_told(data.dtype)} and makes {_told(result.dtype)}")
+            raise _Unfit(f"it reads {_short_name(data.dtype)} and makes {_short_name(result.dtype)}")
         for node in way.nodes:
-            made = self.model.type_of(node.outputs[0]).dtype
-            if node.op_type in ("ReduceMean", "Erf", "Tanh") and made is not DType.FLOAT32:
-                raise _Unfit(f"it computes in {_told(made)}")
+            dtype = self.model.type_of(node.outputs[0]).dtype
+            if node.op_type in ("ReduceMean", "Erf", "Tanh") and dtype is not DType.FLOAT32:
+                raise _Unfit(f"it computes in {_short_name(dtype)}")
             self._widens(node, own, way.found.values["x"])
 
     def _widens(self, node: ir.Node, own: set[ir.Node], data: ir.Value) -> None:
@@ -198,7 +198,7 @@ class _Fuser:
         """Whether stored data are one number for each of those that the norm is taken over."""
         known = self.model.type_of(value)
         if known.dtype is not data.dtype:
-            raise _Unfit(f"it reads {_told(data.dtype)}, and '{value.name}' is {_told(known.dtype)}")
+            raise _Unfit(f"it reads {_short_name(data.dtype)}, and '{value.name}' is {_short_name(known.dtype)}")
         shape = known.shape
         if shape is None or len(shape) > len(data.shape or ()) or set(shape[: -len(sizes)]) - {1}:
             raise _Unfit(f"'{value.name}' differs along other dimensions than the norm is taken over")
@@ -236,10 +236,10 @@ class _Fuser:
         stored = array_of(tensor)
         whole = np.broadcast_to(stored.reshape(stored.shape[-len(sizes) :]), sizes).copy()
         name = unique(f"{value.name}_whole", self._taken)
-        made = ir.val(name, const_value=ir.Tensor(whole, dtype=tensor.dtype, name=name))
-        self.model.types[made] = ValueType(neutral_type(tensor.dtype.value), sizes)
-        self.model.ir.graph.register_initializer(made)
-        return made
+        result = ir.val(name, const_value=ir.Tensor(whole, dtype=tensor.dtype, name=name))
+        self.model.types[result] = ValueType(neutral_type(tensor.dtype.value), sizes)
+        self.model.ir.graph.register_initializer(result)
+        return result
 
     @cached_property
     def _taken(self) -> set[str]:
@@ -278,18 +278,18 @@ def _settings(norm: _Norm) -> list[ir.Attr]:
 
 
 def _axes_of(node: ir.Node) -> tuple[int, ...]:
-    given = node.attributes.get("axes")
-    if given is not None:
-        return tuple(given.value)
+    attribute = node.attributes.get("axes")
+    if attribute is not None:
+        return tuple(attribute.value)
     held = numbers_of(node.inputs[1]) if len(node.inputs) > 1 else None
     return () if held is None else tuple(int(axis) for axis in held)
 
 
-def _told(dtype: DType | None) -> str:
+def _short_name(dtype: DType | None) -> str:
     return "an unknown type" if dtype is None else dtype.short
 
 
-def told_fusion(fusion: Fusion, opset: int) -> Iterator[str]:
+def fusion_messages(fusion: Fusion, opset: int) -> Iterator[str]:
     """What came of it, in a sentence each.
 
     Args:

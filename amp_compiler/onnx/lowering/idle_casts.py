@@ -35,16 +35,16 @@ def drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
 
 
 def _pass_on(node: ir.Node) -> None:
-    source, made = node.inputs[0], node.outputs[0]
+    source, result = node.inputs[0], node.outputs[0]
     if source is None:
         return
-    if made.is_graph_output():
+    if result.is_graph_output():
         for other in list(node.attributes):
             node.attributes.pop(other)
         node.op_type = "Identity"
         node.resize_inputs(1)
     else:
-        made.replace_all_uses_with(source)
+        result.replace_all_uses_with(source)
 
 
 def _is_dead(node: ir.Node) -> bool:

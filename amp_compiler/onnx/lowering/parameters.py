@@ -24,7 +24,7 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
     """
     labels = plan.labels
     taken: set[str] = set()
-    made: dict[ir.Value, ir.Value] = {}
+    rounded: dict[ir.Value, ir.Value] = {}
     for neutral in norms_behind_products(Walker(lowered.graph, lowered.low)):
         node = lowered.nodes[neutral.name]
         if labels.get(neutral.name) != LOW:
@@ -35,10 +35,10 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
             tensor = tensor_of(value) if index and value is not None else None
             if value is None or tensor is None or neutral_type(tensor.dtype.value) is not DType.FLOAT32:
                 continue
-            if value not in made:
-                made[value] = _rounded(lowered, value, tensor, taken)
-            node.replace_input_with(index, made[value])
-    for value in made:
+            if value not in rounded:
+                rounded[value] = _rounded(lowered, value, tensor, taken)
+            node.replace_input_with(index, rounded[value])
+    for value in rounded:
         if value.is_initializer() and not value.uses() and not value.is_graph_output() and value.graph is not None:
             value.graph.initializers.pop(value.name or "")
 
@@ -46,11 +46,11 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
 def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken: set[str]) -> ir.Value:
     name = unique(f"{value.name}_{lowered.low.short}", taken)
     data = convert(tensor, lowered.low, name=name)
-    made = ir.Value(name=name, type=ir.TensorType(ir_type(lowered.low)), shape=value.shape)
+    result = ir.Value(name=name, type=ir.TensorType(ir_type(lowered.low)), shape=value.shape)
     producer = value.producer()
     if producer is not None and isinstance(producer.graph, ir.Graph):
-        producer.graph.insert_before(producer, with_data(producer, data, made, unique(f"{producer.name}_low", taken)))
+        producer.graph.insert_before(producer, with_data(producer, data, result, unique(f"{producer.name}_low", taken)))
     elif value.graph is not None:
-        made.const_value = data
-        value.graph.register_initializer(made)
-    return made
+        result.const_value = data
+        value.graph.register_initializer(result)
+    return result

@@ -42,12 +42,12 @@ class Constraints:
         self.signature = _tied_to_scale(signature_of(domain, node.op_type, version), domain, node.op_type)
         self.first_opset: int | None = None
         self.late_reason = ""
-        self._made: set[str] = set()
+        self._tied_variables: set[str] = set()
         if self.signature is not None:
             for index, value in enumerate(node.outputs):
                 formal = self.signature.output(index)
                 if formal is not None and value.name and self.is_flexible(value):
-                    self._made.add(formal.variable)
+                    self._tied_variables.add(formal.variable)
 
     def is_flexible(self, value: ir.Value | None) -> bool:
         """True for a value captured in FP32 or in the low type, or for a list of such."""
@@ -64,7 +64,7 @@ class Constraints:
         if self.node.op_type == "CastLike" and index == 1:  # its type is what the node is there for
             captured = self.model.type_of(self.node.inputs[1]).dtype if self.node.inputs[1] is not None else None
             return formal.name, frozenset() if captured is None else frozenset({captured}), False
-        return formal.name, formal.allowed, formal.variable in self._made
+        return formal.name, formal.allowed, formal.variable in self._tied_variables
 
     def _input(self, index: int) -> Formal | None:
         return None if self.signature is None else self.signature.input(index)
@@ -201,12 +201,12 @@ class Demanded:
         key = (
             op, node.version, named, quantized, bool(held) and "output_dtype" in held, len(inputs), *kinds
         )  # fmt: skip
-        found = self._known.get(key)
-        if found is None:
-            found = self._look_at(node, op, named, quantized)
-            if not found.own and node.op_identifier() not in self.model.ir.functions:
-                self._known[key] = found
-        return found
+        known = self._known.get(key)
+        if known is None:
+            known = self._look_at(node, op, named, quantized)
+            if not known.own and node.op_identifier() not in self.model.ir.functions:
+                self._known[key] = known
+        return known
 
     def _look_at(self, node: ir.Node, op: str, named: bool, quantized: str) -> Demands:
         constraints = Constraints(self.model, node, self.low)

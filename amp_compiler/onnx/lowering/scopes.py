@@ -38,18 +38,18 @@ class Scopes:
 
     def common(self, graphs: list[ir.Graph], home: ir.Graph) -> ir.Graph:
         """The innermost graph that holds all of `graphs`, lifted out of loops as far as the value reaches."""
-        found = graphs[0]
+        innermost = graphs[0]
         for graph in graphs[1:]:
-            while found is not graph:
-                if self.depth[found] >= self.depth[graph]:
-                    found = self._parent(found)
+            while innermost is not graph:
+                if self.depth[innermost] >= self.depth[graph]:
+                    innermost = self._parent(innermost)
                 else:
                     graph = self._parent(graph)
-        while self.depth[found] > self.depth[home]:
-            if not any(owner.op_type in LOOPS for owner in self._owners(found, home)):
+        while self.depth[innermost] > self.depth[home]:
+            if not any(owner.op_type in LOOPS for owner in self._owners(innermost, home)):
                 break
-            found = self._parent(found)
-        return found
+            innermost = self._parent(innermost)
+        return innermost
 
     def _owners(self, graph: ir.Graph, home: ir.Graph) -> Iterator[ir.Node]:
         while graph is not home:

@@ -51,7 +51,7 @@ class _Writer:
         self.changed = False
         self.names = {value: name for name, value in lowered.values.items()}
         types = plan.types
-        self.planned = {made: types[made] for node in lowered.graph.nodes.values() for made in node.outputs}
+        self.planned = {output: types[output] for node in lowered.graph.nodes.values() for output in node.outputs}
         self.value_names, self.node_names = names_of(lowered.model.graphs())
 
     def widen(self, planned: PlannedNode, neutral: Node, untouched: frozenset[str]) -> None:
@@ -78,19 +78,19 @@ class _Writer:
             if dtype_from_short(short) is self.low:
                 self._round(self.lowered.values[name], node)
 
-    def _round(self, made: ir.Value, node: ir.Node) -> None:
+    def _round(self, result: ir.Value, node: ir.Node) -> None:
         """Let the readers of a result read it rounded, under the name that it had."""
-        name = made.name or "value"
-        rounded = self._cast(made, self.low, node, before=False)
+        name = result.name or "value"
+        rounded = self._cast(result, self.low, node, before=False)
         cast = rounded.producer()
-        made.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        result.replace_all_uses_with(rounded, replace_graph_outputs=True)
         if cast is not None:
-            cast.replace_input_with(0, made)
-        rounded.type, rounded.shape, rounded.doc_string = made.type, made.shape, made.doc_string
-        made.name = unique(f"{name}_fp32", self.value_names)
+            cast.replace_input_with(0, result)
+        rounded.type, rounded.shape, rounded.doc_string = result.type, result.shape, result.doc_string
+        result.name = unique(f"{name}_fp32", self.value_names)
         rounded.name = name
         set_type(rounded, self.low)
-        set_type(made, DType.FLOAT32)
+        set_type(result, DType.FLOAT32)
 
     def _cast(self, source: ir.Value, dtype: DType, node: ir.Node, *, before: bool) -> ir.Value:
         base = f"{source.name or 'value'}_{dtype.short}"

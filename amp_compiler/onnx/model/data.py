@@ -57,7 +57,7 @@ def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
 
 
 def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
-    """What is known of stored data, and what rounding them to a low type would come to, looked at piece by piece.
+    """What is known of stored data, and what rounding them to a low type would come to, looked at in chunks.
 
     Args:
         tensor: real numbers or whole ones.
@@ -68,13 +68,13 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
     array = array_of(tensor)
     number = float(np.asarray(array, np.float64).reshape(())) if array.size == 1 else None
     lowest, highest, lost, subnormal, infinite = math.inf, -math.inf, 0, False, False
-    for stored in _pieces(array):
-        piece = stored if stored.dtype == np.float32 else stored.astype(np.float64)
-        size = np.abs(piece)
-        finite = piece
+    for stored in _chunks(array):
+        chunk = stored if stored.dtype == np.float32 else stored.astype(np.float64)
+        size = np.abs(chunk)
+        finite = chunk
         if not math.isfinite(float(size.max())):
             infinite = True
-            finite = piece[np.isfinite(size)]
+            finite = chunk[np.isfinite(size)]
         if finite.size:
             lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
         below = size < normal
@@ -87,7 +87,7 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
     return StoredNumbers(lowest, highest, number, lost, subnormal, infinite)
 
 
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
     flat = array.reshape(-1)
     for start in range(0, flat.size, _CHUNK):
         yield flat[start : start + _CHUNK]
@@ -108,10 +108,10 @@ def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float 
         if floor is not None:
             array = np.where(np.isfinite(array) & (array < floor), np.float32(floor), array)
         with np.errstate(over="ignore", invalid="ignore"):
-            made = array.astype(_NUMPY[dtype])
-        if made is array or np.shares_memory(made, array):
-            made = made.copy()
-        return ir.Tensor(made, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)
+            result = array.astype(_NUMPY[dtype])
+        if result is array or np.shares_memory(result, array):
+            result = result.copy()
+        return ir.Tensor(result, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)
 
     shape = ir.Shape(tuple(tensor.shape.numpy()))
     if math.prod(shape.numpy()) <= _EAGER:

@@ -65,9 +65,9 @@ def cast_node(source: ir.Value, to: ir.DataType, value: str, name: str) -> ir.No
 
 def unique(name: str, taken: set[str]) -> str:
     """`name`, with a number after it where it is taken; it counts as taken from then on."""
-    number, found = 1, name
-    while found in taken:
+    number, free = 1, name
+    while free in taken:
         number += 1
-        found = f"{name}_{number}"
-    taken.add(found)
-    return found
+        free = f"{name}_{number}"
+    taken.add(free)
+    return free

@@ -50,10 +50,10 @@ def place_of(tensor: onnx.TensorProto) -> Place:
         raise _wrong(tensor, "it does not say which file its data lie in")
     numbers = []
     for key in ("offset", "length"):
-        told = entries.get(key, "")
-        if told and not (told.isascii() and told.isdigit() and len(told) <= _DIGITS):
-            raise _wrong(tensor, f"the {key} of its data is '{told[:40]}', which is no number of bytes")
-        numbers.append(int(told) if told else None)
+        digits = entries.get(key, "")
+        if digits and not (digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS):
+            raise _wrong(tensor, f"the {key} of its data is '{digits[:40]}', which is no number of bytes")
+        numbers.append(int(digits) if digits else None)
     return Place(location, numbers[0] or 0, numbers[1])
 
 
@@ -74,25 +74,25 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
     base = Path(folder or ".")
     path = _inside(tensor, place.location, base)
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError as cause:
         if folder is None:
             return
         reason = cause.strerror or cause
         raise _wrong(tensor, f"its data cannot be read from '{place.location}': {reason}", _BESIDE) from cause
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
-    if found.st_nlink > 1 and folder is not None:
+    if status.st_nlink > 1 and folder is not None:
         raise _wrong(
             tensor,
-            f"its data lie in '{place.location}', a file with {found.st_nlink} names (hard links), which onnx refuses"
+            f"its data lie in '{place.location}', a file with {status.st_nlink} names (hard links), which onnx refuses"
             " to read",
             "put a copy of the file beside the model",
         )
-    if place.offset + needed > found.st_size:
+    if place.offset + needed > status.st_size:
         end = place.offset + needed
         raise _wrong(
-            tensor, f"its data end at byte {end} of '{place.location}', which has {found.st_size} bytes", _BESIDE
+            tensor, f"its data end at byte {end} of '{place.location}', which has {status.st_size} bytes", _BESIDE
         )
 
 
@@ -126,20 +126,20 @@ def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto
         OnnxError: the data cannot be read.
     """
     place = place_of(tensor)
-    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    made.doc_string = tensor.doc_string
+    loaded = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    loaded.doc_string = tensor.doc_string
     try:
         path = _inside(tensor, place.location, Path(folder or "."))
         if not stat.S_ISREG(path.stat().st_mode):
             raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
         with path.open("rb") as file:
             file.seek(place.offset)
-            made.raw_data = file.read(bytes_of(tensor))
+            loaded.raw_data = file.read(bytes_of(tensor))
     except OSError as cause:
         raise _wrong(
             tensor, f"its external data cannot be read from '{place.location}': {cause.strerror}", _BESIDE
         ) from cause
-    return made
+    return loaded
 
 
 def bytes_of(tensor: onnx.TensorProto) -> int:

@@ -18,7 +18,7 @@ from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_siz
 from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
-from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.validate import check_fully, check_structure, raised_as_onnx
 from amp_compiler.onnx.model.walk import Contents, contents_of
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
 from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
@@ -124,10 +124,10 @@ class OnnxModel:
 
     def opset(self, domain: str) -> int:
         """The opset version of a domain; 1 where the model does not import it."""
-        found = self.ir.opset_imports.get(domain)
-        if found is None and domain == "":
-            found = self.ir.opset_imports.get("ai.onnx")
-        return 1 if found is None else found
+        known = self.ir.opset_imports.get(domain)
+        if known is None and domain == "":
+            known = self.ir.opset_imports.get("ai.onnx")
+        return 1 if known is None else known
 
     def restore_text(self) -> None:
         """Take away what reading added: names of unnamed nodes, and descriptions of initializers."""
@@ -186,7 +186,7 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     proto = opened.proto
     if not proto.HasField("graph") or not proto.opset_import:
         raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, hint="export it again")
-    with told_as_onnx(opened.name, "it is damaged"):
+    with raised_as_onnx(opened.name, "it is damaged"):
         check_structure(proto, opened.folder)
     return opened
 
@@ -201,11 +201,11 @@ def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
     Raises:
         OnnxError: its graph is malformed.
     """
-    with told_as_onnx(model.name, "its graph is malformed"):
-        made = onnx_ir.serde.deserialize_model(dense(model.proto, contents))
+    with raised_as_onnx(model.name, "its graph is malformed"):
+        result = onnx_ir.serde.deserialize_model(dense(model.proto, contents))
     if model.folder is not None and (contents is None or contents.outside):
-        onnx_ir.external_data.set_base_dir(made.graph, model.folder)
-    return made
+        onnx_ir.external_data.set_base_dir(result.graph, model.folder)
+    return result
 
 
 def check_model(opened: OnnxFile) -> None:
@@ -214,7 +214,7 @@ def check_model(opened: OnnxFile) -> None:
     Raises:
         OnnxError: with the node.
     """
-    with told_as_onnx(opened.name, "its graph is malformed"):
+    with raised_as_onnx(opened.name, "its graph is malformed"):
         proto = in_order(opened.proto)
         light = stripped(proto, opened.folder)
         check_fully(light, opened.name)
@@ -237,14 +237,14 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     """
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
-    with told_as_onnx(opened.name, "its graph is malformed"):
+    with raised_as_onnx(opened.name, "its graph is malformed"):
         contents = contents_of(proto)
         proto = dense(in_order(proto, bodies=contents.bodies), contents)
         known = replace(contents, sparse=frozenset())
     light = light_of(proto, folder, known)
     if check:
         check_fully(light, opened.name)
-    with told_as_onnx(opened.name, "its graph is malformed"):
+    with raised_as_onnx(opened.name, "its graph is malformed"):
         if proto.functions:
             proto = in_order(onnx.inliner.inline_local_functions(proto))
             known = replace(contents_of(proto), sparse=frozenset())
@@ -252,12 +252,12 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
             if check:  # whether a call fits its function shows only now
                 check_fully(light, opened.name)
         model = to_ir(replace(opened, proto=proto), known)
-        found = OnnxModel(proto, model, folder=folder, contents=replace(known, sparse=contents.sparse))
+        result = OnnxModel(proto, model, folder=folder, contents=replace(known, sparse=contents.sparse))
         inferred = infer_checked(light) if check else infer(light)
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
-        _Binder(found).bind(model.graph, proto.graph, inferred.graph)
-    return found
+        _Binder(result).bind(model.graph, proto.graph, inferred.graph)
+    return result
 
 
 def _refuse(proto: onnx.ModelProto) -> None:
@@ -276,16 +276,16 @@ def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
 
 def bodies(node: onnx_ir.Node) -> dict[str, onnx_ir.Graph]:
     """The bodies of a control-flow node by attribute name."""
-    found: dict[str, onnx_ir.Graph] = {}
+    inner: dict[str, onnx_ir.Graph] = {}
     held = node.attributes.data  # a dict, where the mapping around it is written in Python
     if not held:
-        return found
+        return inner
     for name, attribute in held.items():
         if attribute.type == onnx_ir.AttributeType.GRAPH:
-            found[name] = attribute.as_graph()
+            inner[name] = attribute.as_graph()
         elif attribute.type == onnx_ir.AttributeType.GRAPHS:
-            found.update({f"{name}.{index}": body for index, body in enumerate(attribute.as_graphs())})
-    return found
+            inner.update({f"{name}.{index}": body for index, body in enumerate(attribute.as_graphs())})
+    return inner
 
 
 @dataclass
@@ -314,9 +314,9 @@ class _Binder:
             if not message.name:
                 unnamed.add(node)
             for value in node.outputs:
-                found = known.get(value.name or "")
-                if found is not None:
-                    types[value] = found
+                value_type = known.get(value.name or "")
+                if value_type is not None:
+                    types[value] = value_type
         if self.model.contents.bodies:
             self._bind_bodies(graph, proto, inferred)
 
@@ -336,16 +336,16 @@ class _Binder:
             for info in getattr(inferred, kind):
                 type_ = info.type
                 text = type_.SerializeToString()
-                found = seen.get(text)
-                if found is None:
-                    found = seen[text] = _value_type(type_)
-                known[info.name] = found
+                value_type = seen.get(text)
+                if value_type is None:
+                    value_type = seen[text] = _value_type(type_)
+                known[info.name] = value_type
         return known
 
     def _note(self, value: onnx_ir.Value, known: dict[str, ValueType]) -> None:
-        found = known.get(value.name or "")
-        if found is not None:
-            self.model.types[value] = found
+        value_type = known.get(value.name or "")
+        if value_type is not None:
+            self.model.types[value] = value_type
 
 
 def _value_type(proto: onnx.TypeProto) -> ValueType:

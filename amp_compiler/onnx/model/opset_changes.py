@@ -106,9 +106,9 @@ def _text(node: onnx.NodeProto, name: str) -> str:
 
 def _set(node: onnx.NodeProto, name: str, value: int | str) -> None:
     kept = [attribute for attribute in node.attribute if attribute.name != name]
-    made: list[AttributeProto] = [*kept, helper.make_attribute(name, value)]
+    attributes: list[AttributeProto] = [*kept, helper.make_attribute(name, value)]
     node.ClearField("attribute")
-    node.attribute.extend(made)
+    node.attribute.extend(attributes)
 
 
 def _stored(name: str, graphs: tuple[onnx.GraphProto, ...]) -> np.ndarray | None:

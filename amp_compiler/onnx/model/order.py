@@ -20,10 +20,10 @@ def in_order(proto: onnx.ModelProto, *, bodies: bool = True) -> onnx.ModelProto:
     """
     if _is_ordered(proto.graph, set(), bodies):
         return proto
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    _sort(made.graph)
-    return made
+    sorted_copy = onnx.ModelProto()
+    sorted_copy.CopyFrom(proto)
+    _sort(sorted_copy.graph)
+    return sorted_copy
 
 
 def _is_ordered(graph: onnx.GraphProto, around: set[str], bodies: bool) -> bool:
@@ -34,12 +34,12 @@ def _is_ordered(graph: onnx.GraphProto, around: set[str], bodies: bool) -> bool:
     makes: set[str] = set()  # filled where something is read that nothing before it makes
     for node in graph.node:
         if not known.issuperset(node.input):
-            makes = makes or _made(graph)
+            makes = makes or _output_names(graph)
             if any(name in makes and name not in known for name in node.input):
                 return False
         inner = proto_bodies(node) if bodies and node.attribute else None
         if inner:
-            makes = makes or _made(graph)
+            makes = makes or _output_names(graph)
             if any(name in makes and name not in known for name in read_names(node)):
                 return False
             if not all(_is_ordered(body, known, bodies) for body in inner.values()):
@@ -48,7 +48,7 @@ def _is_ordered(graph: onnx.GraphProto, around: set[str], bodies: bool) -> bool:
     return True
 
 
-def _made(graph: onnx.GraphProto) -> set[str]:
+def _output_names(graph: onnx.GraphProto) -> set[str]:
     return {name for node in graph.node for name in node.output}
 
 

@@ -28,7 +28,7 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
     Raises:
         OnnxError: another name.
     """
-    found = set()
+    elements = set()
     for name in [names] if isinstance(names, str) else names:
         element = element_type(name)
         if element not in _SOURCES:
@@ -36,8 +36,8 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
             near = difflib.get_close_matches(str(name), known, 1)
             hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(known)}"
             raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", hint=hint)
-        found.add(element)
-    return frozenset(found)
+        elements.add(element)
+    return frozenset(elements)
 
 
 def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: bool = True) -> bool:
@@ -105,8 +105,8 @@ class _Writer:
         if tensor.dtype is ir.DataType.DOUBLE and tensor.size:
             array = array_of(tensor)
             with np.errstate(over="ignore", under="ignore"):
-                made = array.astype(np.float32)
-            lost = int(np.count_nonzero((np.isfinite(array) & ~np.isfinite(made)) | ((array != 0) & (made == 0))))
+                narrow = array.astype(np.float32)
+            lost = int(np.count_nonzero((np.isfinite(array) & ~np.isfinite(narrow)) | ((array != 0) & (narrow == 0))))
             if lost:
                 raise OnnxError(
                     f"{lost} of its numbers are none of FP32: they would become infinite or zero",
@@ -130,11 +130,11 @@ class _Writer:
                     node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT.value)
                     self.changed = True
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in self.elements:
-                made = self._converted(attribute.value)
+                result = self._converted(attribute.value)
                 if name == "value" and node.op_type in ("Constant", "ConstantOfShape"):
-                    set_data(node, made)
+                    set_data(node, result)
                 else:
-                    node.attributes[name] = ir.AttrTensor(name, made)
+                    node.attributes[name] = ir.AttrTensor(name, result)
                 self.changed = True
             elif attribute.type == ir.AttributeType.TYPE_PROTO:
                 widened = self._type(attribute.value.type)
@@ -151,9 +151,9 @@ class _Writer:
         if known.dtype in self.types:
             self.model.types[value] = ValueType(DType.FLOAT32, known.shape, known.tensor)
             self.changed = True
-        made = self._type(value.type)
-        if made is not None:
-            value.type = made
+        result = self._type(value.type)
+        if result is not None:
+            value.type = result
             self.changed = True
 
     def _type(self, kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
@@ -177,14 +177,14 @@ class _Writer:
         if not readers:
             return
         cast = self._cast(value, DType.FLOAT32)
-        made = cast.outputs[0]
+        result = cast.outputs[0]
         for node, index in readers:
-            node.replace_input_with(index, made)
+            node.replace_input_with(index, result)
         for graph in all_graphs(self.main):
             if graph is not self.main:
                 for index, out in enumerate(graph.outputs):
                     if out is value:
-                        graph.outputs[index] = made
+                        graph.outputs[index] = result
         for index in outputs:
             self.main.outputs[index] = value
         first = next(iter(self.main), None)
@@ -204,16 +204,16 @@ class _Writer:
             )
         name = value.name or "output"
         cast = self._cast(value, own)
-        made = cast.outputs[0]
-        made.type, made.shape, made.doc_string = value.type, value.shape, value.doc_string
-        self._set(made, own)
-        self.model.types[made] = ValueType(own, self.model.type_of(value).shape)
+        result = cast.outputs[0]
+        result.type, result.shape, result.doc_string = value.type, value.shape, value.doc_string
+        self._set(result, own)
+        self.model.types[result] = ValueType(own, self.model.type_of(value).shape)
         self.main.append(cast)
         for place, out in enumerate(self.main.outputs):
             if out is value:
-                self.main.outputs[place] = made
+                self.main.outputs[place] = result
         value.name = unique(f"{name}_fp32", self.names)
-        made.name = name
+        result.name = name
 
     def _set(self, value: ir.Value, own: DType) -> None:
         if value.type is not None:
@@ -224,7 +224,7 @@ class _Writer:
         element = ir.DataType.FLOAT if dtype is DType.FLOAT32 else _SOURCES[dtype]
         base = f"{source.name}_{dtype.short}"
         cast = cast_node(source, element, unique(base, self.names), unique(f"{base}_end", self.nodes))
-        made = cast.outputs[0]
-        made.shape = source.shape
-        self.model.types[made] = ValueType(dtype, self.model.type_of(source).shape)
+        result = cast.outputs[0]
+        result.shape = source.shape
+        self.model.types[result] = ValueType(dtype, self.model.type_of(source).shape)
         return cast

@@ -84,15 +84,15 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
     _load_attributes(model)
     try:
         with workspace(target.parent) as folder:
-            made = folder / target.name
+            draft = folder / target.name
             if external:
-                _write_with_data(model, made, target, check)
+                _write_with_data(model, draft, target, check)
             else:
                 proto = _serialized(model)
                 check(proto, target.parent)
-                _write(proto, made)
+                _write(proto, draft)
                 with alone(target.parent) as locked:
-                    _replace(made, target, None, model, locked)
+                    _replace(draft, target, None, model, locked)
     except OSError as cause:
         raise OnnxError(
             f"cannot write there: {cause.strerror or cause}",
@@ -111,27 +111,27 @@ def _load_attributes(model: OnnxModel) -> None:
 
 
 def _loaded(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
-    (made,) = ir.external_data.convert_tensors_from_external([tensor])
-    return made
+    (loaded,) = ir.external_data.convert_tensors_from_external([tensor])
+    return loaded
 
 
-def _write_with_data(model: OnnxModel, made: Path, target: Path, check: Check) -> None:
-    data = made.with_name(f"{target.name}.data")
-    ir.save(model.ir, made, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
-    proto = onnx.load(made, load_external_data=False)
-    check(proto, made.parent)
+def _write_with_data(model: OnnxModel, draft: Path, target: Path, check: Check) -> None:
+    data = draft.with_name(f"{target.name}.data")
+    ir.save(model.ir, draft, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
+    proto = onnx.load(draft, load_external_data=False)
+    check(proto, draft.parent)
     if not data.exists():  # no tensor was large enough for it
         with alone(target.parent) as locked:
-            _replace(made, target, None, model, locked)
+            _replace(draft, target, None, model, locked)
         return
-    data.chmod(made.stat().st_mode)
+    data.chmod(draft.stat().st_mode)
     with alone(target.parent) as locked:
         if not locked or target.exists() or target.with_name(data.name).exists():
             name = f"{target.name}.{_digest(data)}.data"
             _rename_data(proto, data.name, name)
-            _write(proto, made)
+            _write(proto, draft)
             data = data.replace(data.with_name(name))
-        _replace(made, target, data, model, locked)
+        _replace(draft, target, data, model, locked)
 
 
 def _write(proto: onnx.ModelProto, path: Path) -> None:
@@ -143,14 +143,14 @@ def _write(proto: onnx.ModelProto, path: Path) -> None:
         onnx.save(proto, path, format=form)
 
 
-def _replace(made: Path, target: Path, data: Path | None, model: OnnxModel, locked: bool) -> None:
+def _replace(draft: Path, target: Path, data: Path | None, model: OnnxModel, locked: bool) -> None:
     """Put data and model in place, and remove the data that nobody reads any more."""
     old = _old_data(target)
     if data is not None:
         if target.exists():
             data.chmod(target.stat().st_mode)
         data.replace(target.with_name(data.name))
-    publish(made, target)
+    publish(draft, target)
     kept = [Path(tensor.path) for tensor in model.external]
     if data is not None:
         kept.append(target.with_name(data.name))

@@ -27,12 +27,12 @@ def dense(proto: onnx.ModelProto, contents: Contents | None = None) -> onnx.Mode
     """
     if not (contents or contents_of(proto)).sparse:
         return proto
-    made = onnx.ModelProto()
-    made.CopyFrom(proto)
-    for graph in proto_graphs(made.graph):
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for graph in proto_graphs(copy.graph):
         graph.initializer.extend(_dense(sparse) for sparse in graph.sparse_initializer)
         del graph.sparse_initializer[:]
-    return made
+    return copy
 
 
 def make_sparse(proto: onnx.ModelProto, names: frozenset[str]) -> None:

@@ -56,7 +56,7 @@ class Term(ABC):
     """What a value may be."""
 
     @abstractmethod
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """The ways in which a value is that, with what was found before."""
 
 
@@ -66,9 +66,9 @@ class Whatever(Term):
 
     name: str
 
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """Bind it."""
-        bound = found.binding(self.name, value)
+        bound = so_far.binding(self.name, value)
         if bound is not None:
             yield bound
 
@@ -79,13 +79,13 @@ class Stored(Term):
 
     name: str
 
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """Bind it."""
         behind: ir.Value | None = value
         while behind is not None and (maker := behind.producer()) is not None and maker.op_type in _COPIES:
             behind = maker.inputs[0] if is_op(maker, maker.op_type) else None
         if behind is not None and is_stored(behind):
-            yield from Whatever(self.name).match(value, found)
+            yield from Whatever(self.name).match(value, so_far)
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Number(Term):
 
     number: float
 
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """Compare it."""
         held = scalar_of(value)
         if held is not None and self._is(float(held), held.dtype):
-            yield found
+            yield so_far
 
     def _is(self, held: float, dtype: np.dtype) -> bool:
         if math.isclose(held, self.number, rel_tol=_CLOSE):
@@ -117,19 +117,19 @@ class Made(Term):
         object.__setattr__(self, "op", op)
         object.__setattr__(self, "operands", operands)
 
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """Match the operands of what makes it, one after the other."""
         node = value.producer()
         if node is None or not is_op(node, self.op) or len(node.outputs) != 1:
             return
         if self.op not in ("ReduceMean", "Cast") and len(node.inputs) != len(self.operands):
             return
-        yield from self._operands(tuple(node.inputs), found.holding(node))
+        yield from self._operands(tuple(node.inputs), so_far.holding(node))
         if self.op in ("Add", "Mul"):
-            yield from self._operands(tuple(reversed(node.inputs)), found.holding(node))
+            yield from self._operands(tuple(reversed(node.inputs)), so_far.holding(node))
 
-    def _operands(self, values: tuple[ir.Value | None, ...], found: Found) -> Iterator[Found]:
-        ways = iter((found,))
+    def _operands(self, values: tuple[ir.Value | None, ...], so_far: Found) -> Iterator[Found]:
+        ways = iter((so_far,))
         for term, value in zip(self.operands, values, strict=False):
             if value is None:
                 return
@@ -138,8 +138,8 @@ class Made(Term):
 
 
 def _onward(ways: Iterator[Found], term: Term, value: ir.Value) -> Iterator[Found]:
-    for found in ways:
-        yield from term.match(value, found)
+    for so_far in ways:
+        yield from term.match(value, so_far)
 
 
 @dataclass(frozen=True, init=False)
@@ -151,10 +151,10 @@ class Either(Term):
     def __init__(self, *terms: Term) -> None:
         object.__setattr__(self, "terms", terms)
 
-    def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
+    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
         """The ways of each, in their order."""
         for term in self.terms:
-            yield from term.match(value, found)
+            yield from term.match(value, so_far)
 
 
 def is_op(node: ir.Node, op: str) -> bool:

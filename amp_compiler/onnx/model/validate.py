@@ -155,10 +155,12 @@ class _Checker:
         if is_external(tensor):
             check_external(tensor, needed, self.folder)
             return
-        held, asked, unit = _held(tensor, size, needed, bits)
-        if held != asked:
+        held, needed_count, unit = _held(tensor, size, needed, bits)
+        if held != needed_count:
             raise OnnxError(
-                f"it holds {held} {unit} of data, and its type and shape ask for {asked}", where=where, hint=_EXPORT
+                f"it holds {held} {unit} of data, and its type and shape ask for {needed_count}",
+                where=where,
+                hint=_EXPORT,
             )
 
 
@@ -209,29 +211,31 @@ def _check_type(proto: onnx.TypeProto, where: str) -> None:
 
 def _check_functions(proto: onnx.ModelProto) -> None:
     """Refuse two functions of one name, functions that call themselves, and those that would fill the memory."""
-    found: dict[tuple[str, str, str], onnx.FunctionProto] = {}
+    functions: dict[tuple[str, str, str], onnx.FunctionProto] = {}
     for function in proto.functions:
         names = (function.domain, function.name, function.overload, *function.input, *function.output)
         _check_names("a function", iter(names))
         key = (canonical_domain(function.domain), function.name, function.overload)
-        if key in found:
-            raise OnnxError("there are two functions of that name", where=_told(key), hint="remove one, or " + _EXPORT)
-        found[key] = function
-    if not found:
+        if key in functions:
+            raise OnnxError(
+                "there are two functions of that name", where=_function_label(key), hint="remove one, or " + _EXPORT
+            )
+        functions[key] = function
+    if not functions:
         return
     calls = {
-        key: [called for node in function_nodes(one) if (called := _called(node)) in found]
-        for key, one in found.items()
+        key: [called for node in function_nodes(one) if (called := _called(node)) in functions]
+        for key, one in functions.items()
     }
     sizes: dict[tuple[str, str, str], int] = {}
     try:
         order = list(graphlib.TopologicalSorter(calls).static_order())
     except graphlib.CycleError as cause:
         raise OnnxError(
-            "it calls itself", where=_told(cause.args[1][0]), hint="export the model without functions"
+            "it calls itself", where=_function_label(cause.args[1][0]), hint="export the model without functions"
         ) from cause
     for key in order:
-        own = sum(1 for _ in function_nodes(found[key]))
+        own = sum(1 for _ in function_nodes(functions[key]))
         sizes[key] = own + sum(sizes[called] for called in calls[key])
     nodes = (node for graph in proto_graphs(proto.graph) for node in graph.node)
     total = sum(sizes[called] for node in nodes if (called := _called(node)) in sizes)
@@ -246,7 +250,7 @@ def _called(node: onnx.NodeProto) -> tuple[str, str, str]:
     return canonical_domain(node.domain), node.op_type, node.overload
 
 
-def _told(key: tuple[str, str, str]) -> str:
+def _function_label(key: tuple[str, str, str]) -> str:
     return f"function '{'.'.join(part for part in key if part)}'"
 
 
@@ -316,16 +320,16 @@ def refused(cause: BaseException, name: str, what: str) -> OnnxError:
 
 def _place_in(text: str) -> str:
     for pattern in _PLACES:
-        found = pattern.search(text)
-        if found is not None and (found["name"] or found["op"]):
-            op = re.sub(r"^:*|:.*$", "", found["op"])
-            return f"node '{found['name'] or ''}' ({op})" if found["name"] else f"a node ({op})"
+        match = pattern.search(text)
+        if match is not None and (match["name"] or match["op"]):
+            op = re.sub(r"^:*|:.*$", "", match["op"])
+            return f"node '{match['name'] or ''}' ({op})" if match["name"] else f"a node ({op})"
     tensor = _TENSOR.search(text)
     return f"tensor '{tensor[1]}'" if tensor is not None else ""
 
 
 @contextlib.contextmanager
-def told_as_onnx(name: str, what: str) -> Iterator[None]:
+def raised_as_onnx(name: str, what: str) -> Iterator[None]:
     """Whatever a library raises within the block becomes an `OnnxError`; ours stay as they are.
 
     Args:

@@ -27,24 +27,24 @@ def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
     """The bodies of a control-flow node by attribute name, as `model.bodies` names them."""
-    found = {}
+    inner = {}
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
-            found[attribute.name] = attribute.g
+            inner[attribute.name] = attribute.g
         elif attribute.type == AttributeProto.GRAPHS:
-            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
-    return found
+            inner.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
+    return inner
 
 
 def read_names(node: onnx.NodeProto) -> set[str]:
     """The values that a node reads, those that its bodies take from around them included."""
-    found = {name for name in node.input if name}
+    names = {name for name in node.input if name}
     for body in proto_bodies(node).values():
         inner = {info.name for info in body.input} | {tensor.name for tensor in body.initializer}
-        made = inner | {name for one in body.node for name in one.output}
+        own = inner | {name for one in body.node for name in one.output}
         read = {info.name for info in body.output}.union(*(read_names(one) for one in body.node))
-        found |= read - made
-    return found
+        names |= read - own
+    return names
 
 
 def all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -154,8 +154,8 @@ def node_place(node: onnx.NodeProto) -> str:
     """
     if node.name:
         return f"node {_shown(node.name)} ({_shown(node.op_type, '')})"
-    made = next((name for name in node.output if name), "")
-    return f"node of {_shown(made)} ({_shown(node.op_type, '')})" if made else f"a node ({_shown(node.op_type, '')})"
+    value = next((name for name in node.output if name), "")
+    return f"node of {_shown(value)} ({_shown(node.op_type, '')})" if value else f"a node ({_shown(node.op_type, '')})"
 
 
 def _shown(name: str | bytes, quote: str = "'") -> str:

@@ -58,9 +58,9 @@ def import_deepspeed(path: Path, *, extends: str | None = None) -> Imported:
         print(import_deepspeed(Path("ds_config.json")).to_text())
         ```
     """
-    made = _Config(path, _parsed(path)).imported(extends)
-    load_rules(made.rules)
-    return made
+    imported = _Config(path, _parsed(path)).imported(extends)
+    load_rules(imported.rules)
+    return imported
 
 
 def _parsed(path: Path) -> Tree:
@@ -129,16 +129,16 @@ class _Config:
         Raises:
             RuleError: it has a key that DeepSpeed does not know, or a value of another type.
         """
-        given = self.data.get(name)
-        given = {} if given is None else given
-        if not isinstance(given, dict):
+        options = self.data.get(name)
+        options = {} if options is None else options
+        if not isinstance(options, dict):
             raise self.place(name).error("it is no mapping", 'write {"enabled": true}')
         defaults: dict[str, Any] = facts("deepspeed")["sections"][name]
-        for key, value in given.items():
+        for key, value in options.items():
             if key not in defaults:
                 raise self.place(name, key).error(f"DeepSpeed has no {name} option '{key}'", nearest(key, defaults))
             self.check(name, key, value, defaults[key])
-        return {**defaults, **given}
+        return {**defaults, **options}
 
     def check(self, section: str, key: str, value: Any, default: Any) -> None:
         """Refuses what is of another type than the default."""
@@ -200,10 +200,10 @@ class _Config:
         if self.stage:
             count = {"hysteresis": self.whole(options, "hysteresis", 1)}
             return {**section, **count, "consecutive_hysteresis": options["consecutive_hysteresis"], "patience": 1}
-        given = [key for key in ("hysteresis", "consecutive_hysteresis") if key in (self.data["fp16"] or {})]
-        if given:
+        keys = [key for key in ("hysteresis", "consecutive_hysteresis") if key in (self.data["fp16"] or {})]
+        if keys:
             self.notes.append(
-                f"fp16.{given[0]}: without ZeRO DeepSpeed's optimizers know no hysteresis, nor do the rules"
+                f"fp16.{keys[0]}: without ZeRO DeepSpeed's optimizers know no hysteresis, nor do the rules"
             )
         return {**section, "hysteresis": 1, "patience": 20}
 
@@ -267,13 +267,13 @@ class _Config:
         Raises:
             RuleError: `enabled` is neither true nor false.
         """
-        given = self.data.get(name)
-        if not isinstance(given, dict):
+        options = self.data.get(name)
+        if not isinstance(options, dict):
             return None
-        enabled = given.get("enabled", False)
+        enabled = options.get("enabled", False)
         if not isinstance(enabled, bool):
             raise self.place(name, "enabled").error(f"it is {enabled!r}, and must be true or false", "correct it")
-        return given if enabled else None
+        return options if enabled else None
 
     def apex(self, options: dict[str, Any]) -> dict[str, Any]:
         """The section `amp`, whose keys are arguments of `apex.amp.initialize`."""

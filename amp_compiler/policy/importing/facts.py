@@ -23,8 +23,8 @@ def facts(name: str) -> dict[str, Any]:
         name: of its file, without `.yaml`.
     """
     text = (files("amp_compiler.policy.importing") / f"{name}.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = parse_yaml(text, f"{name}.yaml").plain()
-    return found
+    data: dict[str, Any] = parse_yaml(text, f"{name}.yaml").plain()
+    return data
 
 
 def read_text(path: Path) -> str:

@@ -51,9 +51,9 @@ def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
     message = Message.read(path)
     notes: list[str] = []
     rules = _Solver(message, notes).rules() if message.form == "solver" else _Net(message, notes).rules()
-    made = Imported({"version": 1, **({"extends": extends} if extends else {}), **rules}, notes)
-    load_rules(made.rules)
-    return made
+    imported = Imported({"version": 1, **({"extends": extends} if extends else {}), **rules}, notes)
+    load_rules(imported.rules)
+    return imported
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class Message:
         Raises:
             RuleError: there are several.
         """
-        found = named(self.fields, name)
-        if len(found) > 1:
-            raise self.place(found[1]).error("it stands there a second time", f"it was given at line {found[0].line}")
-        return found[0] if found else None
+        fields = named(self.fields, name)
+        if len(fields) > 1:
+            raise self.place(fields[1]).error("it stands there a second time", f"it was given at line {fields[0].line}")
+        return fields[0] if fields else None
 
     def word(self, name: str, otherwise: str = "") -> str:
         """The text of a field."""
@@ -147,17 +147,17 @@ class Message:
         if field is None:
             return otherwise
         try:
-            found = float(str(field.value).removesuffix("f"))
+            result = float(str(field.value).removesuffix("f"))
         except ValueError as cause:
             raise self.place(field).error(f"it is {field.value}, and no number", "write a number") from cause
-        return found
+        return result
 
     def whole(self, name: str, otherwise: int) -> int:
         """The whole number from 1 on in a field."""
-        found = self.number(name, otherwise)
-        if not (found >= 1 and found == int(found)):
-            raise self.place(named(self.fields, name)[0]).error(f"it is {found:g}", "write a whole number from 1 on")
-        return int(found)
+        number = self.number(name, otherwise)
+        if not (number >= 1 and number == int(number)):
+            raise self.place(named(self.fields, name)[0]).error(f"it is {number:g}", "write a whole number from 1 on")
+        return int(number)
 
     def type(self, name: str) -> tuple[str, Field] | None:
         """The precision that a field of a type asks for, `low` or `fp32`, with the field.
@@ -180,10 +180,10 @@ class Message:
 
     def check_math(self, name: str) -> None:
         """Refuses arithmetic in 16 bits, which no 16-bit kernel that is called here has."""
-        found = self.type(name)
-        if found is not None and found[0] == "low":
+        math_type = self.type(name)
+        if math_type is not None and math_type[0] == "low":
             what = "arithmetic in 16 bits is asked for, and 16-bit kernels here compute in FP32 and round at the end"
-            raise self.place(found[1]).error(what, "write FLOAT, or remove the line")
+            raise self.place(math_type[1]).error(what, "write FLOAT, or remove the line")
 
 
 def _known(form: str) -> tuple[str, ...]:
@@ -246,8 +246,8 @@ class _Net:
         for name in ("default_forward_math", "default_backward_math"):
             net.check_math(name)
         forward, backward = net.type("default_forward_type"), net.type("default_backward_type")
-        told = [net.told(found[1]) for found in (forward, backward) if found is not None]
-        why = ", ".join(told) or "FLOAT is the default of default_forward_type and default_backward_type"
+        messages = [net.told(item[1]) for item in (forward, backward) if item is not None]
+        why = ", ".join(messages) or "FLOAT is the default of default_forward_type and default_backward_type"
         self.default = _Types(forward[0] if forward else "fp32", backward[0] if backward else "fp32", why)
 
     def rules(self) -> dict[str, Any]:
@@ -290,20 +290,20 @@ class _Net:
             self.notes.append(f"layer '{name}' ({place}): '{kind}' is no layer type of NVCaffe's own{near}")
         if layer.one("cudnn_math_override") is not None:
             self.notes.append(f"layer '{name}' ({place}): cudnn_math_override has no counterpart")
-        given = [layer.told(found[1]) for found in (forward, backward) if found is not None]
+        fields = [layer.told(item[1]) for item in (forward, backward) if item is not None]
         if kind in types["data"] or layer.one("transform_param") is not None or _tests_only(layer):
-            if given:
+            if fields:
                 what = "is for tests alone" if _tests_only(layer) else "makes the batch, which the step takes as it is"
-                self.notes.append(f"layer '{name}' {what}: {', '.join(given)} is no rule")
+                self.notes.append(f"layer '{name}' {what}: {', '.join(fields)} is no rule")
             return None
-        asked = _Types(
+        own = _Types(
             forward[0] if forward else self.default.forward,
             backward[0] if backward else self.default.backward,
-            ", ".join(given),
+            ", ".join(fields),
         )
-        if not name and not asked.same(self.default):
+        if not name and not own.same(self.default):
             raise Place(str(self.net.file), layer.line, "layer").error("it has types of its own and no name", "name it")
-        return _Layer(name, kind in types["losses"], asked, layer.line)
+        return _Layer(name, kind in types["losses"], own, layer.line)
 
     def check_names(self, layers: Sequence[_Layer]) -> None:
         """Refuses layers of one name that are to have different types: no rule can tell them apart.
@@ -325,13 +325,13 @@ class _Net:
         agree = all(layer.types.same(losses[0].types) for layer in losses)
         if not agree:
             self.notes.append("the loss layers differ in their types: a rule on '<loss_fn>' is yours to write")
-        made: dict[str, dict[str, Any]] = {}
+        rules: dict[str, dict[str, Any]] = {}
         for layer in layers:
             if not layer.types.same(self.default):
                 name = glob.escape(layer.name)
                 modules = [name, f"*.{name}", *([_LOSS_FUNCTION] if layer.is_loss and agree else [])]
-                made.setdefault(layer.name, {"match": {"module": modules}, **layer.types.actions()})
-        return list(made.values())
+                rules.setdefault(layer.name, {"match": {"module": modules}, **layer.types.actions()})
+        return list(rules.values())
 
     def tell_training(self, layers: Sequence[Message]) -> None:
         """Notes what layers say of the loss and of the rates of their parameters, which is no rule."""
@@ -378,8 +378,8 @@ class _Solver:
 
     def rules(self) -> dict[str, Any]:
         """The sections of a rule file."""
-        found = self.solver.type("solver_data_type")
-        low = found is not None and found[0] == "low"
+        stored = self.solver.type("solver_data_type")
+        low = stored is not None and stored[0] == "low"
         weights = {"master": "low", "rounding": "nearest", "overflow": "clip"} if low else {"master": "fp32"}
         net = self.net()
         self.tell_step()
@@ -387,10 +387,10 @@ class _Solver:
 
     def net(self) -> Message | None:
         """The net that is trained: written out in the solver, or in a file beside it, or a folder above."""
-        given = [field for name in _NETS if (field := self.solver.one(name)) is not None]
-        if len(given) > 1:
-            what = f"{given[0].name} at line {given[0].line} says already which net is trained"
-            raise self.solver.place(given[1]).error(what, "name one net, as NVCaffe asks for")
+        fields = [field for name in _NETS if (field := self.solver.one(name)) is not None]
+        if len(fields) > 1:
+            what = f"{fields[0].name} at line {fields[0].line} says already which net is trained"
+            raise self.solver.place(fields[1]).error(what, "name one net, as NVCaffe asks for")
         for name in _NETS[:2]:
             field = self.solver.one(name)
             if field is not None:
@@ -417,8 +417,8 @@ class _Solver:
         kind = self.solver.word("type") or self.solver.word("solver_type", "SGD")
         kind = dict(zip("0123456", _SOLVER_TYPES, strict=True)).get(kind, kind)
         optimizer = next((torch for name, torch in _OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-        given = {name: self.solver.word(name) for name in _OPTIMIZER_FIELDS if self.solver.one(name)}
-        values = ", ".join(f"{name}: {value}" for name, value in given.items())
+        fields = {name: self.solver.word(name) for name in _OPTIMIZER_FIELDS if self.solver.one(name)}
+        values = ", ".join(f"{name}: {value}" for name, value in fields.items())
         self.notes.append(
             f"the optimizer is torch.optim.{optimizer} with {values or 'its defaults'}"
             if optimizer
@@ -461,5 +461,5 @@ def _tests_only(layer: Message) -> bool:
 
 
 def _phase(rule: Field) -> str:
-    found = next((field.value for field in named(rule.fields, "phase")), "")
-    return {"0": "TRAIN", "1": "TEST"}.get(str(found), str(found))
+    phase = next((field.value for field in named(rule.fields, "phase")), "")
+    return {"0": "TRAIN", "1": "TEST"}.get(str(phase), str(phase))

@@ -67,7 +67,7 @@ def parse_text(text: str, file: str) -> tuple[Field, ...]:
 def _fields(tokens: Any, end: str | None, depth: int) -> list[Field]:
     if depth > _DEPTH:
         raise tokens.ParseError("messages are nested too deeply")
-    found: list[Field] = []
+    fields: list[Field] = []
     while not (tokens.AtEnd() if end is None else tokens.TryConsume(end)):
         if tokens.AtEnd():
             raise tokens.ParseError(f"the file ends before '{end}'")
@@ -75,20 +75,20 @@ def _fields(tokens: Any, end: str | None, depth: int) -> list[Field]:
         name = tokens.ConsumeIdentifier()
         colon = tokens.TryConsume(":")
         if tokens.TryConsume("["):
-            found += _list(tokens, name, line, depth)
+            fields += _list(tokens, name, line, depth)
         else:
-            found.append(_value(tokens, name, line, colon, depth))
+            fields.append(_value(tokens, name, line, colon, depth))
         _ = tokens.TryConsume(",") or tokens.TryConsume(";")
-    return found
+    return fields
 
 
 def _list(tokens: Any, name: str, line: int, depth: int) -> list[Field]:
-    found: list[Field] = []
+    fields: list[Field] = []
     while not tokens.TryConsume("]"):
-        found.append(_value(tokens, name, line, True, depth))
+        fields.append(_value(tokens, name, line, True, depth))
         if not tokens.LookingAt("]"):
             tokens.Consume(",")
-    return found
+    return fields
 
 
 def _value(tokens: Any, name: str, line: int, colon: bool, depth: int) -> Field:

@@ -23,8 +23,8 @@ def spatial_pads(
     """Padding before and after each spatial axis, with `auto_pad` worked out."""
     rank = len(kernel)
     if auto_pad in ("NOTSET", ""):
-        given = list(pads) if pads is not None else [0] * (2 * rank)
-        return list(zip(given[:rank], given[rank:], strict=True))
+        amounts = list(pads) if pads is not None else [0] * (2 * rank)
+        return list(zip(amounts[:rank], amounts[rank:], strict=True))
     if auto_pad == "VALID":
         return [(0, 0)] * rank
     result = []
@@ -92,9 +92,9 @@ def _conv_transpose(
     within = all(o < max(s, d) for o, s, d in zip(extra, stride, dilation, strict=True))
     if within and all(a == b for a, b in amounts):
         return _TRANSPOSED[rank](x, weight, bias, stride, [a for a, _ in amounts], extra, group, dilation)  # type: ignore[no-any-return]
-    made = _TRANSPOSED[rank](x, weight, None, stride, 0, 0, group, dilation)
-    made = pad_spatial(made, [(-a, o - b) for (a, b), o in zip(amounts, extra, strict=True)])
-    return made if bias is None else made + broadcastable(bias, made.dim())
+    result = _TRANSPOSED[rank](x, weight, None, stride, 0, 0, group, dilation)
+    result = pad_spatial(result, [(-a, o - b) for (a, b), o in zip(amounts, extra, strict=True)])
+    return result if bias is None else result + broadcastable(bias, result.dim())
 
 
 @op("Col2Im", host=(1, 2))
@@ -113,9 +113,9 @@ def _col2im(
         place = (place[:, None, :, None] * n + one.to(x.device)[None, :, None, :]).flatten(0, 1).flatten(1, 2)
     channels = x.shape[1] // math.prod(kernel)
     values = x.reshape(x.shape[0], channels, -1)
-    made = values.new_zeros(x.shape[0], channels, math.prod(padded))
-    made = made.index_add(2, place.reshape(-1), values).reshape(x.shape[0], channels, *padded)
-    return pad_spatial(made, [(-a, -b) for a, b in amounts])
+    result = values.new_zeros(x.shape[0], channels, math.prod(padded))
+    result = result.index_add(2, place.reshape(-1), values).reshape(x.shape[0], channels, *padded)
+    return pad_spatial(result, [(-a, -b) for a, b in amounts])
 
 
 @op("DeformConv")
@@ -144,5 +144,5 @@ def _deform_conv(
     if mask is not None:
         taken = taken * mask.reshape(n, offset_group, 1, kh * kw, oh, ow)
     taken = taken.reshape(n, group, c // group * kh * kw, oh * ow)
-    made = torch.matmul(weight.reshape(1, group, out_c // group, -1), taken).reshape(n, out_c, oh, ow)
-    return made if bias is None else made + broadcastable(bias, 4)
+    result = torch.matmul(weight.reshape(1, group, out_c // group, -1), taken).reshape(n, out_c, oh, ow)
+    return result if bias is None else result + broadcastable(bias, 4)

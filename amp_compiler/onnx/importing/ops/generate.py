@@ -43,8 +43,8 @@ def _random(
     mean: float = 0.0, scale: float = 1.0, seed: float = 0.0,
 ) -> Tensor:  # fmt: skip
     make = torch.randn if kind == "RandomNormal" else torch.rand
-    made = make(list(shape), dtype=DTYPES[dtype], device=device_of(like))
-    return made * scale + mean if kind == "RandomNormal" else made * (high - low) + low
+    result = make(list(shape), dtype=DTYPES[dtype], device=device_of(like))
+    return result * scale + mean if kind == "RandomNormal" else result * (high - low) + low
 
 
 @op("RandomUniformLike", "RandomNormalLike", pure=False, when=names_known_type)
@@ -52,10 +52,10 @@ def _random_like(
     x: Tensor, *, kind: str, dtype: int | None = None, low: float = 0.0, high: float = 1.0, mean: float = 0.0,
     scale: float = 1.0, seed: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    made = x.dtype if dtype is None else DTYPES[dtype]
+    result = x.dtype if dtype is None else DTYPES[dtype]
     if kind == "RandomNormalLike":
-        return torch.randn_like(x, dtype=made) * scale + mean
-    return torch.rand_like(x, dtype=made) * (high - low) + low
+        return torch.randn_like(x, dtype=result) * scale + mean
+    return torch.rand_like(x, dtype=result) * (high - low) + low
 
 
 @op("Bernoulli", pure=False, when=names_known_type)
@@ -73,9 +73,9 @@ def _window(size: Any, *, kind: str, like: Tensor | None = None, output_datatype
         / (length if periodic else length - 1)
     )
     if kind == "HannWindow":
-        made = 0.5 - 0.5 * torch.cos(angle)
+        result = 0.5 - 0.5 * torch.cos(angle)
     elif kind == "HammingWindow":
-        made = 25 / 46 - 21 / 46 * torch.cos(angle)
+        result = 25 / 46 - 21 / 46 * torch.cos(angle)
     else:
-        made = 0.42 - 0.5 * torch.cos(angle) + 0.08 * torch.cos(2 * angle)
-    return made.to(DTYPES[output_datatype])
+        result = 0.42 - 0.5 * torch.cos(angle) + 0.08 * torch.cos(2 * angle)
+    return result.to(DTYPES[output_datatype])

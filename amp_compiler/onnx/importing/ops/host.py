@@ -64,8 +64,8 @@ def _binary(*values: Host, kind: str) -> Host:
 @host_op(*_UNARY)
 def _unary(x: Host, *, kind: str) -> Host:
     if x.dtype == object and kind not in ("Neg", "Abs"):
-        made = [_number_of(one, kind) for one in numbers(x)]
-        return _array(made).reshape(x.shape)
+        results = [_number_of(one, kind) for one in numbers(x)]
+        return _array(results).reshape(x.shape)
     return as_host(_UNARY[kind](x))
 
 
@@ -192,10 +192,10 @@ def _reduce(
     x: Host, axes_input: Host | None = None, *, kind: str, axes: Any = None, keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Host:  # fmt: skip
-    given = axes if axes is not None else None if axes_input is None else numbers(axes_input)
-    if not given and noop_with_empty_axes:
+    chosen = axes if axes is not None else None if axes_input is None else numbers(axes_input)
+    if not chosen and noop_with_empty_axes:
         return x
-    return as_host(_REDUCE[kind](x, axis=tuple(given) if given else None, keepdims=bool(keepdims)))
+    return as_host(_REDUCE[kind](x, axis=tuple(chosen) if chosen else None, keepdims=bool(keepdims)))
 
 
 @host_op("ConstantOfShape")

@@ -156,10 +156,10 @@ def _max_unpool(
         (n - 1) * s - a - b + k
         for n, s, a, b, k in zip(x.shape[2:], stride, edges[:rank], edges[rank:], kernel_shape, strict=True)
     ]
-    made = x.new_zeros(math.prod(natural)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
+    result = x.new_zeros(math.prod(natural)).scatter(0, indices.reshape(-1), x.reshape(-1)).reshape(natural)
     if shape is None:
-        return made
-    return pad_spatial(made, [(0, size - have) for size, have in zip(numbers(shape), natural, strict=True)])
+        return result
+    return pad_spatial(result, [(0, size - have) for size, have in zip(numbers(shape), natural, strict=True)])
 
 
 @op("RoiAlign")

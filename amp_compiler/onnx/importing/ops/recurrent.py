@@ -59,7 +59,7 @@ def _recurrent(
     usual = tuple(name.lower() for name in chosen) == tuple(name.lower() for name in _DEFAULTS[kind]) * directions
     plain = clip is None and lengths is None and p is None and not input_forget and usual
     if plain and (kind != "GRU" or linear_before_reset) and direction != "reverse":
-        made = _by_torch(x, w, r, b, h, c, kind)
+        result = _by_torch(x, w, r, b, h, c, kind)
     else:
         each = len(_DEFAULTS[kind])
         functions = [
@@ -77,8 +77,8 @@ def _recurrent(
             for d in range(directions)
         ]  # fmt: skip
         ys, hs, cs = zip(*parts, strict=True)
-        made = torch.stack(ys, 1), torch.stack(hs), torch.stack(cs)
-    y, last_h, last_c = made
+        result = torch.stack(ys, 1), torch.stack(hs), torch.stack(cs)
+    y, last_h, last_c = result
     if layout:
         y, last_h, last_c = y.permute(2, 0, 1, 3), last_h.transpose(0, 1), last_c.transpose(0, 1)
     return (y, last_h, last_c) if kind == "LSTM" else (y, last_h)

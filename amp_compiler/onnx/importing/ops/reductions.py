@@ -22,10 +22,10 @@ def _reduce(
     x: Tensor, axes_input: Any = None, *, kind: str, axes: Any = None, keepdims: int = 1,
     noop_with_empty_axes: int = 0,
 ) -> Tensor:  # fmt: skip
-    given = numbers(axes_input) if axes_input is not None else list(axes or [])
-    if not given and noop_with_empty_axes:
+    chosen = numbers(axes_input) if axes_input is not None else list(axes or [])
+    if not chosen and noop_with_empty_axes:
         return _reduce_over(x, kind, [], False)
-    over = axes_of(given, x.dim()) if given else list(range(x.dim()))
+    over = axes_of(chosen, x.dim()) if chosen else list(range(x.dim()))
     return _reduce_over(x, kind, over, bool(keepdims))
 
 

@@ -101,13 +101,13 @@ def make(function: Callable[..., Any], host: frozenset[int], scalars: bool, many
     except ValueError:  # a builtin of torch: positional inputs only
         return Op(function, host, scalars, many, pure)
     keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
-    attributes, asked = frozenset(keywords - set(ASKED)), frozenset(keywords & set(ASKED))
+    attributes, requested = frozenset(keywords - set(ASKED)), frozenset(keywords & set(ASKED))
     try:
         hints = get_type_hints(function)
     except (NameError, TypeError):  # annotations that mean nothing here, as those of a function within a function
         hints = {}
-    choices = {name: found for name in sorted(attributes) if (found := _choices(hints.get(name)))}
-    return Op(function, host, scalars, many, pure, attributes=attributes, choices=choices, asked=asked)
+    choices = {name: known for name in sorted(attributes) if (known := _choices(hints.get(name)))}
+    return Op(function, host, scalars, many, pure, attributes=attributes, choices=choices, asked=requested)
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -55,8 +55,8 @@ def _resize(
         scales, roi = roi if scales is None else scales, None
         coordinate_transformation_mode, nearest_mode = "asymmetric", "floor"
     over = list(range(x.dim())) if axes is None else axes_of(axes, x.dim())
-    asked, wanted = ([] if one is None else numbers(one) for one in (scales, sizes))
-    lengths, factors = _targets([x.shape[a] for a in over], asked, wanted, keep_aspect_ratio_policy)
+    requested, wanted = ([] if one is None else numbers(one) for one in (scales, sizes))
+    lengths, factors = _targets([x.shape[a] for a in over], requested, wanted, keep_aspect_ratio_policy)
     plan = [(a, n, f) for a, n, f in zip(over, lengths, factors, strict=True)]
     regions = numbers(roi) if roi is not None else []
     cropped = coordinate_transformation_mode.startswith("tf")

@@ -39,16 +39,16 @@ def _transpose(x: Tensor, *, perm: Any = None) -> Tensor:
 
 @op("Squeeze", host=(1,))
 def _squeeze(x: Tensor, axes_input: Any = None, *, axes: Any = None) -> Tensor:
-    given = axes if axes_input is None else numbers(axes_input)
-    if given is None:
+    chosen = axes if axes_input is None else numbers(axes_input)
+    if chosen is None:
         return x.squeeze()
-    return x.squeeze(tuple(axes_of(given, x.dim())))
+    return x.squeeze(tuple(axes_of(chosen, x.dim())))
 
 
 @op("Unsqueeze", host=(1,))
 def _unsqueeze(x: Tensor, axes_input: Any = None, *, axes: Any = None) -> Tensor:
-    given = list(axes) if axes_input is None else numbers(axes_input)
-    for axis in sorted(axes_of(given, x.dim() + len(given))):
+    chosen = list(axes) if axes_input is None else numbers(axes_input)
+    for axis in sorted(axes_of(chosen, x.dim() + len(chosen))):
         x = x.unsqueeze(axis)
     return x
 
@@ -62,9 +62,9 @@ def _concat(*values: Tensor, axis: int) -> Tensor:
 def _split(
     x: Tensor, sizes: Any = None, *, outputs: int, axis: int = 0, split: Any = None, num_outputs: int | None = None
 ) -> tuple[Tensor, ...]:
-    given = split if sizes is None else numbers(sizes)
-    if given is not None:
-        return torch.split(x, list(given), axis)
+    chosen = split if sizes is None else numbers(sizes)
+    if chosen is not None:
+        return torch.split(x, list(chosen), axis)
     part = -(-x.shape[axis] // outputs)
     lengths = [part] * (outputs - 1)
     return torch.split(x, [*lengths, x.shape[axis] - part * (outputs - 1)], axis)

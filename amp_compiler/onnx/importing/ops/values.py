@@ -95,8 +95,10 @@ def to_tensor(value: Host, like: Tensor | None = None) -> Tensor:
         dtype = torch.bool
     else:
         dtype = torch.float32 if any(isinstance(one, float | torch.SymFloat) for one in items) else torch.int64
-    made = [torch.scalar_tensor(one, dtype=dtype, device=device) for one in items]
-    return torch.stack(made).reshape(value.shape) if made else torch.empty(value.shape, dtype=dtype, device=device)
+    results = [torch.scalar_tensor(one, dtype=dtype, device=device) for one in items]
+    return (
+        torch.stack(results).reshape(value.shape) if results else torch.empty(value.shape, dtype=dtype, device=device)
+    )
 
 
 def axes_of(axes: Any, rank: int) -> list[int]:
