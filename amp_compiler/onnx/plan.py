@@ -144,8 +144,8 @@ def _decide(
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
     """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
     nodes, kinds = lowered.graph.nodes, {op: kind for kind, (op, _) in OPS.items()}
-    for name, node in lowered.nodes.items() if fusion.made else ():
-        if node in fusion.made:
+    for name, node in lowered.nodes.items() if fusion.fused_nodes else ():
+        if node in fusion.fused_nodes:
             nodes[name] = replace(nodes[name], part=kinds[node.op_type])
 
 
@@ -153,7 +153,7 @@ def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> Preci
     """The plan with what was fused, and what was not, in the reasons of its nodes. Fills `lowered`."""
     lowered.fused = fusion.fused.total()
     lowered.notes.extend(fusion_messages(fusion, lowered.model.opset("")))
-    reasons = {**fusion.made, **fusion.left}
+    reasons = {**fusion.fused_nodes, **fusion.left}
     by_name = {name: reasons[node] for name, node in lowered.nodes.items() if node in reasons}
     nodes = (replace(node, reason=f"{node.reason}; {by_name[node.name]}") if node.name in by_name else node
              for node in plan.nodes)  # fmt: skip

@@ -100,13 +100,13 @@ class _Search:
             self.why |= more
             trial = self._tried(self._entries())
             if not trial.nodes:
-                return self._found()
+                return self._cure()
             if number == 0 and self._tried([_entry({}, "")]).nodes:
                 return Cure(told="FP32 makes it too: no rule mends it, the model or its data have to")
         everywhere = "with FP32 everywhere it is finite" if self.why else "the plan rounds nothing there"
         return Cure(told=f"no rule for {MOST_NODES} nodes or fewer was found that mends it; {everywhere}")
 
-    def _found(self) -> Cure:
+    def _cure(self) -> Cure:
         self._leave_out_followers()
         several = len(self.why) > 1
         text = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"

@@ -157,11 +157,11 @@ class _Counts:
         now, then = (self.typing.low, DType.FLOAT32) if to_fp32 else (DType.FLOAT32, self.typing.low)
         for region, demand in problem.demands(value).items():
             users = self._needs_of(value, region, demand)
-            for made, sign in ((then, 1), (now, -1)):
-                self._casts(change, value, users, (made, made), sign)
+            for own, sign in ((then, 1), (now, -1)):
+                self._casts(change, value, users, (own, own), sign)
                 for dtype in demand.casts:
-                    if dtype is not made:
-                        change.add(sign, numel * (made.itemsize + dtype.itemsize))
+                    if dtype is not own:
+                        change.add(sign, numel * (own.itemsize + dtype.itemsize))
         for user, _ in problem.graph.users(value) if self.casts_inside else ():
             for out in user.outputs:
                 if upcast_source(self.typing, out) == value:

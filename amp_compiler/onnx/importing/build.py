@@ -51,13 +51,13 @@ class Builder:
         scope: where values are found, and where the calls go.
         functions: the functions that the model defines.
         opsets: version by domain.
-        given: the attributes that the function around the nodes is called with.
+        arguments: the attributes that the function around the nodes is called with.
     """
 
     scope: Scope
     functions: Mapping[ir.OperatorIdentifier, ir.Function]
     opsets: Mapping[str, int]
-    given: Mapping[str, ir.Attr]
+    arguments: Mapping[str, ir.Attr]
 
     def add_nodes(self, nodes: Iterable[ir.Node]) -> None:
         """Convert nodes in order.
@@ -101,7 +101,7 @@ class Builder:
         """The attributes of a node, those that stand for a function's resolved."""
         attributes = {}
         for name, attribute in node.attributes.items():
-            held = self.given.get(attribute.ref_attr_name or "") if attribute.is_ref() else attribute
+            held = self.arguments.get(attribute.ref_attr_name or "") if attribute.is_ref() else attribute
             if held is not None:
                 attributes[name] = held
         return attributes
@@ -111,7 +111,7 @@ class Builder:
         defaults = {name: one for name, one in function.attributes.items() if one.value is not None}
         for place, value in enumerate(function.inputs):
             self.scope.bind(value, inputs[place] if place < len(inputs) else None)
-        inner = replace(self, opsets=opset_versions(function.opset_imports), given={**defaults, **attributes})
+        inner = replace(self, opsets=opset_versions(function.opset_imports), arguments={**defaults, **attributes})
         inner.add_nodes(function.graph)
         for output, outer in zip(function.outputs, node.outputs, strict=False):
             self.scope.bind(outer, self.scope.entry(output))
@@ -195,13 +195,13 @@ class _Call:
                 known = ", ".join(f"'{one}'" for one in allowed if one)
                 raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", hint=_CHECK)
         facts = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
-        options = {**self.literal, **{name: facts[name] for name in self.op.asked if name in facts}}
+        options = {**self.literal, **{name: facts[name] for name in self.op.requested if name in facts}}
         folded = self._fold(options)
         if folded is not None:
             for value, one in zip(self.node.outputs, folded, strict=False):
                 scope.set_constant(value, one)
             return
-        if "like" in self.op.asked:
+        if "like" in self.op.requested:
             options["like"] = scope.like
         args = [self._argument(place, scope) for place in range(len(self.inputs))]
         names = [one.name or self.node.name or self.node.op_type for one in self.node.outputs]

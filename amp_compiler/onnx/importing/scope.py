@@ -257,14 +257,14 @@ class Names:
             number += 1
             wanted = f"{stem}_{number}"
         self._taken.add(wanted)
-        pieces = wanted.split(".")
-        self._prefixes.update(".".join(pieces[:end]) for end in range(1, len(pieces)))
+        segments = wanted.split(".")
+        self._prefixes.update(".".join(segments[:end]) for end in range(1, len(segments)))
         return wanted
 
     def _clashes(self, name: str) -> bool:
-        pieces = name.split(".")
-        above = {".".join(pieces[:end]) for end in range(1, len(pieces))}
-        reserved = pieces[0] in _OF_GRAPH_MODULE or any(piece in _OF_MODULE for piece in pieces)
+        segments = name.split(".")
+        above = {".".join(segments[:end]) for end in range(1, len(segments))}
+        reserved = segments[0] in _OF_GRAPH_MODULE or any(segment in _OF_MODULE for segment in segments)
         return name in self._taken or name in self._prefixes or bool(above & self._taken) or reserved
 
 

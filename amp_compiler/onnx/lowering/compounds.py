@@ -117,17 +117,17 @@ class Compound:
     Args:
         kind: `rms_norm`, `layer_norm` or `gelu`.
         last: the node that makes its result.
-        found: its nodes, with the values `x`, and as far as it has them `epsilon`, `scale` and `bias`.
+        match: its nodes, with the values `x`, and as far as it has them `epsilon`, `scale` and `bias`.
     """
 
     kind: str
     last: ir.Node
-    found: Found
+    match: Found
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
         """Its nodes, the last one first."""
-        return self.found.nodes
+        return self.match.nodes
 
 
 def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
@@ -161,7 +161,7 @@ def mark_compounds(lowered: Lowered) -> None:
             names = {node: name for name, node in lowered.nodes.items()}
             order = {name: index for index, name in enumerate(lowered.graph.nodes)}
         nodes = lowered.graph.nodes
-        parts = (*ways[0].nodes, *_guard(ways[0].found.values["x"]))
+        parts = (*ways[0].nodes, *_guard(ways[0].match.values["x"]))
         own = sorted((names[node] for node in parts if node in names), key=order.__getitem__)
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":

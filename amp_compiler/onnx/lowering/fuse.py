@@ -30,19 +30,19 @@ class Fusion:
     """What was fused, and what was not.
 
     Args:
-        made: by the node that took the place of others, what it was written out in.
+        fused_nodes: by the node that took the place of others, what it was written out in.
         left: by the last node of what stays in parts, why it does.
         late: how many of each op, with its first opset, would be fused in a later opset.
     """
 
-    made: dict[ir.Node, str] = field(default_factory=dict)
+    fused_nodes: dict[ir.Node, str] = field(default_factory=dict)
     left: dict[ir.Node, str] = field(default_factory=dict)
     late: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     @property
     def fused(self) -> Counter[str]:
         """How many there are of each op."""
-        return Counter(node.op_type for node in self.made)
+        return Counter(node.op_type for node in self.fused_nodes)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def fuse(model: OnnxModel) -> Fusion:
     done = Fusion()
     fuser = _Fuser(model)
     for ways in list(find_compounds(model.ir.graph)):
-        if any(node in fuser.gone or node in done.made for node in ways[0].nodes):
+        if any(node in fuser.gone or node in done.fused_nodes for node in ways[0].nodes):
             continue
         op, since = OPS[ways[0].kind]
         why = ""
@@ -93,9 +93,9 @@ def fuse(model: OnnxModel) -> Fusion:
                 why = f"{op} comes with opset {since}, and the opset is {model.opset('')}"
                 break
             fuser.write(way, norm)
-            done.made[way.last] = f"it was written out in {len(way.nodes)} nodes ({_listed(way)})"
+            done.fused_nodes[way.last] = f"it was written out in {len(way.nodes)} nodes ({_listed(way)})"
             break
-        if ways[0].last not in done.made:
+        if ways[0].last not in done.fused_nodes:
             done.left.setdefault(ways[0].last, f"not fused to one {op}: {why}")
     return done
 
@@ -127,14 +127,14 @@ class _Fuser:
                 raise _Unfit(f"'{value.name}' within it is an output of the model")
             if any(user not in own for user, _ in value.uses()):
                 raise _Unfit(f"'{value.name}' within it is read elsewhere too")
-        data, result = (self.model.type_of(value) for value in (way.found.values["x"], way.last.outputs[0]))
+        data, result = (self.model.type_of(value) for value in (way.match.values["x"], way.last.outputs[0]))
         if data.dtype is not result.dtype:
             raise _Unfit(f"it reads {_short_name(data.dtype)} and makes {_short_name(result.dtype)}")
         for node in way.nodes:
             dtype = self.model.type_of(node.outputs[0]).dtype
             if node.op_type in ("ReduceMean", "Erf", "Tanh") and dtype is not DType.FLOAT32:
                 raise _Unfit(f"it computes in {_short_name(dtype)}")
-            self._widens(node, own, way.found.values["x"])
+            self._widens(node, own, way.match.values["x"])
 
     def _widens(self, node: ir.Node, own: set[ir.Node], data: ir.Value) -> None:
         """Whether what a node reads beside the data has more dimensions than these, so that its result has too."""
@@ -152,7 +152,7 @@ class _Fuser:
         Raises:
             _Unfit: there is no such.
         """
-        values = way.found.values
+        values = way.match.values
         data = self.model.type_of(values["x"])
         count = self._axes(way, data)
         sizes = tuple(size for size in (data.shape or ())[-count:] if isinstance(size, int))
@@ -214,7 +214,7 @@ class _Fuser:
         """Make the last node the one op, and take the others away."""
         last = way.last
         before = {value: None for node in way.nodes for value in node.inputs if value is not None}
-        data, op = way.found.values["x"], OPS[way.kind][0]
+        data, op = way.match.values["x"], OPS[way.kind][0]
         if norm is None:
             by_tanh = any(node.op_type == "Tanh" for node in way.nodes)
             _become(last, op, [data], [ir.AttrString("approximate", "tanh" if by_tanh else "none")])

@@ -109,7 +109,7 @@ class _Config:
         named = "fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else ""
         self.tell_step(named)
         for name in _BESIDE if named else ():
-            if self.asked(name) is not None:
+            if self.enabled_section(name) is not None:
                 line = self.place(name).line
                 self.notes.append(
                     f"{name} (line {line}) stands beside {named}, of which the rules are, and is not read"
@@ -242,7 +242,7 @@ class _Config:
 
     def other(self) -> dict[str, Any]:
         """What `torch_autocast` or `amp` ask for, which stand without `fp16` and `bf16`."""
-        autocast, apex = (self.asked(name) for name in _BESIDE)
+        autocast, apex = (self.enabled_section(name) for name in _BESIDE)
         if autocast is not None:
             for key in autocast:
                 if key not in _AUTOCAST_KEYS:
@@ -261,7 +261,7 @@ class _Config:
         where = self.place("fp16", "enabled") if "fp16" in self.data else self.place()
         raise where.error("it asks for no mixed precision", 'enable "fp16", "bf16" or "torch_autocast"')
 
-    def asked(self, name: str) -> dict[str, Any] | None:
+    def enabled_section(self, name: str) -> dict[str, Any] | None:
         """A section beside `fp16` and `bf16`, where it is enabled.
 
         Raises:

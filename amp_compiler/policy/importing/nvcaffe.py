@@ -102,7 +102,7 @@ class Message:
         """Where a field stands."""
         return Place(str(self.file), field.line, field.name)
 
-    def told(self, field: Field) -> str:
+    def text_of(self, field: Field) -> str:
         """A field as it is written, with its place."""
         return f"{field.name}: {field.value} ({self.file.name}:{field.line})"
 
@@ -246,7 +246,7 @@ class _Net:
         for name in ("default_forward_math", "default_backward_math"):
             net.check_math(name)
         forward, backward = net.type("default_forward_type"), net.type("default_backward_type")
-        messages = [net.told(item[1]) for item in (forward, backward) if item is not None]
+        messages = [net.text_of(item[1]) for item in (forward, backward) if item is not None]
         why = ", ".join(messages) or "FLOAT is the default of default_forward_type and default_backward_type"
         self.default = _Types(forward[0] if forward else "fp32", backward[0] if backward else "fp32", why)
 
@@ -290,7 +290,7 @@ class _Net:
             self.notes.append(f"layer '{name}' ({place}): '{kind}' is no layer type of NVCaffe's own{near}")
         if layer.one("cudnn_math_override") is not None:
             self.notes.append(f"layer '{name}' ({place}): cudnn_math_override has no counterpart")
-        fields = [layer.told(item[1]) for item in (forward, backward) if item is not None]
+        fields = [layer.text_of(item[1]) for item in (forward, backward) if item is not None]
         if kind in types["data"] or layer.one("transform_param") is not None or _tests_only(layer):
             if fields:
                 what = "is for tests alone" if _tests_only(layer) else "makes the batch, which the step takes as it is"
@@ -335,7 +335,7 @@ class _Net:
 
     def tell_training(self, layers: Sequence[Message]) -> None:
         """Notes what layers say of the loss and of the rates of their parameters, which is no rule."""
-        weighted = [layer.told(field) for layer in layers for field in named(layer.fields, "loss_weight")]
+        weighted = [layer.text_of(field) for layer in layers for field in named(layer.fields, "loss_weight")]
         if weighted:
             self.notes.append(f"the loss function weighs its terms: {', '.join(weighted)}")
         rated = [
@@ -440,10 +440,10 @@ class _Solver:
         for name in _SCHEDULES:
             field = self.solver.one(name)
             if field is not None and field.value not in ("fixed", "false"):
-                self.notes.append(f"{self.solver.told(field)} is a scheduler's, and no rule")
+                self.notes.append(f"{self.solver.text_of(field)} is a scheduler's, and no rule")
         larc = self.solver.one("larc")
         if larc is not None and self.solver.flag("larc"):
-            self.notes.append(f"{self.solver.told(larc)} {_OWN}")
+            self.notes.append(f"{self.solver.text_of(larc)} {_OWN}")
 
 
 _REGULARIZATION = {

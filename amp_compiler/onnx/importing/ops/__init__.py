@@ -10,5 +10,5 @@ from amp_compiler.onnx.importing.ops.registry import op
 
 __all__ = ["op"]
 
-for _found in sorted(iter_modules(__path__), key=lambda module: module.name):
-    import_module(f"{__name__}.{_found.name}")
+for _module in sorted(iter_modules(__path__), key=lambda module: module.name):
+    import_module(f"{__name__}.{_module.name}")

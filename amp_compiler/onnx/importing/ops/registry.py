@@ -37,7 +37,7 @@ class Op:
             function body is used for the rest.
         attributes: names of the attributes that the function takes.
         choices: by attribute, the texts that it may hold, where it is annotated so.
-        asked: which of `kind`, `opset`, `outputs` and `like` the function takes.
+        requested: which of `kind`, `opset`, `outputs` and `like` the function takes.
     """
 
     function: Callable[..., Any]
@@ -48,7 +48,7 @@ class Op:
     when: Callable[[dict[str, Any], list[bool], list[bool]], bool] | None = None
     attributes: frozenset[str] = field(default_factory=frozenset)
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    asked: frozenset[str] = field(default_factory=frozenset)
+    requested: frozenset[str] = field(default_factory=frozenset)
 
 
 _OPS: dict[tuple[str, str], Op] = {}
@@ -107,7 +107,7 @@ def make(function: Callable[..., Any], host: frozenset[int], scalars: bool, many
     except (NameError, TypeError):  # annotations that mean nothing here, as those of a function within a function
         hints = {}
     choices = {name: known for name in sorted(attributes) if (known := _choices(hints.get(name)))}
-    return Op(function, host, scalars, many, pure, attributes=attributes, choices=choices, asked=requested)
+    return Op(function, host, scalars, many, pure, attributes=attributes, choices=choices, requested=requested)
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
