@@ -7,7 +7,6 @@ they stand.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from amp_compiler.ops import attention, recurrent, recurrent_network
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.cuda import cudnn_rnn
 from amp_compiler.ops.layout import is_dense
 from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, GATHER, OPERATORS, commit_on_cpu
 
@@ -93,12 +91,12 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
             op=getattr(torch.ops.aten, kind).input,
             device="cuda",
             stage=FORWARD,
-            ready=lambda: cudnn_rnn.CUDNN.available(),
-            fits=functools.partial(recurrent_network.takes, kind),
+            ready=_always,
+            fits=recurrent_network.takes,
             implementation=getattr(torch.ops.amp_compiler, kind).default,
-            gain="cuDNN, two nodes where torch's compiler makes some hundred a layer; not measured on a device yet",
+            gain="torch's own layer, two nodes where torch's compiler makes some hundred a layer; not measured on a device yet",
         )
-        for kind in cudnn_rnn.MODES
+        for kind in recurrent.KINDS
     ),
     NativeOp(
         op=torch.ops.aten.scaled_dot_product_attention.default,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from amp_compiler.ops import recurrent_network, recurrent_steps
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
+from amp_compiler.ops.recurrent_network import KINDS
 
-KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _LOW = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64, *_LOW)
 _INPUTS = 7  # tensors that a layer reads: data, two weights, two biases, and the first states
@@ -55,7 +55,7 @@ def recurrent(
         The output and the last states.
     """
     states = [hx] if isinstance(hx, Tensor) else list(hx)
-    if recurrent_network.takes(kind, data, hx, parameters, *options):
+    if recurrent_network.takes(data, hx, parameters, *options):
         return recurrent_network.network(kind, data, states, parameters, *options)
     run = getattr(torch.ops.aten, kind).input
     if not can_run(data, hx, parameters):
