@@ -22,7 +22,7 @@ from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 from amp_compiler.ops.recurrent import KINDS
-from amp_compiler.ops.recurrent_network import KINDS, empty_results
+from amp_compiler.ops.recurrent_network import empty_results
 from amp_compiler.ops.typed_op import typed_op
 
 CAST = torch.ops.aten.to.dtype

@@ -94,7 +94,7 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
             ready=_always,
             fits=recurrent_network.takes,
             implementation=getattr(torch.ops.amp_compiler, kind).default,
-            gain="torch's own layer, two nodes where torch's compiler makes some hundred a layer; not measured on a device yet",
+            gain="torch's own layer as two nodes where its compiler makes some hundred; not measured on a device yet",
         )
         for kind in recurrent.KINDS
     ),

@@ -1,10 +1,10 @@
-"""Recurrent networks on a GPU: all layers, directions and steps are one operator forward, and one backward.
+"""Recurrent networks as torch's own: all layers, directions and steps are one operator forward, and one backward.
 
-Torch's compiler opens them into some ten operators per step and layer: minutes of compiling, and a launch each. Here
-they are torch's own layers as eager torch runs them, by cuDNN where it takes them. In 16 bits cuDNN sums in FP32 and
-rounds what goes from step to step, as under torch.autocast. The backward runs the network once more, so that what cuDNN
-keeps, of a size that it alone knows, stands in no graph. Dropout between layers is torch's own, so that its seed and
-its state count in a replayed graph too; there each layer is an operator.
+Torch's compiler opens them into some ten operators per step and layer: minutes of compiling, and on a GPU a launch
+each. Here they run as in eager torch: on a GPU by cuDNN where it takes them, which in 16 bits sums in FP32 and rounds
+what goes from step to step, as under torch.autocast; on a CPU, where 16 bits are FP32 inside. The backward runs the
+network once more, so that what torch keeps, of a size that cuDNN alone knows, stands in no graph. Dropout between
+layers is torch's own, so that its seed and its state count in a replayed graph too; there each layer is an operator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from amp_compiler.errors import LoweringError
 
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 DEVICE = "cuda"  # the type of devices whose networks are taken; tests put another one in its place
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LOW = (torch.bfloat16, torch.float16)
+FLOATS = (*LOW, torch.float32, torch.float64)
 
 
 def takes(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *rest: Any) -> bool:
@@ -36,7 +37,7 @@ def takes(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
     tensors = [input, *([hx] if isinstance(hx, Tensor) else hx), *params]
     known = all(isinstance(size, int) and size > 0 for one in tensors for size in one.shape)
     alike = all(one.device.type == DEVICE and one.dtype == input.dtype for one in tensors)
-    return known and alike and input.dtype in _FLOATS
+    return known and alike and input.dtype in FLOATS
 
 
 def network(
@@ -157,8 +158,12 @@ def _recording() -> AbstractContextManager[Any]:
 
 def _by_torch(data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], kind: str, *form: Any) -> list[Tensor]:
     has_biases, layers, bidirectional = form
+    low = data.dtype
+    if data.is_cpu and low in LOW:
+        data, states, weights = data.float(), [one.float() for one in states], [one.float() for one in weights]
     run, hx = getattr(torch.ops.aten, kind).input, list(states) if kind == "lstm" else states[0]
-    return list(run(data, hx, list(weights), has_biases, layers, 0.0, True, bidirectional, False))
+    results = run(data, hx, list(weights), has_biases, layers, 0.0, True, bidirectional, False)
+    return [one.to(low) for one in results]
 
 
 @contextmanager
@@ -176,19 +181,33 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
-    if torch.is_grad_enabled():
-        raise LoweringError(
-            "a recurrent network of cuDNN cannot be differentiated twice",
-            hint="run the model within torch.backends.cudnn.flags(enabled=False), as eager torch asks for too",
-        )
     data, *tensors = ctx.saved_tensors
-    states, weights = tensors[: ctx.states], tensors[ctx.states :]
     seeds = [
         data.new_zeros(shape, dtype=dtype) if one is None else one.contiguous()
         for one, (shape, dtype) in zip(gradients, ctx.likes, strict=True)
     ]
-    found = torch.ops.amp_compiler.recurrent_network_backward(data, states, weights, seeds, *ctx.form)
+    states, weights = tensors[: ctx.states], tensors[ctx.states :]
+    if torch.is_grad_enabled():  # this backward is to be differentiated itself
+        found = _differentiable(data, states, weights, seeds, ctx.form)
+    else:
+        found = torch.ops.amp_compiler.recurrent_network_backward(data, states, weights, seeds, *ctx.form)
     return found[0], found[1 : 1 + ctx.states], found[1 + ctx.states :], None, None, None, None
+
+
+def _differentiable(
+    data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], form: Sequence[Any]
+) -> list[Tensor | None]:
+    """As `recurrent_network_backward`, by torch's autograd; of what needs no gradient there is none."""
+    if not data.is_cpu:
+        raise LoweringError(
+            "a recurrent network of cuDNN cannot be differentiated twice",
+            hint="run the model within torch.backends.cudnn.flags(enabled=False), as eager torch asks for too",
+        )
+    read = [one.view_as(one) for one in (data, *states, *weights)]  # one may stand there twice
+    results = _by_torch(read[0], read[1 : 1 + len(states)], read[1 + len(states) :], *form)
+    leaves = [one for one in read if one.requires_grad]
+    found = iter(torch.autograd.grad(results, leaves, gradients, create_graph=True))
+    return [next(found) if one.requires_grad else None for one in read]
 
 
 recurrent_network.register_autograd(_backward, setup_context=_save)
