@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -134,7 +133,6 @@ FINISH = {
     "norm": "*fp32",
     "nonfinite": "*fp32",
 }
-GATHER_ARGS = {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"}
 KERNELS = {
     "adam": ("adam_kernel", ADAM_ARGS, ADAM),
     "adam, all options, unaligned": (
@@ -162,12 +160,6 @@ KERNELS = {
         {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"},
         {"GRAD_TYPE": "float16", "ALIGNED": True},
     ),
-    "gather": ("gather_kernel", GATHER_ARGS, {"GRAD_TYPE": "bfloat16", "LAST": False, "ALIGNED": True}),
-    "gather, the last": (
-        "gather_kernel",
-        GATHER_ARGS,
-        {"GRAD_TYPE": "float16", "LAST": True, "ALIGNED": True},
-    ),
     "check, finish": ("check_finish_kernel", FINISH, {"BLOCK": 1024}),
     "check, finish, 350 million elements": ("check_finish_kernel", FINISH, kernels.finish_options(85_000)),
     # Triton turns an argument that is 1 into a constant.
@@ -191,7 +183,6 @@ def compiled_ptx(name, capability):
     kernel, signature, constants = KERNELS[name]
     options, block = {
         "check_kernel": (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK),
-        "gather_kernel": (kernels._GATHER_OPTIONS, kernels.GATHER_BLOCK),
     }.get(kernel, (kernels._OPTIONS, kernels.BLOCK))
     if kernel in ("adam_kernel", "sgd_kernel"):
         options = kernels.update_options(constants["MODE"])
@@ -205,7 +196,7 @@ def compiled_ptx(name, capability):
     return compile_kernel(function, signature, values, capability, **options)
 
 
-NEWER = ("adam, all options, unaligned", "sgd, stochastic", "check", "gather, the last")  # the largest of each
+NEWER = ("adam, all options, unaligned", "sgd, stochastic", "check")  # the largest of each
 
 
 @pytest.mark.parametrize(
@@ -242,7 +233,6 @@ COLUMNS = {
     "adam, stochastic": {"gradient": (2, 1, 0), "weight": (2, 1, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
     "adam, Kahan": {"gradient": (2, 1, 0), "weight": (2, 1, 1), "error": (2, 1, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
     "sgd": {"gradient": (2, 1, 0), "weight": (4, 1, 1), "copy": (2, 0, 1), "momentum": (4, 1, 1)},
-    "gather": {"gradient": (2, 1, 0), "sum": (4, 1, 1)},
     "check": {"gradient": (2, 1, 0)},
     "commit": {"given": (4, 1, 0), "target": (4, 0, 1)},
 }
@@ -250,13 +240,13 @@ COLUMNS = {
 
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_full_blocks_load_and_store_16_bytes_of_every_column_and_share_none_between_warps(name, capability):
+def test_full_blocks_load_and_store_4_elements_of_every_column_and_share_none_between_warps(name, capability):
     ptx = compiled_ptx(name, capability)
     per_thread = 16 if name == "check" else 8  # elements
     for what, place in (("ld", 1), ("st", 2)):
-        wide = sum(per_thread * column[0] // 16 for column in COLUMNS[name].values() if column[place])
-        assert len(re.findall(rf"\b{what}\.global\.v4\.b32", ptx)) == wide, what
-        assert not re.search(rf"\b{what}\.global\.v2", ptx)
-    exchanges = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # within a warp, by shuffles
-    if exchanges and name not in ("gather", "check"):  # which add up what their warps have found
+        for size in (2, 4):
+            columns = sum(column[0] == size for column in COLUMNS[name].values() if column[place])
+            found = re.findall(rf"\b{what}\.global\.v{size}\.b32", ptx)
+            assert len(found) == columns * per_thread // 4, (what, size)
+    if name != "check":  # which adds up what its warps have found
         assert "st.shared" not in ptx and "bar.sync" not in ptx

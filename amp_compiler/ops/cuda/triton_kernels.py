@@ -23,7 +23,6 @@ import triton.language as tl
 
 from amp_compiler.ops.cuda.triton_parts import (
     COLUMNS,
-    EXTRA,
     FIRST,
     GRAD,
     LARGEST,
@@ -35,11 +34,9 @@ from amp_compiler.ops.cuda.triton_parts import (
     address,
     load_weight,
     read,
-    read_column,
-    read_gradient,
     saturated,
     store_weight,
-    write_column,
+    write,
 )
 
 ADAM_NUMBERS = tl.constexpr(9)  # per tensor, the fields of AdamNumbers
@@ -54,12 +51,12 @@ def _adam_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
-    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED, FULL)
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
-    m = read_column(first, offsets, inside, ALIGNED, FULL, BLOCK)
-    v = read_column(second, offsets, inside, ALIGNED, FULL, BLOCK)
+    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    m = read(first, offsets, inside, FULL)
+    v = read(second, offsets, inside, FULL)
     scalars += tl.load(row + PLACE) * ADAM_NUMBERS
     shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -74,14 +71,12 @@ def _adam_block(
     difference = grad - m
     m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
     v = tl.fma(grad * weight2, grad, v * beta2)
-    write_column(first, offsets, saturated(m, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
-    write_column(second, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+    write(first, offsets, saturated(m, MOMENT_TYPE), inside, FULL)
+    write(second, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     if AMSGRAD:
-        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED, FULL)
-        v = tl.maximum(
-            read_column(largest, offsets, inside, ALIGNED, FULL, BLOCK), v, propagate_nan=tl.PropagateNan.ALL
-        )
-        write_column(largest, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED)
+        v = tl.maximum(read(largest, offsets, inside, FULL), v, propagate_nan=tl.PropagateNan.ALL)
+        write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
     store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
@@ -151,8 +146,8 @@ def _sgd_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
     keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
@@ -162,10 +157,10 @@ def _sgd_block(
     grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
     grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
     if MOMENT_TYPE is not None:
-        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
-        decayed = tl.fma(grad, keep, read_column(first, offsets, inside, ALIGNED, FULL, BLOCK) * momentum)
+        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+        decayed = tl.fma(grad, keep, read(first, offsets, inside, FULL) * momentum)
         buffer = saturated(tl.where(tl.load(started) != 0.0, decayed, grad), MOMENT_TYPE).to(MOMENT_TYPE)
-        write_column(first, offsets, buffer, inside, ALIGNED, FULL, BLOCK)
+        write(first, offsets, buffer, inside, FULL)
         if NESTEROV:
             grad = tl.fma(buffer.to(tl.float32), momentum, grad)
         else:
@@ -221,7 +216,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED, True)
+    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -230,49 +225,6 @@ def check_kernel(
     tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
     # A comparison with NaN is false, so one test finds infinities and NaN.
     bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
-    tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
-
-
-@triton.jit
-def _gather_block(
-    row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offsets = tl.arange(0, BLOCK)
-    inside = offsets < size - start
-    kept = address(row, WEIGHT, tl.float32, start, ALIGNED, FULL)
-    total = read_column(kept, offsets, inside, ALIGNED, FULL, BLOCK)
-    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK)
-    if LAST:
-        write_column(
-            address(row, EXTRA, tl.float32, start, ALIGNED, FULL), offsets, total, inside, ALIGNED, FULL, BLOCK
-        )
-        write_column(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, ALIGNED, FULL, BLOCK)
-    else:
-        write_column(kept, offsets, total, inside, ALIGNED, FULL, BLOCK)
-    return total
-
-
-@triton.jit
-def gather_kernel(
-    rows, blocks, inv_scale, partials, bad_places,
-    GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add one block of gradients to its sum, in the column of weights, and check the result as `check_kernel` does.
-
-    With `LAST` the result goes into the column of extras, and the sum is cleared.
-    """
-    work = tl.load(blocks + tl.program_id(0))
-    row = rows + (work >> 32) * COLUMNS
-    start = (work & 0xFFFFFFFF) * BLOCK
-    size = tl.load(row + SIZE)
-    if size - start >= BLOCK:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, True, BLOCK)
-    else:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, False, BLOCK)
-    unscaled = total * tl.load(inv_scale)
-    tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
-    bad = tl.max((tl.abs(total) < float("inf")).to(tl.int32) ^ 1, axis=0)
     tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
 
 
@@ -306,8 +258,8 @@ def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr,
         start = (work & 0xFFFFFFFF) * BLOCK
         size = tl.load(row + SIZE)
         offsets = tl.arange(0, BLOCK)
-        given = address(row, GRAD, TYPE, start, ALIGNED, True) + offsets
-        target = address(row, WEIGHT, TYPE, start, ALIGNED, True) + offsets
+        given = address(row, GRAD, TYPE, start, ALIGNED) + offsets
+        target = address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
         if size - start >= BLOCK:
             tl.store(target, tl.load(given))
         else:

@@ -23,14 +23,13 @@ from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage
 
 BLOCK = 1024
-CHECK_BLOCK, GATHER_BLOCK = 4096, 2048
+CHECK_BLOCK = 4096
 # Without a bound ptxas aims at ten programs of 128 threads on a multiprocessor for some combinations of options, and
 # spills. 64 registers let eight run, and 56, with which most updates do, nine: with Kahan's errors not with every
 # compiler.
 _OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _UPDATE_OPTIONS = {**_OPTIONS, "maxnreg": 56}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-_GATHER_OPTIONS = {**_CHECK_OPTIONS, "maxnreg": 64}
 TABLES = TableCache()
 _WORDS = {1: torch.int8, 2: torch.int16}
 
@@ -79,50 +78,43 @@ def update_options(mode: int) -> dict[str, Any]:
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.grad_check`. Sums are made per block of 4096 elements, then in a fixed order."""
-    device = inv_scale.device
+    device, code = inv_scale.device, _device_code()
     with _on(device):
         dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
         groups = TABLES.groups([dense], device, CHECK_BLOCK) if dense else []
-        return _checked("check_kernel", groups, len(grads), inv_scale, BLOCK=CHECK_BLOCK, **_CHECK_OPTIONS)
+        norm = torch.empty((), dtype=torch.float32, device=device)
+        nonfinite = torch.empty_like(norm)
+        flags = torch.empty(len(grads), dtype=torch.uint8, device=device)
+        blocks = sum(len(group.blocks) for group in groups)
+        partials = torch.empty(blocks, dtype=torch.float32, device=device)
+        bad_places = torch.empty(blocks, dtype=torch.int32, device=device)
+        start = 0
+        for group in groups:
+            programs = len(group.blocks)
+            if programs:
+                code.check_kernel[(programs,)](
+                    group.rows, group.blocks, inv_scale, partials[start:], bad_places[start:],
+                    GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, BLOCK=CHECK_BLOCK, **_CHECK_OPTIONS,
+                )  # fmt: skip
+            start += programs
+        code.check_finish_kernel[(1,)](
+            partials, bad_places, blocks, flags, len(grads), norm, nonfinite, **finish_options(blocks)
+        )
+    return norm, nonfinite, flags
 
 
 def gather_check(
     sums: Tensors, grads: Tensors, inv_scale: Tensor, last: bool
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """See `reference.gather_check`: in one launch for all gradients of one type."""
-    device = inv_scale.device
-    with _on(device):
-        totals = [torch.empty_like(one) for one in sums] if last else []
-        columns = [laid_out_like(grads, sums), sums, totals]
-        groups = TABLES.groups(columns, device, GATHER_BLOCK) if grads else []
-        options = {"LAST": last, "BLOCK": GATHER_BLOCK, **_GATHER_OPTIONS}
-        return *_checked("gather_kernel", groups, len(grads), inv_scale, **options), totals
-
-
-def _checked(
-    kernel: str, groups: Sequence[Group], count: int, inv_scale: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a kernel that checks what it reads over all groups, and add up what its programs found."""
-    device, code = inv_scale.device, _device_code()
-    norm = torch.empty((), dtype=torch.float32, device=device)
-    nonfinite = torch.empty_like(norm)
-    flags = torch.empty(count, dtype=torch.uint8, device=device)
-    blocks = sum(len(group.blocks) for group in groups)
-    partials = torch.empty(blocks, dtype=torch.float32, device=device)
-    bad_places = torch.empty(blocks, dtype=torch.int32, device=device)
-    start = 0
-    for group in groups:
-        programs = len(group.blocks)
-        if programs:
-            getattr(code, kernel)[(programs,)](
-                group.rows, group.blocks, inv_scale, partials[start:], bad_places[start:],
-                GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, **options,
-            )  # fmt: skip
-        start += programs
-    code.check_finish_kernel[(1,)](
-        partials, bad_places, blocks, flags, count, norm, nonfinite, **finish_options(blocks)
-    )
-    return norm, nonfinite, flags
+    """See `reference.gather_check`: added by torch, then checked in one launch."""
+    totals = [torch.empty_like(one) for one in sums] if last else []
+    if grads:
+        torch._foreach_add_(list(sums), list(grads))
+    found = grad_check(sums, inv_scale)
+    if totals:
+        torch._foreach_copy_(totals, list(sums))
+        torch._foreach_zero_(list(sums))
+    return *found, totals
 
 
 def finish_options(count: int) -> dict[str, Any]:
