@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -78,9 +78,18 @@ class CopyWatch:
             found += [place for place in self._others if not _agree(*self._pairs[place], turn)]
         return found
 
-    def seen_elsewhere(self) -> list[int]:
-        """The places of the pairs on a CUDA device that ever differed; waits for the device."""
-        return [place for one in self._elsewhere for place in one.seen()]
+    @property
+    def looks_elsewhere(self) -> bool:
+        """Whether there are pairs on other devices than a CPU."""
+        return bool(self._elsewhere)
+
+    def unread(self) -> Callable[[], list[int]]:
+        """A function that gives the places of the pairs on a CUDA device that ever differed, and waits for the device.
+
+        It holds none of the tensors, and so may outlive this.
+        """
+        flags = [one for elsewhere in self._elsewhere for one in elsewhere.flags()]
+        return lambda: [own[place] for seen, own in flags for place in seen()]
 
 
 class _Elsewhere:
@@ -106,8 +115,8 @@ class _Elsewhere:
             for tensor, copy in self._rest if self._take else ():
                 tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
 
-    def seen(self) -> list[int]:
-        return [own[place] for copies, own in self._by_device for place in copies.seen()]
+    def flags(self) -> list[tuple[Callable[[], list[int]], list[int]]]:
+        return [(copies.unread(), own) for copies, own in self._by_device]
 
 
 def _is_plain(tensor: Tensor) -> bool:

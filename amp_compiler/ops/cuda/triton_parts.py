@@ -127,10 +127,11 @@ def load_weight(
     row, start, offsets, inside,
     WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The weight in fp32, with the error of earlier roundings added where it is kept."""
+    """As `rounding.widen`."""
     column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
     weight = read(column, offsets, inside, FULL)
     if MODE == KAHAN:
         error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED)
-        weight += read(error, offsets, inside, FULL)
+        beside = read(error, offsets, inside, FULL)
+        weight += tl.where((weight + beside * 0.5).to(WEIGHT_TYPE).to(tl.float32) == weight, beside, 0.0)
     return weight
