@@ -132,7 +132,7 @@ def bytes_of(name: str, gradients: str) -> int:
 
 def used(name: str) -> tuple[int, dict[str, Any]]:
     """Elements of a program and compiler options, as the project has them."""
-    return (kernels.CHECK_BLOCK, kernels._CHECK_OPTIONS) if name == CHECK else (kernels.BLOCK, kernels._UPDATE_OPTIONS)
+    return (kernels.CHECK_BLOCK, kernels._CHECK_OPTIONS) if name == CHECK else (kernels.BLOCK, kernels._OPTIONS)
 
 
 def code_rows(types: Sequence[str]) -> list[Row]:
@@ -149,7 +149,7 @@ def code_rows(types: Sequence[str]) -> list[Row]:
 @contextmanager
 def sizes(name: str, block: int, options: Mapping[str, Any]) -> Iterator[None]:
     """Within it the kernels are launched with other sizes."""
-    names = ("CHECK_BLOCK", "_CHECK_OPTIONS") if name == CHECK else ("BLOCK", "_UPDATE_OPTIONS")
+    names = ("CHECK_BLOCK", "_CHECK_OPTIONS") if name == CHECK else ("BLOCK", "_OPTIONS")
     before = [getattr(kernels, one) for one in names]
     for one, value in zip(names, (block, dict(options)), strict=True):
         setattr(kernels, one, value)

@@ -58,38 +58,25 @@ def recurrent(
         if not can_run(data, hx, parameters):
             return getattr(torch.ops.aten, kind).input(data, hx, parameters, *options)  # type: ignore[no-any-return]
         if cpu_recurrent.can_run(data) and not _is_projected(states):
-            return _stacked(kind, data, states, parameters, *options)
+            return recurrent_network.network(kind, data, states, parameters, *options, layer=_native_layer)
     return recurrent_network.network(kind, data, states, parameters, *options)
 
 
-def _stacked(
-    kind: str, data: Tensor, hidden: Sequence[Tensor], parameters: list[Tensor], has_biases: bool, layers: int,
-    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """A network put together from single directions of layers."""
-    directions = 2 if bidirectional else 1
-    each = 4 if has_biases else 2
-    out = data.transpose(0, 1) if batch_first else data
-    last: list[list[Tensor]] = [[] for _ in hidden]
-    for layer in range(layers):
-        sides = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = parameters[index * each : (index + 1) * each]
-            if not has_biases:
-                weights = [*weights, *[torch.zeros_like(weights[0][:, 0])] * 2]
-            first = [states[index : index + 1].contiguous() for states in hidden]
-            cell = first[1] if kind == "lstm" else None
-            side, *states = torch.ops.amp_compiler.recurrent_layer(
-                out.contiguous(), *weights, first[0], cell, kind, direction == 1
-            )
-            sides.append(side)
-            for kept, state in zip(last, states, strict=False):
-                kept.append(state)
-        out = torch.cat(sides, -1) if bidirectional else sides[0]
-        if train and dropout and layer < layers - 1:
-            out = torch.dropout(out, dropout, True)
-    return out.transpose(0, 1) if batch_first else out, *[torch.cat(states) for states in last]
+def _native_layer(
+    data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], kind: str, has_biases: bool, layers: int,
+    bidirectional: bool,
+) -> list[Tensor]:  # fmt: skip
+    """As `recurrent_network.recurrent_network`, of one layer: put together from single directions."""
+    sides, each = [], 4 if has_biases else 2
+    for direction in range(2 if bidirectional else 1):
+        own = weights[direction * each : (direction + 1) * each]
+        own = own if has_biases else [*own, *[torch.zeros_like(own[0][:, 0])] * 2]
+        first = [one[direction : direction + 1].contiguous() for one in states] if bidirectional else states
+        h, c = (*first, None)[:2]
+        side = torch.ops.amp_compiler.recurrent_layer(data, *own, h, c, kind, direction == 1)
+        sides.append(side[: 1 + len(states)])
+    out, *ends = zip(*sides, strict=True)
+    return [torch.cat(out, -1) if bidirectional else out[0], *map(torch.cat, ends)]
 
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -194,7 +181,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         del inputs[-1], wanted[-1]
     kind, reverse, missing = ctx.kind, ctx.reverse, [None] * (_INPUTS - len(inputs) + 2)
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        return *_through_aten(kind, inputs, given, wanted, reverse), *missing
+        return *_differentiable(kind, inputs, given, reverse), *missing
     first, out = inputs[_WEIGHTS:], results[0]
     made = torch.ops.amp_compiler.recurrent_sums_backward(inputs[2], first, list(results[3:]), given, kind, reverse)
     states, sums = made[: len(first)], [one.flatten(0, 1) for one in made[len(first) :]]
@@ -208,20 +195,16 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     return d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, *states, *missing
 
 
-def _through_aten(
-    kind: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool], reverse: bool
+def _differentiable(
+    kind: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], reverse: bool
 ) -> list[Tensor | None]:
-    """Gradients of one layer by autograd through ATen's, in FP32, which can be differentiated again."""
-    tensors = [one.view_as(one) for one in inputs]  # one may stand there twice
-    data, *weights = (one.float() for one in tensors[:_WEIGHTS])
-    states = [one.float() for one in tensors[_WEIGHTS:]]
-    hidden = states if kind == "lstm" else states[0]
-    run = getattr(torch.ops.aten, kind).input
-    out, *last = run(data.flip(0) if reverse else data, hidden, weights, True, 1, 0.0, True, False, False)
-    results = [one.to(inputs[0].dtype) for one in (out.flip(0) if reverse else out, *last)]
-    leaves = [one for one, asked in zip(tensors, wanted, strict=True) if asked]
-    found = iter(torch.autograd.grad(results, leaves, gradients[: len(results)], create_graph=True))
-    return [next(found) if asked else None for asked in wanted]
+    """Gradients of one layer by autograd through torch's, in FP32, which can be differentiated again."""
+    data, states = inputs[0].flip(0) if reverse else inputs[0], inputs[_WEIGHTS:]
+    seeds = [gradients[0].flip(0) if reverse else gradients[0], *gradients[1 : 1 + len(states)]]
+    form = kind, True, 1, False
+    d_data, *found = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, form)
+    d_data = d_data.flip(0) if reverse and d_data is not None else d_data
+    return [d_data, *found[len(states) :], *found[: len(states)]]
 
 
 recurrent_layer.register_autograd(_backward, setup_context=_save)

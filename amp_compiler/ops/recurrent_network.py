@@ -10,7 +10,7 @@ layers is torch's own, so that its seed and its state count in a replayed graph 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -43,6 +43,7 @@ def takes(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 def network(
     kind: str, data: Tensor, states: Sequence[Tensor], parameters: Sequence[Tensor], has_biases: bool, layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    layer: Callable[..., list[Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten.lstm.input`, `aten.gru.input` and their like, traced and differentiated as the operators of this file.
 
@@ -58,23 +59,26 @@ def network(
         train: whether there is dropout.
         bidirectional: whether each layer also runs backwards.
         batch_first: whether the batch is the first dimension of `data` and of the output.
+        layer: what runs single layers in the place of `recurrent_network`, which runs all of them at once.
 
     Returns:
         The output and the last states.
     """
-    count = 1 if train and dropout and layers > 1 else layers  # layers of one operator
+    count = 1 if layer or (train and dropout and layers > 1) else layers  # layers of one operator
+    run = layer or torch.ops.amp_compiler.recurrent_network
     directions = 2 if bidirectional else 1
     each, last = len(parameters) // (layers * directions), list[tuple[Tensor, ...]]()
     out = data.transpose(0, 1) if batch_first else data
     for first in range(0, layers, count):
         places = slice(first * directions, (first + count) * directions)
-        out = torch.dropout(out, dropout, True) if first else out
-        out, *ends = torch.ops.amp_compiler.recurrent_network(
+        out = torch.dropout(out, dropout, True) if first and train and dropout else out
+        out, *ends = run(
             out.contiguous(), [one[places].contiguous() for one in states],
             list(parameters[places.start * each : places.stop * each]), kind, has_biases, count, bidirectional,
         )  # fmt: skip
         last.append(tuple(ends))
-    return out.transpose(0, 1) if batch_first else out, *map(torch.cat, zip(*last, strict=True))
+    ends = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*last, strict=True)]
+    return out.transpose(0, 1) if batch_first else out, *ends
 
 
 def empty_results(
@@ -118,22 +122,11 @@ def _(data: Tensor, states: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 @torch.library.custom_op("amp_compiler::recurrent_network_backward", mutates_args=())
-def recurrent_network_backward(
+def _network_backward(
     data: Tensor, states: list[Tensor], weights: list[Tensor], gradients: list[Tensor], kind: str, has_biases: bool,
     layers: int, bidirectional: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of `recurrent_network` by data, states and weights.
-
-    Args:
-        data: as there.
-        states: as there.
-        weights: as there.
-        gradients: of its results.
-        kind: as there.
-        has_biases: as there.
-        layers: as there.
-        bidirectional: as there.
-    """
+    """Gradients of `recurrent_network`, whose arguments it has, by data, states and weights."""
     with torch.inference_mode(False), _recording(), torch.enable_grad(), _as_settled(data):
         given = (data, *states, *weights)
         leaves = [(one.clone() if one.is_inference() else one.detach()).requires_grad_() for one in given]
@@ -143,7 +136,7 @@ def recurrent_network_backward(
     return [one.clone(memory_format=torch.contiguous_format) for one in found]
 
 
-@recurrent_network_backward.register_fake
+@_network_backward.register_fake
 def _(data: Tensor, states: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     return [one.new_empty(one.shape) for one in (data, *states, *weights)]
 
@@ -188,16 +181,20 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     ]
     states, weights = tensors[: ctx.states], tensors[ctx.states :]
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        found = _differentiable(data, states, weights, seeds, ctx.form)
+        found = differentiable(data, states, weights, seeds, ctx.form)
     else:
         found = torch.ops.amp_compiler.recurrent_network_backward(data, states, weights, seeds, *ctx.form)
     return found[0], found[1 : 1 + ctx.states], found[1 + ctx.states :], None, None, None, None
 
 
-def _differentiable(
+def differentiable(
     data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], gradients: Sequence[Tensor], form: Sequence[Any]
 ) -> list[Tensor | None]:
-    """As `recurrent_network_backward`, by torch's autograd; of what needs no gradient there is none."""
+    """As `recurrent_network_backward`, by torch's autograd; of what needs no gradient there is none.
+
+    Raises:
+        LoweringError: cuDNN has no such thing.
+    """
     if not data.is_cpu:
         raise LoweringError(
             "a recurrent network of cuDNN cannot be differentiated twice",

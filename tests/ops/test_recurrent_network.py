@@ -101,7 +101,7 @@ def test_two_backwards_read_the_same():
 def test_it_says_that_cudnn_cannot_be_differentiated_twice():
     data = torch.empty(3, 4, 6, device="meta")
     with pytest.raises(AmpError, match=r"torch\.backends\.cudnn\.flags"):
-        recurrent_network._differentiable(data, [], [], [], ())
+        recurrent_network.differentiable(data, [], [], [], ())
 
 
 def arguments(kind, dtype=torch.float32):

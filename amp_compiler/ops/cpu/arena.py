@@ -129,28 +129,6 @@ def allocator(fallback: Allocate) -> Allocate:
     return allocate
 
 
-def empty(size: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for a result of an operator of our own, from the arena of the call that is running in this thread, if any.
-
-    Args:
-        size: of the tensor.
-        order: its dimensions from the outermost in memory to the innermost.
-        dtype: of the tensor.
-        device: of the tensor; on others than a CPU it is an ordinary tensor.
-    """
-    serve = getattr(_CURRENT, "serve", None)
-    if serve is None or device.type != "cpu":
-        return torch.empty_permuted(list(size), list(order), dtype=dtype, device=device)
-    stride, count = [0] * len(size), 1
-    for dim in reversed(order):
-        stride[dim], count = count, count * size[dim]
-    return serve.take(_allocate, tuple(size), tuple(stride), dtype)  # type: ignore[no-any-return]
-
-
-def _allocate(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
-
-
 class _Serving:
     """Makes something the source of buffers in this thread."""
 

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,14 +42,16 @@ class Group:
     aligned: bool
 
 
-class TableMemory(Protocol):
-    """Where tables lie; `CudaMemory` but for tests."""
+class TableMemory:
+    """Where tables lie."""
 
     def remote(self, device: torch.device) -> bool:
         """Whether a copy from the host to a device goes on beside the host."""
+        return device.type == "cuda"
 
     def capturing(self) -> bool:
         """Whether this thread is capturing a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, words: int) -> Tensor:
         """Memory of the host, int64 [words], that an asynchronous copy may read.
@@ -58,28 +59,10 @@ class TableMemory(Protocol):
         Raises:
             RuntimeError: there is none during a capture.
         """
-
-    def on_device(self, words: int, device: torch.device) -> Tensor:
-        """Memory of a device, int64 [words]."""
-
-
-class CudaMemory:
-    """As `TableMemory`, by torch."""
-
-    def remote(self, device: torch.device) -> bool:
-        """As in `TableMemory`."""
-        return device.type == "cuda"
-
-    def capturing(self) -> bool:
-        """As in `TableMemory`."""
-        return torch.cuda.is_current_stream_capturing()
-
-    def pinned(self, words: int) -> Tensor:
-        """As in `TableMemory`."""
         return torch.empty(words, dtype=torch.int64, pin_memory=True)
 
     def on_device(self, words: int, device: torch.device) -> Tensor:
-        """As in `TableMemory`."""
+        """Memory of a device, int64 [words]."""
         return torch.empty(words, dtype=torch.int64, device=device)
 
 
@@ -116,7 +99,7 @@ class TableCache:
     """
 
     def __init__(self, memory: TableMemory | None = None) -> None:
-        self._memory = CudaMemory() if memory is None else memory
+        self._memory = TableMemory() if memory is None else memory
         self._tables: OrderedDict[object, tuple[list[Group], Size]] = OrderedDict()
         self._spare: dict[Size, list[Buffers]] = {}
         self._captured: dict[int, object] = {}

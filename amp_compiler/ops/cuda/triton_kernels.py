@@ -29,7 +29,6 @@ from amp_compiler.ops.cuda.triton_parts import (
     PLACE,
     SECOND,
     SIZE,
-    WEIGHT,
     add_l1,
     address,
     load_weight,
@@ -108,36 +107,6 @@ def adam_kernel(
 
 
 @triton.jit
-def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
-    """Raise every step count, whose address is in the first column, and write the numbers of its tensor's step.
-
-    They are the fields of `AdamNumbers`, computed in fp64. A power is the exponential of a multiple of a logarithm.
-    """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    if tl.load(skip) == 0.0:
-        pointers = tl.load(rows + index * COLUMNS + GRAD, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-        raised = tl.load(pointers, mask=inside, other=0.0) + 1.0
-        tl.store(pointers, raised, mask=inside)
-        step = raised.to(tl.float64)
-        lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
-        eps, decay, l1 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
-        correction1 = 1.0 - tl.exp(step * tl.log(beta1))
-        correction2 = 1.0 - tl.exp(step * tl.log(beta2))
-        out = scalars + index * ADAM_NUMBERS
-        same = step * 0.0
-        tl.store(out, (same + (1.0 - lr * decay)).to(tl.float32), mask=inside)
-        tl.store(out + 1, (same + decay).to(tl.float32), mask=inside)
-        tl.store(out + 2, (same + l1).to(tl.float32), mask=inside)
-        tl.store(out + 3, (same + (1.0 - beta1)).to(tl.float32), mask=inside)
-        tl.store(out + 4, (same + beta2).to(tl.float32), mask=inside)
-        tl.store(out + 5, (same + (1.0 - beta2)).to(tl.float32), mask=inside)
-        tl.store(out + 6, (same + eps).to(tl.float32), mask=inside)
-        tl.store(out + 7, tl.sqrt(correction2).to(tl.float32), mask=inside)
-        tl.store(out + 8, (-lr / correction1).to(tl.float32), mask=inside)
-
-
-@triton.jit
 def _sgd_block(
     row, start, size, hyper, coef, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
@@ -195,16 +164,6 @@ def sgd_kernel(
 
 
 @triton.jit
-def advance_kernel(started, rng, skip, HAS_STARTED: tl.constexpr, HAS_RNG: tl.constexpr):
-    """After all tensors: note that a first step was made, and count the update for the random bits of the next."""
-    if tl.load(skip) == 0.0:
-        if HAS_STARTED:
-            tl.store(started, 1.0)
-        if HAS_RNG:
-            tl.store(rng + 1, tl.load(rng + 1) + 1)
-
-
-@triton.jit
 def check_kernel(
     rows, blocks, inv_scale, partials, bad_places,
     GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -226,42 +185,3 @@ def check_kernel(
     # A comparison with NaN is false, so one test finds infinities and NaN.
     bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
     tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
-
-
-@triton.jit
-def check_finish_kernel(
-    partials, bad_places, partial_count, flags, flag_count, norm, nonfinite, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Add the blocks' sums in a fixed order and write the flags of all tensors; one program."""
-    offsets = tl.arange(0, BLOCK)
-    for start in range(0, flag_count, BLOCK):
-        tl.store(flags + start + offsets, tl.zeros([BLOCK], dtype=tl.uint8), mask=offsets < flag_count - start)
-    tl.debug_barrier()  # other threads write the same flags below
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    bad = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, partial_count, BLOCK):
-        inside = offsets < partial_count - start
-        total += tl.load(partials + start + offsets, mask=inside, other=0.0)
-        place = tl.load(bad_places + start + offsets, mask=inside, other=0)
-        tl.store(flags + place - 1, tl.full([BLOCK], 1, dtype=tl.uint8), mask=place > 0)
-        bad = tl.maximum(bad, place)
-    tl.store(norm, tl.sqrt_rn(tl.sum(total, axis=0)))
-    tl.store(nonfinite, (tl.max(bad, axis=0) > 0).to(tl.float32))
-
-
-@triton.jit
-def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy one block of a new value (in the column of gradients) to its target, unless the step is skipped."""
-    if tl.load(skip) == 0.0:
-        work = tl.load(blocks + tl.program_id(0))
-        row = rows + (work >> 32) * COLUMNS
-        start = (work & 0xFFFFFFFF) * BLOCK
-        size = tl.load(row + SIZE)
-        offsets = tl.arange(0, BLOCK)
-        given = address(row, GRAD, TYPE, start, ALIGNED) + offsets
-        target = address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
-        if size - start >= BLOCK:
-            tl.store(target, tl.load(given))
-        else:
-            inside = offsets < size - start
-            tl.store(target, tl.load(given, mask=inside), mask=inside)

@@ -226,7 +226,7 @@ def _register() -> None:
     _LIBRARY.impl("spread_part", spread_part, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::spread_part", lambda *_: None, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
-    _LIBRARY.impl("commit", _on_cuda("commit"), "CUDA")
+    _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
 
 

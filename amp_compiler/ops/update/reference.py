@@ -92,12 +92,17 @@ def update(optimizer: FusedOptimizer, given: Update, sqrt: Unary = torch.sqrt) -
     """
     if given.weights:
         _update_all(optimizer, given, sqrt)
+    advance(given)
+    for low, master in zip(given.lows, given.weights, strict=bool(given.lows)):
+        low.copy_(master)
+
+
+def advance(given: Update) -> None:
+    """After all tensors: note that a first step was made, and count the update for the random bits of the next."""
     if given.started is not None:
         given.started.copy_(torch.where(given.skip != 0, given.started, 1.0))
     if given.rng is not None and given.mode == Storage.STOCHASTIC:
         given.rng.copy_(torch.stack([given.rng[0], given.rng[1] + (given.skip == 0)]))
-    for low, master in zip(given.lows, given.weights, strict=bool(given.lows)):
-        low.copy_(master)
 
 
 def overflow(optimizer: FusedOptimizer, given: Update) -> Tensor:
