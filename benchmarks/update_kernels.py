@@ -189,7 +189,7 @@ def sweep(name: str, gradients: str, parameters: int, repeats: int) -> list[Row]
 def _call(name: str, tensors: Ours) -> Callable[[], object]:
     if name == CHECK:
         return lambda: tensors.check(tensors.grads, tensors.inverse)
-    state = (tensors.masters, tensors.grads, *tensors.moments, [], tensors.lows, tensors.steps)
+    state = (tensors.masters, tensors.grads, *tensors.moments, [], tensors.low_weights, tensors.steps)
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     return lambda: tensors.adam(*state, tensors.hyper, one, zero, False, False, True)
 

@@ -172,7 +172,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     inputs, results = list(ctx.saved_tensors[:_INPUTS]), ctx.saved_tensors[_INPUTS:]
-    given = [
+    seeds = [
         torch.zeros_like(result) if gradient is None else gradient
         for gradient, result in zip(gradients[:3], results[:3], strict=True)
     ]
@@ -181,10 +181,12 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         del inputs[-1], wanted[-1]
     kind, reverse, missing = ctx.kind, ctx.reverse, [None] * (_INPUTS - len(inputs) + 2)
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        return *_differentiable(kind, inputs, given, reverse), *missing
+        return *_differentiable(kind, inputs, seeds, reverse), *missing
     first, out = inputs[_WEIGHTS:], results[0]
-    made = torch.ops.amp_compiler.recurrent_sums_backward(inputs[2], first, list(results[3:]), given, kind, reverse)
-    states, sums = made[: len(first)], [one.flatten(0, 1) for one in made[len(first) :]]
+    gradients_of_sums = torch.ops.amp_compiler.recurrent_sums_backward(
+        inputs[2], first, list(results[3:]), seeds, kind, reverse
+    )
+    states, sums = gradients_of_sums[: len(first)], [one.flatten(0, 1) for one in gradients_of_sums[len(first) :]]
     of_data, of_state = sums[0], sums[-1]
     before = torch.cat([out[1:], first[0]]) if reverse else torch.cat([first[0], out[:-1]])
     data, w_ih = inputs[:2]
@@ -202,9 +204,9 @@ def _differentiable(
     data, states = inputs[0].flip(0) if reverse else inputs[0], inputs[_WEIGHTS:]
     seeds = [gradients[0].flip(0) if reverse else gradients[0], *gradients[1 : 1 + len(states)]]
     form = kind, True, 1, False
-    d_data, *found = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, form)
+    d_data, *rest = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, form)
     d_data = d_data.flip(0) if reverse and d_data is not None else d_data
-    return [d_data, *found[len(states) :], *found[: len(states)]]
+    return [d_data, *rest[len(states) :], *rest[: len(states)]]
 
 
 recurrent_layer.register_autograd(_backward, setup_context=_save)

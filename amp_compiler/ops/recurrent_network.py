@@ -128,12 +128,12 @@ def _network_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of `recurrent_network`, whose arguments it has, by data, states and weights."""
     with torch.inference_mode(False), _recording(), torch.enable_grad(), _as_settled(data):
-        given = (data, *states, *weights)
-        leaves = [(one.clone() if one.is_inference() else one.detach()).requires_grad_() for one in given]
+        tensors = (data, *states, *weights)
+        leaves = [(one.clone() if one.is_inference() else one.detach()).requires_grad_() for one in tensors]
         inner = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
         results = _by_torch(leaves[0], *inner, kind, has_biases, layers, bidirectional)
-        found = torch.autograd.grad(results, leaves, gradients)
-    return [one.clone(memory_format=torch.contiguous_format) for one in found]
+        gradients_of_tensors = torch.autograd.grad(results, leaves, gradients)
+    return [one.clone(memory_format=torch.contiguous_format) for one in gradients_of_tensors]
 
 
 @_network_backward.register_fake
@@ -181,10 +181,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Any:
     ]
     states, weights = tensors[: ctx.states], tensors[ctx.states :]
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        found = differentiable(data, states, weights, seeds, ctx.form)
+        results = differentiable(data, states, weights, seeds, ctx.form)
     else:
-        found = torch.ops.amp_compiler.recurrent_network_backward(data, states, weights, seeds, *ctx.form)
-    return found[0], found[1 : 1 + ctx.states], found[1 + ctx.states :], None, None, None, None
+        results = torch.ops.amp_compiler.recurrent_network_backward(data, states, weights, seeds, *ctx.form)
+    return results[0], results[1 : 1 + ctx.states], results[1 + ctx.states :], None, None, None, None
 
 
 def differentiable(
@@ -203,8 +203,8 @@ def differentiable(
     read = [one.view_as(one) for one in (data, *states, *weights)]  # one may stand there twice
     results = _by_torch(read[0], read[1 : 1 + len(states)], read[1 + len(states) :], *form)
     leaves = [one for one in read if one.requires_grad]
-    found = iter(torch.autograd.grad(results, leaves, gradients, create_graph=True))
-    return [next(found) if one.requires_grad else None for one in read]
+    slopes = iter(torch.autograd.grad(results, leaves, gradients, create_graph=True))
+    return [next(slopes) if one.requires_grad else None for one in read]
 
 
 recurrent_network.register_autograd(_backward, setup_context=_save)

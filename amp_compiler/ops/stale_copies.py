@@ -65,18 +65,18 @@ class CopyWatch:
         Args:
             turn: number of the look, which says where in large tensors it looks.
         """
-        found: list[int] = []
+        stale: list[int] = []
         if self._places:
             flags = self._new_flags()  # of this call: several threads may look
             self._call(*self._arguments, turn, flags)
             marks = bytes(flags)
             if 1 in marks:
-                found = [place for place, mark in zip(self._places, marks, strict=True) if mark]
+                stale = [place for place, mark in zip(self._places, marks, strict=True) if mark]
         for one in self._elsewhere:
             one.follow(turn)
         if self._others:
-            found += [place for place in self._others if not _agree(*self._pairs[place], turn)]
-        return found
+            stale += [place for place in self._others if not _agree(*self._pairs[place], turn)]
+        return stale
 
     @property
     def looks_elsewhere(self) -> bool:
@@ -141,5 +141,5 @@ def _agree(tensor: Tensor, copy: Tensor, turn: int) -> bool:
             slices = max(1, _LOOKED_AT * len(tensor) // tensor.numel())
             step = -(-len(tensor) // slices)
             tensor, copy = tensor[turn % step :: step], copy[turn % step :: step]
-        made = tensor.to(copy.dtype)
-        return bool(((made == copy) | (made.isnan() & copy.isnan())).all())
+        rounded = tensor.to(copy.dtype)
+        return bool(((rounded == copy) | (rounded.isnan() & copy.isnan())).all())

@@ -53,8 +53,8 @@ void add_to(float* __restrict line, const G* __restrict grads, int64_t count) {
 }
 
 template <class L>
-void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
+void narrow(const float* __restrict weights, L* __restrict low_weights, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store(weights[i], low_weights + i);
 }
 
 #ifdef __F16C__  // compilers convert fp16 one by one where the processor has no arithmetic on it
@@ -78,13 +78,13 @@ inline void add_to<Half>(float* __restrict line, const Half* __restrict grads, i
 }
 
 template <>
-inline void narrow<Half>(const float* __restrict weights, Half* __restrict lows, int64_t count) {
+inline void narrow<Half>(const float* __restrict weights, Half* __restrict low_weights, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(weights + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lows + i), half);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low_weights + i), half);
   }
-  for (; i < count; ++i) store(weights[i], lows + i);
+  for (; i < count; ++i) store(weights[i], low_weights + i);
 }
 #endif
 

@@ -129,19 +129,19 @@ class TableCache:
         capturing = self._memory.remote(device) and self._memory.capturing()
         if key not in self._tables:
             plans, words = _planned(columns, device, block)
-            found = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
+            groups = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
             if capturing:
-                return found  # not filled yet, so of no use outside the graph
-            self._tables[key] = found, (device, len(words))
+                return groups  # not filled yet, so of no use outside the graph
+            self._tables[key] = groups, (device, len(words))
             if len(self._tables) > _CACHED:
                 _, (_, gone) = self._tables.popitem(last=False)
                 self._stock(gone)
             self._stock((device, len(words)))
         self._tables.move_to_end(key)
-        found = self._tables[key][0]
+        groups = self._tables[key][0]
         if capturing:
-            self._keep(found)
-        return found
+            self._keep(groups)
+        return groups
 
     def _stock(self, size: Size) -> None:
         """See that there are as many spare buffers of a size as tables, for a capture that needs them all anew."""

@@ -97,36 +97,36 @@ def gather_check(
     totals = [torch.empty_like(one) for one in sums] if last else []
     if grads:
         torch._foreach_add_(list(sums), list(grads))
-    found = grad_check(sums, inv_scale)
+    checked = grad_check(sums, inv_scale)
     if totals:
         torch._foreach_copy_(totals, list(sums))
         torch._foreach_zero_(list(sums))
-    return *found, totals
+    return *checked, totals
 
 
-def update(optimizer: FusedOptimizer, given: Update) -> None:
+def update(optimizer: FusedOptimizer, args: Update) -> None:
     """See `reference.update`."""
-    device, code = given.skip.device, _device_code()
-    if any(one.dtype != torch.float32 for one in given.steps):
+    device, code = args.skip.device, _device_code()
+    if any(one.dtype != torch.float32 for one in args.steps):
         raise LoweringError("a step count is not fp32", hint="keep every step count as an fp32 tensor")
     with _on(device):
-        if given.weights:
+        if args.weights:
             kernel = getattr(code, f"{optimizer.name}_kernel")
             # The kernels of an optimizer that counts no steps make its numbers themselves.
-            numbers = step_numbers(optimizer, given.steps, given.hyper) if optimizer.counts else given.hyper
-            options = {flag.upper(): value for flag, value in given.flags.items()}
-            columns = [laid_out_like(given.grads, given.weights), given.weights, _extras(given), *given.states]
+            numbers = step_numbers(optimizer, args.steps, args.hyper) if optimizer.counts else args.hyper
+            options = {flag.upper(): value for flag, value in args.flags.items()}
+            columns = [laid_out_like(args.grads, args.weights), args.weights, _extras(args), *args.states]
             for group in TABLES.groups(columns, device, BLOCK):
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
-                        group.rows, group.blocks, numbers, given.coef, given.skip, given.started, given.rng,
-                        **_group_options(group, given.mode), **options,
+                        group.rows, group.blocks, numbers, args.coef, args.skip, args.started, args.rng,
+                        **_group_options(group, args.mode), **options,
                     )  # fmt: skip
-        if given.steps:
-            torch._foreach_add_(list(given.steps), (given.skip == 0).float())
-        advance(given)
+        if args.steps:
+            torch._foreach_add_(list(args.steps), (args.skip == 0).float())
+        advance(args)
 
 
-def _extras(given: Update) -> Tensors:
+def _extras(args: Update) -> Tensors:
     """What is written beside a weight: the copy of a master, or the rounding error of a weight without one."""
-    return given.lows or (given.compensations if given.mode == Storage.KAHAN else [])
+    return args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
