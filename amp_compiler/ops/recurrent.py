@@ -189,11 +189,10 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     states, sums = gradients_of_sums[: len(first)], [one.flatten(0, 1) for one in gradients_of_sums[len(first) :]]
     of_data, of_state = sums[0], sums[-1]
     before = torch.cat([out[1:], first[0]]) if reverse else torch.cat([first[0], out[:-1]])
-    data, w_ih = inputs[:2]
     d_b_ih = of_data.sum(0)
     d_b_hh = of_state.sum(0) if len(sums) > 1 else d_b_ih  # Inductor (torch 2.13) cannot fuse the same sum twice
-    d_data = (of_data @ w_ih).view(data.shape) if wanted[0] else None
-    d_w_ih, d_w_hh = of_data.t() @ data.flatten(0, 1), of_state.t() @ before.flatten(0, 1)
+    d_data = (of_data @ inputs[1]).view(inputs[0].shape) if wanted[0] else None
+    d_w_ih, d_w_hh = of_data.t() @ inputs[0].flatten(0, 1), of_state.t() @ before.flatten(0, 1)
     return d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, *states, *missing
 
 

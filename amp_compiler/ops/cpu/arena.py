@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +107,12 @@ class ArenaRun:
         if getattr(_CURRENT, "serve", None) is not None:
             return self._run(*inputs)
         if self._plan is not None:
-            with _Serving(self._plan.server(self._memory)):
+            with _serving(self._plan.server(self._memory)):
                 return self._run(*inputs)
         if self._needless:
             return self._run(*inputs)
         watch = _Watch()
-        with _Serving(watch):
+        with _serving(watch):
             outputs = self._run(*inputs)
         plan = _Plan(watch, outputs[: self._kept])
         self._needless = plan.size < self._least
@@ -129,18 +130,14 @@ def allocator(fallback: Allocate) -> Allocate:
     return allocate
 
 
-class _Serving:
+@contextmanager
+def _serving(source: Any) -> Iterator[None]:
     """Makes something the source of buffers in this thread."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __enter__(self) -> None:
-        self._before = getattr(_CURRENT, "serve", None)
-        _CURRENT.serve = self._source
-
-    def __exit__(self, *exception: object) -> None:
-        _CURRENT.serve = self._before
+    before, _CURRENT.serve = getattr(_CURRENT, "serve", None), source
+    try:
+        yield
+    finally:
+        _CURRENT.serve = before
 
 
 class _Watch:

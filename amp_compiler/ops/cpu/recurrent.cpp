@@ -5,7 +5,6 @@
 
 #include "math.h"
 #include "recurrent.h"
-#include "team.h"
 
 namespace {
 
@@ -151,7 +150,7 @@ class Forward : Loops {
         hidden_{Columns(s_.hidden, s_.batch), Columns(s_.hidden, s_.batch)} {}
 
   void run() {
-    with_team(threads_, [&](int mine, int count) {
+    this->with_team([&](int mine, int count) {
       x_[0].fill(step_data(0), mine, count);
       hidden_[0].fill(h_, mine, count);
 #pragma omp barrier
@@ -234,7 +233,7 @@ class Backward : Loops {
         carried_(static_cast<size_t>(s_.hidden * s_.batch)) {}
 
   void run() {
-    with_team(threads_, [&](int mine, int count) {
+    this->with_team([&](int mine, int count) {
       for_units(mine, count, [&](int64_t unit) {
         transpose(w_hh_, kWidth * s_.hidden, s_.hidden, unit, weight_.data());
       });

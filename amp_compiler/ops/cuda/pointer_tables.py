@@ -54,11 +54,7 @@ class TableMemory:
         return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, words: int) -> Tensor:
-        """Memory of the host, int64 [words], that an asynchronous copy may read.
-
-        Raises:
-            RuntimeError: there is none during a capture.
-        """
+        """Memory of the host, int64 [words], that an asynchronous copy may read; not during a capture."""
         return torch.empty(words, dtype=torch.int64, pin_memory=True)
 
     def on_device(self, words: int, device: torch.device) -> Tensor:
@@ -91,8 +87,7 @@ class TableCache:
     A table reaches the device by an asynchronous copy from pinned memory, so nothing waits. While a CUDA graph is
     captured nothing is copied, and pinning memory may be forbidden. Every table made outside a capture therefore leaves
     spare buffers of its size for a later capture. Within `of_graph` the tables of a capture are filled once, behind it,
-    and go when the graph does. In a capture by anyone else the copy becomes a node of the graph, and what it reads
-    lives as long as the cache, because nobody says when the graph goes.
+    and go when the graph does. A capture by anyone else gets no new tables, because nobody would fill them.
 
     Args:
         memory: where tables lie.
@@ -102,7 +97,6 @@ class TableCache:
         self._memory = TableMemory() if memory is None else memory
         self._tables: OrderedDict[object, tuple[list[Group], Size]] = OrderedDict()
         self._spare: dict[Size, list[Buffers]] = {}
-        self._captured: dict[int, object] = {}
         self._graph: GraphTables | None = None
 
     @contextmanager
@@ -139,8 +133,8 @@ class TableCache:
             self._stock((device, len(words)))
         self._tables.move_to_end(key)
         groups = self._tables[key][0]
-        if capturing:
-            self._keep(groups)
+        if capturing and self._graph is not None:
+            self._graph.kept.append(groups)
         return groups
 
     def _stock(self, size: Size) -> None:
@@ -154,13 +148,6 @@ class TableCache:
             if not alike:
                 del self._spare[size]
 
-    def _keep(self, what: object) -> None:
-        """Keep something that a graph reads."""
-        if self._graph is not None:
-            self._graph.kept.append(what)
-        else:
-            self._captured[id(what)] = what
-
     def _upload(self, words: list[int], device: torch.device) -> Tensor:
         values = torch.tensor(words, dtype=torch.int64)
         if not self._memory.remote(device):
@@ -169,21 +156,18 @@ class TableCache:
         return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
 
     def _captured_table(self, words: list[int], device: torch.device) -> Tensor:
+        """A table of the graph that is captured; only within `of_graph` somebody fills it."""
         spare = self._spare.get((device, len(words)))
-        try:
-            pinned, table = spare.pop() if spare else (self._memory.pinned(len(words)), None)
-        except RuntimeError as cause:
+        if self._graph is None or not spare:
             raise LoweringError(
                 "the first update of these tensors falls into the capture of a CUDA graph",
-                hint="run the step once before capturing it",
-            ) from cause
+                hint="run the step once before capturing it, and leave the capture to it",
+            )
+        pinned, table = spare.pop()
         pinned.copy_(torch.tensor(words, dtype=torch.int64))
-        if self._graph is not None and table is not None:
-            self._graph.unfilled.append((pinned, table))
-            self._keep(table)
-            return table
-        self._keep(pinned)  # every replay reads it
-        return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
+        self._graph.unfilled.append((pinned, table))
+        self._graph.kept.append(table)
+        return table
 
 
 Plan = tuple[Types, bool, int, int]  # with alignment, number of rows and of blocks

@@ -115,7 +115,9 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
             # The kernels of an optimizer that counts no steps make its numbers themselves.
             numbers = step_numbers(optimizer, args.steps, args.hyper) if optimizer.counts else args.hyper
             options = {flag.upper(): value for flag, value in args.flags.items()}
-            columns = [laid_out_like(args.grads, args.weights), args.weights, _extras(args), *args.states]
+            # Beside a weight stands the copy of a master, or the rounding error of a weight without one.
+            beside = args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
+            columns = [laid_out_like(args.grads, args.weights), args.weights, beside, *args.states]
             for group in TABLES.groups(columns, device, BLOCK):
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
@@ -125,8 +127,3 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
         if args.steps:
             torch._foreach_add_(list(args.steps), (args.skip == 0).float())
         advance(args)
-
-
-def _extras(args: Update) -> Tensors:
-    """What is written beside a weight: the copy of a master, or the rounding error of a weight without one."""
-    return args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
