@@ -202,8 +202,7 @@ def _differentiable(
     """Gradients of one layer by autograd through torch's, in FP32, which can be differentiated again."""
     data, states = inputs[0].flip(0) if reverse else inputs[0], inputs[_WEIGHTS:]
     seeds = [gradients[0].flip(0) if reverse else gradients[0], *gradients[1 : 1 + len(states)]]
-    form = kind, True, 1, False
-    d_data, *rest = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, form)
+    d_data, *rest = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, (kind, True, 1, False))
     d_data = d_data.flip(0) if reverse and d_data is not None else d_data
     return [d_data, *rest[len(states) :], *rest[: len(states)]]
 

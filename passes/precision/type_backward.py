@@ -159,10 +159,10 @@ class TypeBackward(InPlacePass):
         result.meta["val"] = tensor.float()
         replace_other_uses(result, rounded)
         for user in list(rounded.users):
-            made = node_tensor(user)
+            read = node_tensor(user)
             if user.target is CAST and user.args[1] is torch.float32:
                 user.replace_all_uses_with(result)
-            elif self.ops.info(canonical_op(user.target)).promotes and made is not None and made.dtype is torch.float32:
+            elif self.ops.info(canonical_op(user.target)).promotes and read is not None and read.dtype is torch.float32:
                 user.replace_input_with(rounded, result)
 
     def _widened(self, node: fx.Node, reads: list[torch.dtype], gradient: torch.dtype) -> bool:

@@ -105,10 +105,10 @@ class _Cut:
         own = {self.check, *products, *items, *parts, *last, *readers}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
-        self._piece(BEFORE, [node for node in nodes if node not in own and node not in behind])
+        self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
         for node in (*products, self.check, *items, *parts):
             self._copy(node)
-        self._piece(BEHIND, [node for node in nodes if node not in own and node in behind])
+        self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in [node for node in nodes if node in updates or node in readers]:
             self._copy(node)
         for node in [node for node in last if node.target is COMMIT]:
@@ -129,7 +129,7 @@ class _Cut:
                 self.made_of[item] = self.graph.call_function(complete_norm, (norm, *squares))
                 self.made_of[item].meta = dict(item.meta)
 
-    def _piece(self, name: str, nodes: list[fx.Node]) -> None:
+    def _subgraph(self, name: str, nodes: list[fx.Node]) -> None:
         """Make nodes a graph of its own: its inputs are the values they read, its outputs those that others read."""
         chosen = set(nodes)
         inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in chosen))

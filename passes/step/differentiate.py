@@ -98,7 +98,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Trace, or take what an earlier process traced from the same graph; the given graph stays as it is."""
-        types = {name: str(gradient_type(node)) for name, node in _asked(subject, self.wrt).items()}
+        types = {name: str(gradient_type(node)) for name, node in _requested(subject, self.wrt).items()}
         kept = KeptGraph.of(subject.graph, [self.wrt, types], __name__)
         joint = kept.load() if kept is not None else None
         if joint is not None:
@@ -112,7 +112,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
     def _traced(self, subject: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
         """The joint graph, and for its nodes, by name, the place of the forward node that each was made for."""
         placeholders = subject.graph.find_nodes(op="placeholder")
-        requested = {name: gradient_type(node) for name, node in _asked(subject, self.wrt).items()}
+        requested = {name: gradient_type(node) for name, node in _requested(subject, self.wrt).items()}
         wanted = [place for place, node in enumerate(placeholders) if node.name in requested]
         by_name = {placeholders[place].name: position for position, place in enumerate(wanted)}
         trace = _Trace(subject)
@@ -243,7 +243,7 @@ class _Before:
         return self._noted[self._begun - 1][1] if self._begun else None
 
 
-def _asked(subject: fx.GraphModule, wrt: Sequence[str]) -> dict[str, fx.Node]:
+def _requested(subject: fx.GraphModule, wrt: Sequence[str]) -> dict[str, fx.Node]:
     """The placeholders that the loss is differentiated by, in the order of the graph."""
     return {node.name: node for node in subject.graph.find_nodes(op="placeholder") if node.name in wrt}
 
