@@ -18,8 +18,8 @@ from torch import Tensor
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops import recurrent_network
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
-from amp_compiler.ops.recurrent_network import FLOATS, KINDS, LOW
 
+KINDS = recurrent_network.KINDS
 _INPUTS = 7  # tensors that a layer reads: data, two weights, two biases, and the first states
 _WEIGHTS = 5  # which of them come before the first states
 
@@ -31,7 +31,7 @@ def can_run(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tenso
     """
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     fits = input.device.type == "cpu" and {one.dtype for one in (*states, *params)} == {input.dtype}
-    return fits and input.dtype in (LOW if _is_projected(states) else FLOATS)
+    return fits and input.dtype in (recurrent_network.LOW if _is_projected(states) else recurrent_network.FLOATS)
 
 
 def _is_projected(states: Sequence[Tensor]) -> bool:

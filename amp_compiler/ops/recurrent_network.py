@@ -43,7 +43,7 @@ def takes(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor]
 def network(
     kind: str, data: Tensor, states: Sequence[Tensor], parameters: Sequence[Tensor], has_biases: bool, layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool,
-    layer: Callable[..., list[Tensor]] | None = None,
+    *, layer: Callable[..., list[Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten.lstm.input`, `aten.gru.input` and their like, traced and differentiated as the operators of this file.
 
