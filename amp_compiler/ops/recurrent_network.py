@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,32 +122,34 @@ def _(data: Tensor, states: list[Tensor], *rest: Any) -> list[Tensor]:
     return list(empty_results(data, states, weights, has_biases, layers, 0.0, True, bidirectional, False))
 
 
-@torch.library.custom_op("amp_compiler::recurrent_network_backward", mutates_args=())
 def _network_backward(
-    data: Tensor, states: list[Tensor], weights: list[Tensor], gradients: list[Tensor], kind: str, has_biases: bool,
-    layers: int, bidirectional: bool,
-) -> list[Tensor]:  # fmt: skip
+    data: Tensor, states: list[Tensor], weights: list[Tensor], gradients: list[Tensor], *form: Any
+) -> list[Tensor]:
     """Gradients of `recurrent_network`, whose arguments it has, by data, states and weights."""
-    with torch.inference_mode(False), _recording(), torch.enable_grad(), _as_settled(data):
-        tensors = (data, *states, *weights)
-        leaves = [(one.clone() if one.is_inference() else one.detach()).requires_grad_() for one in tensors]
-        inner = leaves[1 : 1 + len(states)], leaves[1 + len(states) :]
-        results = _by_torch(leaves[0], *inner, kind, has_biases, layers, bidirectional)
-        gradients_of_tensors = torch.autograd.grad(results, leaves, gradients)
-    return [one.clone(memory_format=torch.contiguous_format) for one in gradients_of_tensors]
+
+    def run() -> list[Tensor]:
+        with torch.inference_mode(False), torch.enable_grad(), _as_settled(data):
+            tensors = (one.clone() if one.is_inference() else one.detach() for one in (data, *states, *weights))
+            leaves = [one.requires_grad_() for one in tensors]
+            results = _by_torch(leaves[0], leaves[1 : 1 + len(states)], leaves[1 + len(states) :], *form)
+            slopes = torch.autograd.grad(results, leaves, gradients) if results[0].requires_grad else ()
+            return [one.clone(memory_format=torch.contiguous_format) for one in slopes]
+
+    with ThreadPoolExecutor(1) as pool:  # below a mode that watches operators this thread records nothing
+        return run() or pool.submit(run).result()
 
 
-@_network_backward.register_fake
-def _(data: Tensor, states: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    return [one.new_empty(one.shape) for one in (data, *states, *weights)]
-
-
-def _recording() -> AbstractContextManager[Any]:
-    """Within an operator torch has left autograd, which this one needs: its calls go through that again."""
-    keys, excluded = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
-    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
-        excluded = excluded.remove(key)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+# Not a `custom_op`, within which no autograd can run.
+_LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
+_LIBRARY.define(
+    "recurrent_network_backward(Tensor data, Tensor[] states, Tensor[] weights, Tensor[] gradients, str kind,"
+    " bool has_biases, int layers, bool bidirectional) -> Tensor[]"
+)
+_LIBRARY.impl("recurrent_network_backward", _network_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "amp_compiler::recurrent_network_backward",
+    lambda data, states, weights, *rest: [one.new_empty(one.shape) for one in (data, *states, *weights)],
+)
 
 
 def _by_torch(data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], kind: str, *form: Any) -> list[Tensor]:
