@@ -132,7 +132,7 @@ def bytes_of(name: str, gradients: str) -> int:
 
 def used(name: str) -> tuple[int, dict[str, Any]]:
     """Elements of a program and compiler options, as the project has them."""
-    return (kernels.CHECK_BLOCK, kernels._CHECK_OPTIONS) if name == CHECK else (kernels.BLOCK, kernels._UPDATE_OPTIONS)
+    return (kernels.CHECK_BLOCK, kernels._CHECK_OPTIONS) if name == CHECK else (kernels.BLOCK, kernels._OPTIONS)
 
 
 def code_rows(types: Sequence[str]) -> list[Row]:
@@ -149,7 +149,7 @@ def code_rows(types: Sequence[str]) -> list[Row]:
 @contextmanager
 def sizes(name: str, block: int, options: Mapping[str, Any]) -> Iterator[None]:
     """Within it the kernels are launched with other sizes."""
-    names = ("CHECK_BLOCK", "_CHECK_OPTIONS") if name == CHECK else ("BLOCK", "_UPDATE_OPTIONS")
+    names = ("CHECK_BLOCK", "_CHECK_OPTIONS") if name == CHECK else ("BLOCK", "_OPTIONS")
     before = [getattr(kernels, one) for one in names]
     for one, value in zip(names, (block, dict(options)), strict=True):
         setattr(kernels, one, value)
@@ -189,7 +189,7 @@ def sweep(name: str, gradients: str, parameters: int, repeats: int) -> list[Row]
 def _call(name: str, tensors: Ours) -> Callable[[], object]:
     if name == CHECK:
         return lambda: tensors.check(tensors.grads, tensors.inverse)
-    state = (tensors.masters, tensors.grads, *tensors.moments, [], tensors.lows, tensors.steps)
+    state = (tensors.masters, tensors.grads, *tensors.moments, [], tensors.low_weights, tensors.steps)
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     return lambda: tensors.adam(*state, tensors.hyper, one, zero, False, False, True)
 

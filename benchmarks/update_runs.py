@@ -102,7 +102,7 @@ class Tensors:
         size = 1e-3 * (SCALE if self.scaled else 1.0)
         self.weights = [nn.Parameter(0.02 * torch.randn(s, generator=random, device=device)) for s in shapes]
         self.grads = [(size * torch.randn(s, generator=random, device=device)).to(kind) for s in shapes]
-        self.lows = [weight.detach().to(kind) for weight in self.weights] if low else []
+        self.low_weights = [weight.detach().to(kind) for weight in self.weights] if low else []
 
 
 class Ours(Tensors):
@@ -127,7 +127,7 @@ class Ours(Tensors):
     def update(self) -> None:
         norm, nonfinite, _ = self.check(self.grads, self.inverse)
         clip = (CLIP / (norm + _CLIP_EPSILON)).clamp(max=1.0) if self.scaled else 1.0
-        state = (self.masters, self.grads, *self.moments, [], self.lows, self.steps)
+        state = (self.masters, self.grads, *self.moments, [], self.low_weights, self.steps)
         self.adam(*state, self.hyper, self.inverse * clip, nonfinite, False, False, True)
 
     def __call__(self) -> None:
@@ -154,16 +154,16 @@ class Casts(Tensors):
     def __init__(self, shapes: Shapes, dtype: str, device: str) -> None:
         super().__init__(shapes, dtype, device)
         for weight, grad in zip(self.weights, self.grads, strict=True):
-            weight.grad = grad.float() if self.lows else grad
+            weight.grad = grad.float() if self.low_weights else grad
         self.wide = [weight.grad for weight in self.weights]
 
     def widen(self) -> None:
-        if self.lows:
+        if self.low_weights:
             torch._foreach_copy_(self.wide, self.grads)
 
     def narrow(self) -> None:
-        if self.lows:
-            torch._foreach_copy_(self.lows, [weight.detach() for weight in self.weights])
+        if self.low_weights:
+            torch._foreach_copy_(self.low_weights, [weight.detach() for weight in self.weights])
 
     def __call__(self) -> None:
         self.widen()

@@ -53,8 +53,8 @@ def find_pass(name: str) -> type[Pass[Any]]:
             f"'{name}' is no pass", hint=f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PASSES)}"
         )
     module, _, attribute = PASSES[name].partition(":")
-    found: type[Pass[Any]] = getattr(import_module(module), attribute)
-    return found
+    pass_class: type[Pass[Any]] = getattr(import_module(module), attribute)
+    return pass_class
 
 
 def __getattr__(name: str) -> Any:

@@ -81,8 +81,8 @@ class Stages(Sequence[Stage]):
             return Stage("piece", zlib.decompress(self._pieces[place]).decode())
         planned = self._kept[place][0] in PLAN.names
         places = range(place - 1, -1, -1)
-        found = next((one for one in places if planned or self._kept[one][0] not in PLAN.names), None)
-        return None if found is None else self[found]
+        match = next((one for one in places if planned or self._kept[one][0] not in PLAN.names), None)
+        return None if match is None else self[match]
 
     def diffs(self) -> Iterator[tuple[str, str]]:
         """Name of each stage with what its pass changed, as a unified diff; the first stage, and plans, as they are."""
@@ -225,18 +225,18 @@ class Pipeline:
         if not isinstance(step, str):
             return step
         cls = find_pass(step)
-        given = {}
+        arguments = {}
         for option in fields(cls):  # type: ignore[arg-type]  # every pass is a dataclass
             if option.name in options:
                 value = options[option.name]
-                given[option.name] = value.of(subject) if isinstance(value, Late) else value
+                arguments[option.name] = value.of(subject) if isinstance(value, Late) else value
             elif option.default is MISSING and option.default_factory is MISSING:
                 raise PassError(
                     f"pass '{step}' needs the option '{option.name}'",
                     where=f"pipeline {self.name}",
                     hint=f"put '{option.name}' into the options of the run",
                 )
-        return cls(**given)
+        return cls(**arguments)
 
     def _complaint(self, subject: Any, whole: bool = True) -> str | None:
         from amp_compiler.passes.spec import SPECS, complaint  # here: the neutral passes do without torch
@@ -251,10 +251,10 @@ class Pipeline:
 
 
 def _skippable(steps: Sequence[str | Pass[Any]]) -> str:
-    found = [
+    names = [
         s if isinstance(s, str) else s.name for s in steps if (find_pass(s) if isinstance(s, str) else s).skippable
     ]
-    return f"those that can be are {', '.join(found)}" if found else "no pass of this pipeline can be"
+    return f"those that can be are {', '.join(names)}" if names else "no pass of this pipeline can be"
 
 
 def _found(name: str, names: Sequence[str], kind: str) -> int:
@@ -403,25 +403,25 @@ PIPELINES = (
 )
 
 
-def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:
+def pipelines_with(argument: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:
     """The pipelines by name, with those in the place of ours that the user gave.
 
     Args:
-        given: a pipeline, several, or `None`.
+        argument: a pipeline, several, or `None`.
         allowed: those that the call runs.
 
     Raises:
         PassError: something is no pipeline, or one that this call does not run, or one lacks a pass that must be there.
     """
-    found = {one.name: one for one in allowed}
-    several = [] if given is None else [given] if isinstance(given, Pipeline) else list(given)
+    by_name = {one.name: one for one in allowed}
+    several = [] if argument is None else [argument] if isinstance(argument, Pipeline) else list(argument)
     for one in several:
         if not isinstance(one, Pipeline):
             raise PassError(f"{one!r} is no pipeline", hint="give one such as amp.pipelines.FORWARD.insert_after(...)")
-        if one.name not in found:
-            raise PassError(f"the pipeline {one.name} is not run here", hint=f"those that are: {', '.join(found)}")
-        for step in found[one.name].steps:
+        if one.name not in by_name:
+            raise PassError(f"the pipeline {one.name} is not run here", hint=f"those that are: {', '.join(by_name)}")
+        for step in by_name[one.name].steps:
             if step not in one.steps and isinstance(step, str) and not find_pass(step).skippable:
                 raise PassError(f"the pipeline {one.name} lacks the pass '{step}'", hint="what follows relies on it")
-        found[one.name] = one
-    return found
+        by_name[one.name] = one
+    return by_name

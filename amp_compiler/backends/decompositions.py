@@ -23,10 +23,10 @@ def own_decompositions(theirs: Mapping[Any, Decomposition]) -> dict[Any, Decompo
     Args:
         theirs: Inductor's, by operator.
     """
-    found = norms.wide_norms(theirs)
+    table = norms.wide_norms(theirs)
     if _MAX_POOL in theirs:
-        found[_MAX_POOL] = _max_pool_backward(theirs[_MAX_POOL])
-    return found
+        table[_MAX_POOL] = _max_pool_backward(theirs[_MAX_POOL])
+    return table
 
 
 def _max_pool_backward(theirs: Decomposition) -> Decomposition:

@@ -24,14 +24,14 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     places = {node.name for node in upcasts}
     emulated = {user.name for node in upcasts for user in node.users}
 
-    def run(*given: Any) -> Any:
-        recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+    def run(*inputs: Any) -> Any:
+        recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         if not recorded or transforms_functions():  # the hooks know nothing of torch.func
-            return forward(*given)
+            return forward(*inputs)
         kept = _KeptNarrow(places, emulated)
         pack, unpack = kept.hooks(saved_tensor_hooks())
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return _Noting(graph_module, kept).run(*given)
+            return _Noting(graph_module, kept).run(*inputs)
 
     return run
 
@@ -46,10 +46,10 @@ class _Noting(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
         self.kept.within = n.name in self.kept.emulated
-        made = super().run_node(n)
+        value = super().run_node(n)
         if n.name in self.kept.places:
-            self.kept.note(made, self.env[n.args[0]])  # type: ignore[index]
-        return made
+            self.kept.note(value, self.env[n.args[0]])  # type: ignore[index]
+        return value
 
 
 class _Narrow(NamedTuple):
@@ -114,8 +114,8 @@ class _KeptNarrow:
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
         """A 16-bit tensor that widens to exactly this one, dense; `None` where there is none."""
-        lows = {low.dtype for _, low in self._low.values()}
-        for low in lows:
+        low_types = {low.dtype for _, low in self._low.values()}
+        for low in low_types:
             narrow = tensor.detach().to(low, memory_format=torch.contiguous_format)
             if torch.equal(narrow.float(), tensor):
                 return narrow

@@ -21,7 +21,6 @@ from amp_compiler.fx import torch_private
 from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
-from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import LatePass
@@ -47,10 +46,6 @@ _GRADIENTS_IN_PLACE = {"reorder_for_locality": False}
 _SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
-_BY_CUDNN = {
-    torch.ops.amp_compiler.recurrent_network.default,
-    *(getattr(torch.ops.amp_compiler, kind).default for kind in MODES),
-}
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -152,8 +147,6 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     recomputed = [node.name for node in graph_module.graph.nodes if Key.RECOMPUTED in node.meta]
     if recomputed:
         parts.append(f"recomputed: {' '.join(recomputed)}")  # torch's own key leaves out what is marked
-    if any(node.target in _BY_CUDNN for node in graph_module.graph.nodes):
-        parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # which knows how much it keeps for a backward
     theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join(parts)
     options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, [one.rewrite for one in late], theirs)
     return options

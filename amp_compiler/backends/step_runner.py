@@ -64,22 +64,22 @@ def run_cut_step(
         kernels: as `kernels_for` gave them.
 
     Raises:
-        LoweringError: a piece cannot be compiled.
+        LoweringError: a subgraph cannot be compiled.
     """
     if not hasattr(cut, BEFORE):
         return build(cut, examples)
-    whole, pieces = copy_graph(cut), torch.nn.Module()
+    whole, subgraphs = copy_graph(cut), torch.nn.Module()
     real = dict(zip(whole.graph.find_nodes(op="placeholder"), examples, strict=True))
     for node in whole.graph.nodes:
         if node.op == "call_module":
-            piece: Any = getattr(cut, node.target)
+            subgraph: Any = getattr(cut, node.target)
             inputs = [real.get(one, one.meta["val"]) for one in node.args]
             launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-            compiled = node.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
-            pieces.add_module(node.target, _Piece(build(piece, inputs) if compiled else forward_of(piece)))
+            compiled = node.target == BEFORE or len(subgraph.graph.nodes) > _FEW or launches
+            subgraphs.add_module(node.target, _Subgraph(build(subgraph, inputs) if compiled else forward_of(subgraph)))
         elif node.op == "call_function":
             node.target = kernels.get(node.target, node.target)
-    return fx.GraphModule(pieces, whole.graph).forward  # type: ignore[no-any-return]
+    return fx.GraphModule(subgraphs, whole.graph).forward  # type: ignore[no-any-return]
 
 
 def is_on_cpu(step: fx.GraphModule) -> bool:
@@ -88,8 +88,8 @@ def is_on_cpu(step: fx.GraphModule) -> bool:
     return all(value.device.type == "cpu" for value in values if value is not None)
 
 
-class _Piece(torch.nn.Module):
-    """A compiled piece, as something that a graph can call."""
+class _Subgraph(torch.nn.Module):
+    """A compiled subgraph, as something that a graph can call."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()

@@ -49,11 +49,11 @@ def _mark(library: str) -> Path | None:
     A library that was built anew has another time, and so another file.
     """
     try:
-        found = Path(library).resolve(strict=True)
-        state = found.stat()
+        file = Path(library).resolve(strict=True)
+        state = file.stat()
         folder = cache_folder()
     except OSError:
         return None
     machine = [platform.node(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
-    told = json.dumps([str(found), state.st_size, state.st_mtime_ns, sys.executable, torch.__version__, *machine])
-    return folder / f"loads_{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+    text = json.dumps([str(file), state.st_size, state.st_mtime_ns, sys.executable, torch.__version__, *machine])
+    return folder / f"loads_{hashlib.sha256(text.encode()).hexdigest()[:32]}"

@@ -41,13 +41,13 @@ def wide_norms(opened: Mapping[Any, Opened]) -> dict[Any, Opened]:
         The same for the norms among them: they compute on FP32 data, and round their result and the gradient of their
         data alone. FP32 and FP64 data are left to the old one.
     """
-    found: dict[Any, Opened] = {}
+    table: dict[Any, Opened] = {}
     for names, widened in ((_FORWARD, _forward), (_BACKWARD, _backward)):
         for name in names:
             operator = _operator(name)
             if operator in opened:
-                found[operator] = widened(opened[operator])
-    return found
+                table[operator] = widened(opened[operator])
+    return table
 
 
 def _operator(name: str) -> Any:
@@ -60,22 +60,22 @@ def _forward(inner: Opened) -> Opened:
     def run(data: Tensor, *rest: Any, **named: Any) -> Any:
         if data.dtype not in _LOW:
             return inner(data, *rest, **named)
-        made = inner(data.float(), *rest, **named)
-        return made if made is NotImplemented else (made[0].to(data.dtype), *made[1:])
+        results = inner(data.float(), *rest, **named)
+        return results if results is NotImplemented else (results[0].to(data.dtype), *results[1:])
 
     return run
 
 
 def _backward(inner: Opened) -> Opened:
     @functools.wraps(inner)
-    def run(*given: Any, **named: Any) -> Any:
-        low = given[_DATA].dtype
+    def run(*operands: Any, **named: Any) -> Any:
+        low = operands[_DATA].dtype
         if low not in _LOW:
-            return inner(*given, **named)
-        weight = given[_WEIGHT]
-        wide = [one.float() if isinstance(one, Tensor) and one.dtype in _LOW else one for one in given]
-        made = inner(*wide, **named)
+            return inner(*operands, **named)
+        weight = operands[_WEIGHT]
+        wide = [one.float() if isinstance(one, Tensor) and one.dtype in _LOW else one for one in operands]
+        results = inner(*wide, **named)
         types = (low, *[low if weight is None else weight.dtype] * 2)
-        return tuple(one if one is None else one.to(dtype) for one, dtype in zip(made, types, strict=True))
+        return tuple(one if one is None else one.to(dtype) for one, dtype in zip(results, types, strict=True))
 
     return run

@@ -21,7 +21,6 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
-from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.recurrent import KINDS
 from amp_compiler.ops.recurrent_network import empty_results
 from amp_compiler.ops.typed_op import typed_op
@@ -377,7 +376,7 @@ _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", 
 _QUICKER = {getattr(torch.ops.aten, kind).input: getattr(torch.ops.amp_compiler, kind).default for kind in KINDS}
 
 
-_RECURRENT = {getattr(torch.ops.aten, kind).input: kind for kind in MODES}
+_RECURRENT = {getattr(torch.ops.aten, kind).input: kind for kind in KINDS}
 
 
 class _Propagator(FakeTensorProp):

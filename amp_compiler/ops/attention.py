@@ -41,12 +41,12 @@ def attention_backward(
         return cpu_attention.backward(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
     rest = (logsumexp, dropout_p, is_causal)
     if query.dtype is not torch.float16:
-        made = ATEN_BACKWARD(grad_out, query, key, value, out, *rest, attn_mask=attn_mask, scale=scale)
-        return made[0], made[1], made[2]
+        gradients = ATEN_BACKWARD(grad_out, query, key, value, out, *rest, attn_mask=attn_mask, scale=scale)
+        return gradients[0], gradients[1], gradients[2]
     wide = (one.float() for one in (grad_out, query, key, value, out))
-    made = ATEN_BACKWARD(*wide, *rest, attn_mask=_float_mask(attn_mask), scale=scale)
+    gradients = ATEN_BACKWARD(*wide, *rest, attn_mask=_float_mask(attn_mask), scale=scale)
     d_query, d_key, d_value = cpu_attention.gradients_like(query, key, value)
-    return d_query.copy_(made[0]), d_key.copy_(made[1]), d_value.copy_(made[2])
+    return d_query.copy_(gradients[0]), d_key.copy_(gradients[1]), d_value.copy_(gradients[2])
 
 
 @attention_backward.register_fake
@@ -124,25 +124,25 @@ def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> Any:
         return (None,) * 6
     if torch.is_grad_enabled():  # this backward may be differentiated itself, which ATen's fused kernel cannot
         return *_by_products(query, key, value, mask, gradient, ctx), None, None, None
-    made = torch.ops.amp_compiler.attention_backward(
+    gradients = torch.ops.amp_compiler.attention_backward(
         gradient, query, key, value, out, logsumexp, 0.0, ctx.causal, mask, ctx.scale
     )
-    return *made, None, None, None
+    return *gradients, None, None, None
 
 
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, gradient: Tensor, ctx: Any
 ) -> list[Tensor | None]:
     """Gradients through attention that is written out, in FP32."""
-    asked = ctx.needs_input_grad[:3]
+    needs = ctx.needs_input_grad[:3]
     read = [one.view_as(one) for one in (query, key, value)]  # one may stand there twice
     wide = [one.float() for one in read]
     out, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
         *wide, _float_mask(mask), 0.0, ctx.causal, None, scale=ctx.scale
     )
-    wanted = [one for one, needed in zip(read, asked, strict=True) if needed]
-    found = iter(torch.autograd.grad(out.to(query.dtype), wanted, gradient, create_graph=True))
-    return [next(found) if needed else None for needed in asked]
+    wanted = [one for one, needed in zip(read, needs, strict=True) if needed]
+    gradients = iter(torch.autograd.grad(out.to(query.dtype), wanted, gradient, create_graph=True))
+    return [next(gradients) if needed else None for needed in needs]
 
 
 emulated_attention.register_autograd(_backward, setup_context=_save)

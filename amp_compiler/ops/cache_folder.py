@@ -14,8 +14,8 @@ def cache_folder() -> Path:
     Raises:
         OSError: it cannot be made, or belongs to another user, who could have put anything into it.
     """
-    given = os.environ.get("AMP_COMPILER_CACHE")
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
+    setting = os.environ.get("AMP_COMPILER_CACHE")
+    folder = Path(setting) if setting else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if hasattr(os, "getuid") and owner != os.getuid():

@@ -69,18 +69,20 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         many elements changed, and of these how many changes would have left a weight in FP16, and one in BF16, as it
         was.
     """
-    found = torch.zeros(3, dtype=torch.int64, device=before.device)
+    changes = torch.zeros(3, dtype=torch.int64, device=before.device)
 
     def ratios() -> Iterator[Tensor]:
         for old, new in _chunks(before.detach(), after.detach()):
             fall = (old - new).add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
-            made = _nonzeros(fall)
-            same = [made - _nonzeros(_changed_bits(old.to(dtype), fall)) for dtype in (torch.float16, torch.bfloat16)]
-            found.add_(torch.stack([made, *same]))
+            changed = _nonzeros(fall)
+            same = [
+                changed - _nonzeros(_changed_bits(old.to(dtype), fall)) for dtype in (torch.float16, torch.bfloat16)
+            ]
+            changes.add_(torch.stack([changed, *same]))
             ratio = fall.div_(old)
             yield ratio.where(old != 0, 0.0) if not _looks(old) or _nonzeros(old) < len(old) else ratio
 
-    return _counted(ratios(), before.device), found
+    return _counted(ratios(), before.device), changes
 
 
 def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:

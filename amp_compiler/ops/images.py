@@ -38,10 +38,10 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
     rows, columns = _places(x.shape, kernel, stride, padding, dilation)
     if cpu_patches.can_run(x):
         return cpu_patches.unfold(x, (rows, columns), kernel, stride, padding, dilation)
-    made = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
-    if made.numel():
-        made.copy_(F.unfold(x, *_tuples(kernel, dilation, padding, stride)).transpose(1, 2).flatten(0, 1))
-    return made
+    matrix = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
+    if matrix.numel():
+        matrix.copy_(F.unfold(x, *_tuples(kernel, dilation, padding, stride)).transpose(1, 2).flatten(0, 1))
+    return matrix
 
 
 @patches.register_fake
@@ -80,8 +80,8 @@ def fold_patches(
         )
     if cpu_patches.can_run(gradient):
         return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
-    found = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
-    images = F.fold(found, *_tuples(size[2:], kernel, dilation, padding, stride))
+    columns_of_patches = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
+    images = F.fold(columns_of_patches, *_tuples(size[2:], kernel, dilation, padding, stride))
     return images.to(gradient.dtype, memory_format=torch.channels_last)
 
 

@@ -1,9 +1,9 @@
 """LSTM, GRU and plain recurrent layers on a CPU as operators whose backward is made of operators too.
 
 ATen runs such a layer as some ten operators per step: a compiler takes minutes for a few hundred steps, and in 16 bits
-each of them rounds the hidden state. Here one direction of one layer is one operator. In BF16 it is the native loop of
-`ops.cpu.recurrent`; where that does not run, 16-bit layers are computed in FP32 and keep 16 bits for the backward. So
-what goes from step to step is never rounded, but for the products, and the results are rounded once.
+each of them rounds the hidden state. Here one direction of one layer is one operator in BF16, the native loop of
+`ops.cpu.recurrent`. Where that does not run, all of a network is one operator that runs torch's own, in FP32 if it has
+16 bits. So what goes from step to step is never rounded, but for the products, and the results are rounded once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.ops import recurrent_network, recurrent_steps
+from amp_compiler.errors import LoweringError
+from amp_compiler.ops import recurrent_network
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
 
-KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_LOW = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, torch.float64, *_LOW)
+KINDS = recurrent_network.KINDS
 _INPUTS = 7  # tensors that a layer reads: data, two weights, two biases, and the first states
 _WEIGHTS = 5  # which of them come before the first states
 
@@ -32,7 +31,7 @@ def can_run(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tenso
     """
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     fits = input.device.type == "cpu" and {one.dtype for one in (*states, *params)} == {input.dtype}
-    return fits and input.dtype in (_LOW if _is_projected(states) else _FLOATS)
+    return fits and input.dtype in (recurrent_network.LOW if _is_projected(states) else recurrent_network.FLOATS)
 
 
 def _is_projected(states: Sequence[Tensor]) -> bool:
@@ -55,45 +54,29 @@ def recurrent(
         The output and the last states.
     """
     states = [hx] if isinstance(hx, Tensor) else list(hx)
-    if recurrent_network.takes(kind, data, hx, parameters, *options):
-        return recurrent_network.network(kind, data, states, parameters, *options)
-    run = getattr(torch.ops.aten, kind).input
-    if not can_run(data, hx, parameters):
-        return run(data, hx, parameters, *options)  # type: ignore[no-any-return]
-    if not _is_projected(states):
-        return _stacked(kind, data, states, parameters, *options)
-    wide = [one.float() for one in states], [one.float() for one in parameters]
-    return tuple(one.to(data.dtype) for one in run(data.float(), *wide, *options))
+    if not recurrent_network.takes(data, hx, parameters):
+        if not can_run(data, hx, parameters):
+            return getattr(torch.ops.aten, kind).input(data, hx, parameters, *options)  # type: ignore[no-any-return]
+        if cpu_recurrent.can_run(data) and not _is_projected(states):
+            return recurrent_network.network(kind, data, states, parameters, *options, layer=_native_layer)
+    return recurrent_network.network(kind, data, states, parameters, *options)
 
 
-def _stacked(
-    kind: str, data: Tensor, hidden: Sequence[Tensor], parameters: list[Tensor], has_biases: bool, layers: int,
-    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """A network put together from single directions of layers."""
-    directions = 2 if bidirectional else 1
-    each = 4 if has_biases else 2
-    out = data.transpose(0, 1) if batch_first else data
-    last: list[list[Tensor]] = [[] for _ in hidden]
-    for layer in range(layers):
-        sides = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = parameters[index * each : (index + 1) * each]
-            if not has_biases:
-                weights = [*weights, *[torch.zeros_like(weights[0][:, 0])] * 2]
-            first = [states[index : index + 1].contiguous() for states in hidden]
-            cell = first[1] if kind == "lstm" else None
-            side, *states = torch.ops.amp_compiler.recurrent_layer(
-                out.contiguous(), *weights, first[0], cell, kind, direction == 1
-            )
-            sides.append(side)
-            for kept, state in zip(last, states, strict=False):
-                kept.append(state)
-        out = torch.cat(sides, -1) if bidirectional else sides[0]
-        if train and dropout and layer < layers - 1:
-            out = torch.dropout(out, dropout, True)
-    return out.transpose(0, 1) if batch_first else out, *[torch.cat(states) for states in last]
+def _native_layer(
+    data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], kind: str, has_biases: bool, layers: int,
+    bidirectional: bool,
+) -> list[Tensor]:  # fmt: skip
+    """As `recurrent_network.recurrent_network`, of one layer: put together from single directions."""
+    sides, each = [], 4 if has_biases else 2
+    for direction in range(2 if bidirectional else 1):
+        own = weights[direction * each : (direction + 1) * each]
+        own = own if has_biases else [*own, *[torch.zeros_like(own[0][:, 0])] * 2]
+        first = [one[direction : direction + 1].contiguous() for one in states] if bidirectional else states
+        h, c = (*first, None)[:2]
+        side = torch.ops.amp_compiler.recurrent_layer(data, *own, h, c, kind, direction == 1)
+        sides.append(side[: 1 + len(states)])
+    out, *ends = zip(*sides, strict=True)
+    return [torch.cat(out, -1) if bidirectional else out[0], *map(torch.cat, ends)]
 
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -111,7 +94,7 @@ def recurrent_layer(
     data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor | None, kind: str,
     reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """One direction of one layer: products, and what is carried, in FP32 where the tensors are 16-bit, else their type.
+    """One direction of one BF16 layer: products, and what is carried, in FP32.
 
     Args:
         data: [steps, batch, features], contiguous.
@@ -127,19 +110,17 @@ def recurrent_layer(
     Returns:
         Output [steps, batch, hidden], last hidden state, last cell state (empty where there is none), and what the
         backward reads: gates and states.
+
+    Raises:
+        LoweringError: the native loops do not take it.
     """
+    if not cpu_recurrent.can_run(data):
+        raise LoweringError(
+            f"the native loops take no recurrent layer in {data.dtype} on this machine",
+            hint="call amp_compiler.lstm, gru, rnn_tanh or rnn_relu, which run torch's own there",
+        )
     inputs = [one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h, c) if one is not None]
-    if cpu_recurrent.can_run(data):
-        return cpu_recurrent.forward(inputs, kind, reverse)
-    wide = _wide(data)
-    *found, cells = recurrent_steps.forward([one.to(wide) for one in inputs], kind, reverse)
-    out, last, cell, gates = (one.to(data.dtype) for one in found)
-    return out, last, cell, gates, cells
-
-
-def _wide(data: Tensor) -> torch.dtype:
-    """The type in which the steps compute what is not for the native loops."""
-    return torch.float32 if data.dtype in _LOW else data.dtype
+    return cpu_recurrent.forward(inputs, kind, reverse)
 
 
 @recurrent_layer.register_fake
@@ -150,48 +131,38 @@ def _(
     steps, batch, hidden = *data.shape[:2], h.shape[-1]
     out, last = data.new_empty(steps, batch, hidden), data.new_empty(h.shape)
     cell = data.new_empty(0) if c is None else data.new_empty(c.shape)
-    if cpu_recurrent.can_run(data):
-        return out, last, cell, *cpu_recurrent.kept(data, hidden, kind)
-    gates = data.new_empty(steps, batch, 4 * hidden if kind in ("lstm", "gru") else 0)
-    return out, last, cell, gates, data.new_empty(out.shape if kind == "lstm" else 0, dtype=_wide(data))
+    return out, last, cell, *cpu_recurrent.kept(data, hidden, kind)
 
 
 @torch.library.custom_op("amp_compiler::recurrent_sums_backward", mutates_args=())
 def recurrent_sums_backward(
-    w_hh: Tensor, first: list[Tensor], results: list[Tensor], gradients: list[Tensor], kind: str, reverse: bool
+    w_hh: Tensor, first: list[Tensor], memory: list[Tensor], gradients: list[Tensor], kind: str, reverse: bool
 ) -> list[Tensor]:
     """The backward of `recurrent_layer` through time.
 
     Args:
         w_hh: as there.
         first: its first states.
-        results: output, gates and states that it gave.
+        memory: gates and states that it gave.
         gradients: of its first three results.
         kind: as there.
         reverse: as there.
 
     Returns:
         Gradients of the first states, and of the sums in the gates, [steps, batch, gates * hidden]: what is added to
-        them of the data and, of a GRU, what is added to them of the state; else that is the same. They are FP32 where
-        16-bit tensors are not for the native loops.
+        them of the data and, of a GRU, what is added to them of the state; else that is the same.
     """
-    out, *memory = results
     w_hh, *tensors = (one.contiguous() for one in (w_hh, *first, *gradients))
-    if cpu_recurrent.can_run(out):
-        states, seeds = tensors[: len(first)], tensors[len(first) :]
-        return cpu_recurrent.sums_backward(w_hh, states, seeds, (memory[0], memory[1]), kind, reverse)
-    w_hh, out, gates, cells, *tensors = (one.to(_wide(out)) for one in (w_hh, out, *memory, *tensors))
     states, seeds = tensors[: len(first)], tensors[len(first) :]
-    return recurrent_steps.sums_backward(w_hh, states, out, (gates, cells), seeds, kind, reverse)
+    return cpu_recurrent.sums_backward(w_hh, states, seeds, (memory[0], memory[1]), kind, reverse)
 
 
 @recurrent_sums_backward.register_fake
 def _(
-    w_hh: Tensor, first: list[Tensor], results: list[Tensor], gradients: list[Tensor], kind: str, reverse: bool
+    w_hh: Tensor, first: list[Tensor], memory: list[Tensor], gradients: list[Tensor], kind: str, reverse: bool
 ) -> list[Tensor]:
-    dtype = w_hh.dtype if cpu_recurrent.can_run(results[0]) else _wide(w_hh)
-    sums = [w_hh.new_empty(*results[0].shape[:2], w_hh.shape[0], dtype=dtype) for _ in range(1 + (kind == "gru"))]
-    return [*(one.new_empty(one.shape, dtype=dtype) for one in first), *sums]
+    sums = [w_hh.new_empty(*gradients[0].shape[:2], w_hh.shape[0]) for _ in range(1 + (kind == "gru"))]
+    return [*(one.new_empty(one.shape) for one in first), *sums]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -201,7 +172,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     inputs, results = list(ctx.saved_tensors[:_INPUTS]), ctx.saved_tensors[_INPUTS:]
-    given = [
+    seeds = [
         torch.zeros_like(result) if gradient is None else gradient
         for gradient, result in zip(gradients[:3], results[:3], strict=True)
     ]
@@ -210,36 +181,30 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         del inputs[-1], wanted[-1]
     kind, reverse, missing = ctx.kind, ctx.reverse, [None] * (_INPUTS - len(inputs) + 2)
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        return *_through_aten(kind, inputs, given, wanted, reverse), *missing
+        return *_differentiable(kind, inputs, seeds, reverse), *missing
     first, out = inputs[_WEIGHTS:], results[0]
-    made = torch.ops.amp_compiler.recurrent_sums_backward(inputs[2], first, [out, *results[3:]], given, kind, reverse)
-    states, sums = made[: len(first)], [one.flatten(0, 1) for one in made[len(first) :]]
+    gradients_of_sums = torch.ops.amp_compiler.recurrent_sums_backward(
+        inputs[2], first, list(results[3:]), seeds, kind, reverse
+    )
+    states, sums = gradients_of_sums[: len(first)], [one.flatten(0, 1) for one in gradients_of_sums[len(first) :]]
     of_data, of_state = sums[0], sums[-1]
     before = torch.cat([out[1:], first[0]]) if reverse else torch.cat([first[0], out[:-1]])
-    data, w_ih, before = (one.to(of_data.dtype) for one in (inputs[0], inputs[1], before))
     d_b_ih = of_data.sum(0)
     d_b_hh = of_state.sum(0) if len(sums) > 1 else d_b_ih  # Inductor (torch 2.13) cannot fuse the same sum twice
-    d_data = (of_data @ w_ih).view(data.shape) if wanted[0] else None
-    d_w_ih, d_w_hh = of_data.t() @ data.flatten(0, 1), of_state.t() @ before.flatten(0, 1)
-    found = (d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, *states)
-    return *(None if one is None else one.to(out.dtype) for one in found), *missing
+    d_data = (of_data @ inputs[1]).view(inputs[0].shape) if wanted[0] else None
+    d_w_ih, d_w_hh = of_data.t() @ inputs[0].flatten(0, 1), of_state.t() @ before.flatten(0, 1)
+    return d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, *states, *missing
 
 
-def _through_aten(
-    kind: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool], reverse: bool
+def _differentiable(
+    kind: str, inputs: Sequence[Tensor], gradients: Sequence[Tensor], reverse: bool
 ) -> list[Tensor | None]:
-    """Gradients of one layer by autograd through ATen's, in FP32 or wider, which can be differentiated again."""
-    wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-    tensors = [one.view_as(one) for one in inputs]  # one may stand there twice
-    data, *weights = (one.to(wide) for one in tensors[:_WEIGHTS])
-    states = [one.to(wide) for one in tensors[_WEIGHTS:]]
-    hidden = states if kind == "lstm" else states[0]
-    run = getattr(torch.ops.aten, kind).input
-    out, *last = run(data.flip(0) if reverse else data, hidden, weights, True, 1, 0.0, True, False, False)
-    results = [one.to(inputs[0].dtype) for one in (out.flip(0) if reverse else out, *last)]
-    leaves = [one for one, asked in zip(tensors, wanted, strict=True) if asked]
-    found = iter(torch.autograd.grad(results, leaves, gradients[: len(results)], create_graph=True))
-    return [next(found) if asked else None for asked in wanted]
+    """Gradients of one layer by autograd through torch's, in FP32, which can be differentiated again."""
+    data, states = inputs[0].flip(0) if reverse else inputs[0], inputs[_WEIGHTS:]
+    seeds = [gradients[0].flip(0) if reverse else gradients[0], *gradients[1 : 1 + len(states)]]
+    d_data, *rest = recurrent_network.differentiable(data, states, inputs[1:_WEIGHTS], seeds, (kind, True, 1, False))
+    d_data = d_data.flip(0) if reverse and d_data is not None else d_data
+    return [d_data, *rest[len(states) :], *rest[: len(states)]]
 
 
 recurrent_layer.register_autograd(_backward, setup_context=_save)

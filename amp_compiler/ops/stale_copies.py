@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
@@ -65,22 +65,31 @@ class CopyWatch:
         Args:
             turn: number of the look, which says where in large tensors it looks.
         """
-        found: list[int] = []
+        stale: list[int] = []
         if self._places:
             flags = self._new_flags()  # of this call: several threads may look
             self._call(*self._arguments, turn, flags)
             marks = bytes(flags)
             if 1 in marks:
-                found = [place for place, mark in zip(self._places, marks, strict=True) if mark]
+                stale = [place for place, mark in zip(self._places, marks, strict=True) if mark]
         for one in self._elsewhere:
             one.follow(turn)
         if self._others:
-            found += [place for place in self._others if not _agree(*self._pairs[place], turn)]
-        return found
+            stale += [place for place in self._others if not _agree(*self._pairs[place], turn)]
+        return stale
 
-    def seen_elsewhere(self) -> list[int]:
-        """The places of the pairs on a CUDA device that ever differed; waits for the device."""
-        return [place for one in self._elsewhere for place in one.seen()]
+    @property
+    def looks_elsewhere(self) -> bool:
+        """Whether there are pairs on other devices than a CPU."""
+        return bool(self._elsewhere)
+
+    def unread(self) -> Callable[[], list[int]]:
+        """A function that gives the places of the pairs on a CUDA device that ever differed, and waits for the device.
+
+        It holds none of the tensors, and so may outlive this.
+        """
+        flags = [one for elsewhere in self._elsewhere for one in elsewhere.flags()]
+        return lambda: [own[place] for seen, own in flags for place in seen()]
 
 
 class _Elsewhere:
@@ -106,8 +115,8 @@ class _Elsewhere:
             for tensor, copy in self._rest if self._take else ():
                 tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
 
-    def seen(self) -> list[int]:
-        return [own[place] for copies, own in self._by_device for place in copies.seen()]
+    def flags(self) -> list[tuple[Callable[[], list[int]], list[int]]]:
+        return [(copies.unread(), own) for copies, own in self._by_device]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -132,5 +141,5 @@ def _agree(tensor: Tensor, copy: Tensor, turn: int) -> bool:
             slices = max(1, _LOOKED_AT * len(tensor) // tensor.numel())
             step = -(-len(tensor) // slices)
             tensor, copy = tensor[turn % step :: step], copy[turn % step :: step]
-        made = tensor.to(copy.dtype)
-        return bool(((made == copy) | (made.isnan() & copy.isnan())).all())
+        rounded = tensor.to(copy.dtype)
+        return bool(((rounded == copy) | (rounded.isnan() & copy.isnan())).all())

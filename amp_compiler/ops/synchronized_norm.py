@@ -17,8 +17,8 @@ _REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
 _WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 # What the messages bring where this rank alone has rows, by operator: for a graph that it runs by itself.
 ALONE: dict[Any, Callable[..., Tensor]] = {
-    _GATHER: lambda told, ranks, group: torch.cat([told, told.new_zeros(told.numel() * (ranks - 1))]),
-    _REDUCE: lambda told, by, group: told,
+    _GATHER: lambda message, ranks, group: torch.cat([message, message.new_zeros(message.numel() * (ranks - 1))]),
+    _REDUCE: lambda message, by, group: message,
 }
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -82,13 +82,13 @@ class _Normalized(torch.autograd.Function):
         mean, variance, count = _joined(wide, group, ranks)
         inverse = torch.rsqrt(variance + eps)
         scale = inverse if weight is None else inverse * weight
-        made = (wide - _over(mean, data)) * _over(scale, data)
-        made = made if bias is None else made + _over(bias, data)
+        normalized = (wide - _over(mean, data)) * _over(scale, data)
+        normalized = normalized if bias is None else normalized + _over(bias, data)
         ctx.save_for_backward(data, weight, bias, mean, inverse, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
         ctx.set_materialize_grads(False)
-        return made.to(data.dtype), mean, variance, count
+        return normalized.to(data.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -119,8 +119,8 @@ def _joined(wide: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor, Tenso
     """
     channels = wide.shape[1]
     variance, mean = torch.var_mean(wide, _all_but_channels(wide), correction=0)
-    told = torch.cat([mean, variance, mean.new_full((1,), wide.numel() // channels)])
-    parts = _WAIT(_GATHER(told, ranks, group)).view(ranks, -1)
+    message = torch.cat([mean, variance, mean.new_full((1,), wide.numel() // channels)])
+    parts = _WAIT(_GATHER(message, ranks, group)).view(ranks, -1)
     means, variances, counts = parts.split([channels, channels, 1], dim=1)
     count = counts.sum()
     shares = counts / count

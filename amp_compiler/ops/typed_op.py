@@ -104,8 +104,8 @@ class _Call:
         if low is not None:
             tensors = [t.float() if t is not None and t.dtype is low else t for t in tensors]
         args, kwargs = self.arguments(tensors)
-        made = self.op(*args, **kwargs)
-        results = tuple(made) if isinstance(made, (list, tuple)) else (made,)
+        result = self.op(*args, **kwargs)
+        results = tuple(result) if isinstance(result, (list, tuple)) else (result,)
         if low is None or not rounds:
             return results
         return tuple(r.to(low) if isinstance(r, Tensor) and r.dtype is torch.float32 else r for r in results)
@@ -135,17 +135,17 @@ class _TypedOp(torch.autograd.Function):
         call, count = ctx.call, len(ctx.types)
         again = torch.is_grad_enabled()
         saved = ctx.saved_tensors[:count] if again else ctx.saved_tensors[count:]
-        given = [(place, g) for place, g in enumerate(gradients) if g is not None]
+        arrived = [(place, g) for place, g in enumerate(gradients) if g is not None]
         wanted = [place for place in range(count) if ctx.needs_input_grad[place + 1]]
-        if not given or not wanted:
+        if not arrived or not wanted:
             return (None,) * (count + 1)
-        with torch.enable_grad(), _no_autocast(given[0][1]):
+        with torch.enable_grad(), _no_autocast(arrived[0][1]):
             inputs = [_reread(call, place, t, place in wanted, again) for place, t in enumerate(saved)]
             results = call.run(inputs, rounds=False)
-            reached = [(results[place], g) for place, g in given if results[place].requires_grad]
+            reached = [(results[place], g) for place, g in arrived if results[place].requires_grad]
             if not reached:
                 return (None,) * (count + 1)
-            made: list[Tensor | None] = list(
+            slopes: list[Tensor | None] = list(
                 torch.autograd.grad(
                     [result for result, _ in reached],
                     [inputs[place] for place in wanted],  # type: ignore[arg-type]
@@ -154,8 +154,8 @@ class _TypedOp(torch.autograd.Function):
                     create_graph=again,
                 )
             )
-            found = dict(zip(wanted, made, strict=True))
-            return None, *[_handed_on(call, place, found.get(place), ctx.types[place]) for place in range(count)]
+            by_place = dict(zip(wanted, slopes, strict=True))
+            return None, *[_handed_on(call, place, by_place.get(place), ctx.types[place]) for place in range(count)]
 
 
 def _reread(call: _Call, place: int, tensor: Tensor | None, wanted: bool, again: bool) -> Tensor | None:
@@ -193,8 +193,8 @@ class _TypedDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         (mask,) = ctx.saved_tensors
-        made = aten.native_dropout_backward.default(gradient.to(ctx.call.gradient), mask, ctx.factor)
-        return None, made.to(ctx.dtype)
+        slope = aten.native_dropout_backward.default(gradient.to(ctx.call.gradient), mask, ctx.factor)
+        return None, slope.to(ctx.dtype)
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -99,7 +99,7 @@ def _hyper(kind: FusedOptimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
 def _columns(kind: FusedOptimizer, group: Mapping[str, Any], storage: int | None) -> tuple[tuple[str, bool], ...]:
     """State lists of the operator; without masters the list of 16-bit copies gives way to the compensations."""
     states = ((one.name, one.used(group)) for one in kind.states)
-    beside = ("lows", True) if storage is None else (COMPENSATION, storage == Storage.KAHAN)
+    beside = ("low_weights", True) if storage is None else (COMPENSATION, storage == Storage.KAHAN)
     return (*states, beside, *([(STEP, True)] if kind.counts else []))
 
 

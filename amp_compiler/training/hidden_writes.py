@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.weights import MASTER
+
+_MOST_UNREAD = 64  # watches whose flags wait on a device to be read
 
 
 class HiddenWrites:
@@ -30,9 +33,12 @@ class HiddenWrites:
 
     def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> None:
         self._model, self._optimizers, self._kept = model, optimizers, kept
-        self._key: tuple[int, int] | None = None
+        self._at: tuple[int, int] | None = None
+        self._key: object = None
+        self._held: object = None  # so that no other tensor gets an identity that the key is made of
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
-        self._masters_lie: Callable[[], bool] | None = None
+        self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
+        self._lie: Callable[[], bool] = lambda: True
         self._turn = 0
 
     def look(self, generation: int) -> bool:
@@ -41,14 +47,10 @@ class HiddenWrites:
         Args:
             generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
-        key = generation, self._kept.low_weights.made
-        if key != self._key or (self._masters_lie is not None and not self._masters_lie()):
-            found = [(weight, pair) for weight in self._trained() for pair in self._pairs(weight)]
-            self._weights = [weight for weight, _ in found]
-            takes = {place for place, (weight, _) in enumerate(found) if weight.dtype in LOW_TYPES}
-            masters = [one for place in sorted(takes) if (one := self._master(self._weights[place])) is not None]
-            self._masters_lie = address_test(masters) if masters else None
-            self._watch, self._key = CopyWatch([pair for _, pair in found], takes), key
+        at = generation, self._kept.low_weights.made
+        if at != self._at or not self._lie():
+            self._at = at
+            self._follow(generation)
         self._turn += 1
         places = self._watch.look(self._turn)
         if places:
@@ -61,12 +63,35 @@ class HiddenWrites:
 
     def tell(self) -> None:
         """Name what a GPU has found, where the caller waits for it anyway."""
-        if not self._said and (places := self._watch.seen_elsewhere()):
-            self._say(self._weights[places[0]])
+        self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
+        for places, weights in self._unread if not self._said else ():
+            for place in places()[:1]:
+                self._say(weights[place]())
+        self._unread.clear()
+
+    def _follow(self, generation: int) -> None:
+        """Make another watch where what is watched is another, or may lie elsewhere."""
+        trained, kept = self._trained(), self._kept
+        low = [weight for weight in trained if weight.dtype in LOW_TYPES]
+        masters, asked_for = [self._master(weight) for weight in low], list(map(kept.weights.masters.has, low))
+        part = generation if kept.weights.parts.count > 1 else 0
+        key = part, kept.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
+        if key != self._key or not self._lie():
+            self._make_watch(trained)
+            self._key, self._held = key, (trained, masters)
+
+    def _make_watch(self, trained: Sequence[Tensor]) -> None:
+        if not self._said and self._watch.looks_elsewhere:
+            self._unread = [*self._unread[1 - _MOST_UNREAD :], (self._watch.unread(), list(map(ref, self._weights)))]
+        pairs = [(weight, pair) for weight in writable(trained) for pair in self._pairs(weight)]
+        self._weights = [weight for weight, _ in pairs]
+        takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
+        self._watch = CopyWatch([pair for _, pair in pairs], takes)
+        tensors = [one for _, pair in pairs for one in pair]
+        self._lie = address_test([*self._weights, *tensors]) if pairs else lambda: True
 
     def _trained(self) -> list[Tensor]:
-        groups = (group for one in self._optimizers for group in one.param_groups)
-        return writable(weight for group in groups for weight in group["params"])
+        return [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]
 
     def _pairs(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A weight with its copies, or its master with it; of a weight that is split over ranks this rank's part."""
@@ -83,11 +108,13 @@ class HiddenWrites:
             yield master[: len(part)], part
 
     def _master(self, weight: Tensor) -> Tensor | None:
-        return next(
-            (one.state[weight][MASTER] for one in self._optimizers if MASTER in one.state.get(weight, {})), None
-        )
+        for one in self._optimizers:
+            state = one.state.get(weight)
+            if state is not None and MASTER in state:
+                return state[MASTER]  # type: ignore[no-any-return]
+        return None
 
-    def _say(self, weight: Tensor) -> None:
+    def _say(self, weight: Tensor | None) -> None:
         if not self._said:
             self._said = True
             names = (name for name, one in self._model.named_parameters() if one is weight)

@@ -33,7 +33,7 @@ from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program import Resolver
 from amp_compiler.training.traced_optimizers import TracedGroup
-from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_alone
+from amp_compiler.training.weights import MASTER, WeightState, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]
 Agree = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
@@ -365,9 +365,6 @@ class TrainedWeights:
         if column == MASTER:
             weight = bound.parameters[number]
             return lambda leaves: self._master(weight, kept)
-        if column == COMPENSATION:
-            parameter, check = bound.parameters[number], kept.weights.compensations.checked
-            return lambda leaves: check(parameter, bound.tensor(column, number))
         return lambda leaves: bound.tensor(column, number)
 
 

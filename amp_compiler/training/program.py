@@ -209,7 +209,9 @@ class StepProgram:
         pairs = [
             (parameter, low)
             for group in self.compiled.groups
-            for parameter, low in zip(group.parameters, group.spec.lows or [None] * len(group.parameters), strict=True)
+            for parameter, low in zip(
+                group.parameters, group.spec.low_weights or [None] * len(group.parameters), strict=True
+            )
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
         low_weights.settle([parameter for parameter, low in pairs if low is not None])

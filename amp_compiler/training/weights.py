@@ -278,36 +278,6 @@ def _mark(parameter: Tensor, master: Tensor) -> tuple[int, ...]:
     return *write_mark(parameter), id(master)
 
 
-class Compensations:
-    """What Kahan's summation keeps beside each 16-bit weight: the error of its last rounding, in the same type.
-
-    Where a weight was changed outside of the update, an error that is too large to be one of its roundings is dropped.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[int, tuple[int, ...]] = {}
-
-    def has(self, parameter: Tensor) -> bool:
-        """Whether there is one of this parameter that a step has asked for."""
-        return id(parameter) in self._marks
-
-    def checked(self, parameter: Tensor, kept: Tensor) -> Tensor:
-        """The compensation `kept` of a parameter, in place; both fp16 or bf16 of one shape."""
-        if self._marks.get(id(parameter)) != _mark(parameter, kept):
-            with torch.no_grad():
-                # Half of a rounding error moves no weight, not even below a power of two, where the spacing halves.
-                fits = (parameter.float() + kept.float() * 0.5).to(parameter.dtype) == parameter
-                kept.copy_(torch.where(fits, kept, 0.0))
-            self._marks[id(parameter)] = _mark(parameter, kept)
-        return kept
-
-    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note that the update has just written these parameters together with their compensations."""
-        for parameter in parameters:
-            if id(parameter) in self._marks and COMPENSATION in states.get(parameter, {}):
-                self._marks[id(parameter)] = _mark(parameter, states[parameter][COMPENSATION])
-
-
 class WeightState:
     """Everything that a training step holds beside parameters and 16-bit copies of FP32 masters.
 
@@ -327,7 +297,7 @@ class WeightState:
     ) -> None:
         self.storage, self.rounding = storage, RoundingState(storage, device)
         self.parts = Parts() if parts is None else parts
-        self.masters, self.compensations = MasterWeights(self.parts), Compensations()
+        self.masters = MasterWeights(self.parts)
         for optimizer in optimizers:
             keep_state_types(optimizer)
 
@@ -340,15 +310,12 @@ class WeightState:
         """
         if MASTER in state and self.masters.has(parameter):
             self.masters.get(parameter, state)
-        if COMPENSATION in state and self.compensations.has(parameter):
-            self.compensations.checked(parameter, state[COMPENSATION])
 
     def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note that the update has just written these parameters, their masters and their compensations.
+        """Note that the update has just written these parameters and their masters.
 
         Args:
             parameters: of one optimizer.
             states: its state.
         """
         self.masters.settle(parameters, states)
-        self.compensations.settle(parameters, states)

@@ -171,10 +171,10 @@ class _Constants:
         if self._numbers.get(seen) is None or value is None or value.dtype is not torch.bool:
             return None
         with without_fake_tensors(), torch.no_grad():
-            found = _worked_out(seen)
-            if not bool((found == found[:1]).all()):
+            known = _worked_out(seen)
+            if not bool((known == known[:1]).all()):
                 return None
-        return _EVERYTHING if bool(found.all()) else "something"
+        return _EVERYTHING if bool(known.all()) else "something"
 
     def _number(self, node: fx.Node) -> int | None:
         target, value = node.target, node.meta.get("val")
@@ -214,27 +214,27 @@ def _is_small(value: Tensor | None) -> bool:
 
 def _worked_out(node: fx.Node) -> Any:
     """The value of a constant node, on the CPU."""
-    made: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
     waiting = [node]
     while waiting:
         one = waiting[-1]
         sources = [] if one.target in _LIKE else one.all_input_nodes
-        missing = [source for source in sources if source not in made]
+        missing = [source for source in sources if source not in values]
         if missing:
             waiting += missing
             continue
         waiting.pop()
-        if one not in made:
-            made[one] = _run(one, made)
-    return made[node]
+        if one not in values:
+            values[one] = _run(one, values)
+    return values[node]
 
 
-def _run(node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     def given(source: fx.Node) -> Any:
         if node.target in _LIKE:
             like = source.meta["val"]
             return torch.empty(like.shape, dtype=like.dtype)
-        return made[source]
+        return values[source]
 
     def on_cpu(value: Any) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) else value

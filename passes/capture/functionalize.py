@@ -122,15 +122,15 @@ def _only_name_of_fresh_memory(
 
 def _keeps_type(node: fx.Node, variant: torch._ops.OpOverload) -> bool:
     """Whether the functional form gives the type of what the in-place one changes: it may promote, or give bools."""
-    made = node_tensor(node)
-    if made is None:
+    tensor = node_tensor(node)
+    if tensor is None:
         return False
     if any("val" not in one.meta for one in node.all_input_nodes):  # made by a pass of the user's
         return False
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # type: ignore[no-untyped-call]
-    with getattr(made, "fake_mode", nullcontext()), torch.no_grad():
+    with getattr(tensor, "fake_mode", nullcontext()), torch.no_grad():
         result = variant(*args, **kwargs)
-    return bool(result.dtype == made.dtype)
+    return bool(result.dtype == tensor.dtype)
 
 
 def _drop_aliases(graph: fx.Graph) -> bool:

@@ -152,25 +152,25 @@ def _inline(
                 copied.meta[Key.PIN] = region_pin(off_device, user_source(copied.meta.get("stack_trace")))
         results = region.graph.output_node().args[0]
         flat = list(results) if isinstance(results, (list, tuple)) else [results]
-        made = [environment.get(result) if isinstance(result, fx.Node) else result for result in flat]
+        values_returned = [environment.get(result) if isinstance(result, fx.Node) else result for result in flat]
         if detach:
             outer = dict(zip(region.graph.find_nodes(op="placeholder"), originals, strict=True))
-            made = [
+            values_returned = [
                 outer.get(_changed_in_place(result)) or _detached(graph, new)
-                for result, new in zip(flat, made, strict=True)
+                for result, new in zip(flat, values_returned, strict=True)
             ]
     if widen:
-        _widen_results(graph, call, made)
-    _replace_results(graph, call, made)
+        _widen_results(graph, call, values_returned)
+    _replace_results(graph, call, values_returned)
 
 
-def _widen_results(graph: fx.Graph, call: fx.Node, made: list[Any]) -> None:
+def _widen_results(graph: fx.Graph, call: fx.Node, results: list[Any]) -> None:
     """Let nodes behind a region in the type that the plan does not have read its results in FP32.
 
     From there a plan casts them on. What the graph returns stays as it is.
     """
     for result in [user for user in call.users if user.target is operator.getitem]:
-        wide = _widened(graph, call, made[result.args[1]])  # type: ignore[index]
+        wide = _widened(graph, call, results[result.args[1]])  # type: ignore[index]
         result.replace_all_uses_with(wide, delete_user_cb=lambda user: user.op != "output")
 
 
@@ -197,15 +197,15 @@ def _changed_in_place(result: Any) -> Any:
     return result
 
 
-def _replace_results(graph: fx.Graph, call: fx.Node, made: list[Any]) -> None:
+def _replace_results(graph: fx.Graph, call: fx.Node, results: list[Any]) -> None:
     for user in list(call.users):
         if user.target is operator.getitem:
             with graph.inserting_before(call):
-                new = _as_captured(graph, made[user.args[1]], user)  # type: ignore[index]
+                new = _as_captured(graph, results[user.args[1]], user)  # type: ignore[index]
             user.replace_all_uses_with(new)
             graph.erase_node(user)
     if call.users:  # a region with one result that is not in a tuple
-        call.replace_all_uses_with(made[0])
+        call.replace_all_uses_with(results[0])
     graph.erase_node(call)
 
 

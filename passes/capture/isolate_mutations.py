@@ -62,24 +62,24 @@ def _isolate(graph: fx.Graph) -> bool:
         base = members[0]
         if root not in written or base.op != "call_function" or len(members) < 2:
             continue
-        made = node_tensor(base)
+        tensor = node_tensor(base)
         if base.target is aten.clone.default:
             continue  # it is a copy of its own already
-        if made is None or alias_sources(base) or not made.is_floating_point() or not base.all_input_nodes:
+        if tensor is None or alias_sources(base) or not tensor.is_floating_point() or not base.all_input_nodes:
             continue
         with graph.inserting_after(base):
             copy = graph.call_function(aten.clone.default, (base,))
         copy.meta = {key: value for key, value in base.meta.items() if key != "val"}
         with unset_fake_temporarily(), torch.no_grad():
-            copy.meta["val"] = made.detach().clone() if not hasattr(made, "fake_mode") else _fake_clone(made)
+            copy.meta["val"] = tensor.detach().clone() if not hasattr(tensor, "fake_mode") else _fake_clone(tensor)
         replace_other_uses(base, copy)
         modified = True
     return modified
 
 
-def _fake_clone(made: Any) -> torch.Tensor:
-    with made.fake_mode:
-        copy: torch.Tensor = torch.ops.aten.clone.default(made)
+def _fake_clone(value: Any) -> torch.Tensor:
+    with value.fake_mode:
+        copy: torch.Tensor = torch.ops.aten.clone.default(value)
     return copy
 
 

@@ -72,12 +72,12 @@ def _open(graph: fx.Graph, cell: fx.Node) -> None:
         return node
 
     with graph.inserting_before(cell), torch.no_grad():
-        made = _CELLS[cell.target](call, *cell.args, **cell.kwargs)
-    if len(made) == 1:
-        cell.replace_all_uses_with(made[0])
+        results = _CELLS[cell.target](call, *cell.args, **cell.kwargs)
+    if len(results) == 1:
+        cell.replace_all_uses_with(results[0])
     else:
         for user in [user for user in cell.users if user.target is operator.getitem]:
-            user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             graph.erase_node(user)
     graph.erase_node(cell)
 
@@ -93,11 +93,11 @@ def _gates(call: Call, sums: fx.Node, count: int) -> list[fx.Node]:
 def _gru_cell(
     call: Call, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> list[fx.Node]:  # fmt: skip
-    given = _gates(call, call(aten.linear.default, input, w_ih, b_ih), 3)
+    of_data = _gates(call, call(aten.linear.default, input, w_ih, b_ih), 3)
     kept = _gates(call, call(aten.linear.default, hx, w_hh, b_hh), 3)
-    reset = call(aten.sigmoid.default, call(aten.add.Tensor, kept[0], given[0]))
-    update = call(aten.sigmoid.default, call(aten.add.Tensor, kept[1], given[1]))
-    new = call(aten.tanh.default, call(aten.add.Tensor, given[2], call(aten.mul.Tensor, kept[2], reset)))
+    reset = call(aten.sigmoid.default, call(aten.add.Tensor, kept[0], of_data[0]))
+    update = call(aten.sigmoid.default, call(aten.add.Tensor, kept[1], of_data[1]))
+    new = call(aten.tanh.default, call(aten.add.Tensor, of_data[2], call(aten.mul.Tensor, kept[2], reset)))
     return [call(aten.add.Tensor, call(aten.mul.Tensor, call(aten.sub.Tensor, hx, new), update), new)]
 
 

@@ -63,17 +63,17 @@ def _write_out(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     changed = schema_argument(node, "sparse") is True and _pin(node, "keep", _SPARSE)
-    made = node_tensor(node)
-    if made is None:
+    result = node_tensor(node)
+    if result is None:
         return changed
     name = node.target._schema.name.removeprefix("aten::")
     if node.target is aten.view.dtype:
         return _pin(node, "keep", "it reads the bits of its operand as another type") or changed
     if name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
-        node.update_kwarg("dtype", made.dtype)
+        node.update_kwarg("dtype", result.dtype)
         return True
     if name in _CASTING:
-        return _write_out_cast(node, made) or changed
+        return _write_out_cast(node, result) or changed
     return (_has_explicit_type(node) and _pin(node, "cast", "explicit dtype argument in the model")) or changed
 
 
@@ -85,13 +85,13 @@ def _pin(node: fx.Node, precision: str, reason: str) -> bool:
     return not pinned
 
 
-def _write_out_cast(node: fx.Node, made: torch.Tensor) -> bool:
+def _write_out_cast(node: fx.Node, result: torch.Tensor) -> bool:
     source = node.args[0]
     before = node_tensor(source) if isinstance(source, fx.Node) else None
     changed = _pin(node, "cast", _cast_reason(node))
-    if before is None or before.device != made.device or schema_argument(node, "memory_format") is not None:
+    if before is None or before.device != result.device or schema_argument(node, "memory_format") is not None:
         return changed
-    form = aten.to.dtype, (source, made.dtype), dict[str, Any]()
+    form = aten.to.dtype, (source, result.dtype), dict[str, Any]()
     changed = changed or (node.target, node.args, dict(node.kwargs)) != form
     node.target, node.args, node.kwargs = form
     return changed

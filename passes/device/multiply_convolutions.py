@@ -54,12 +54,14 @@ class MultiplyConvolutions(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        found = [(node, convolution) for node in subject.graph.nodes if (convolution := _convolution(node)) is not None]
-        for node, convolution in reversed(found):  # the later one first: it may read the earlier one
+        matches = [
+            (node, convolution) for node in subject.graph.nodes if (convolution := _convolution(node)) is not None
+        ]
+        for node, convolution in reversed(matches):  # the later one first: it may read the earlier one
             _multiply(subject.graph, node, convolution)
-        if found:
+        if matches:
             refresh(subject)
-        return PassResult(subject, bool(found))
+        return PassResult(subject, bool(matches))
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def _convolution(node: fx.Node) -> _Convolution | None:
         return None
     stride, padding, dilation = numbers
     convolution = _Convolution(x, weight, schema_argument(node, "bias"), stride, padding, dilation)  # type: ignore[arg-type]
-    made = node.meta["val"]
-    few = made.shape[0] * made.shape[2] * made.shape[3] <= _PIXELS_PER_CHANNEL * made.shape[1]
+    result = node.meta["val"]
+    few = result.shape[0] * result.shape[2] * result.shape[3] <= _PIXELS_PER_CHANNEL * result.shape[1]
     return convolution if few or _is_pointwise(convolution) else None
 
 
@@ -118,9 +120,9 @@ def _multiply(graph: fx.Graph, node: fx.Node, convolution: _Convolution) -> None
     with graph.inserting_before(node):
 
         def call(target: Any, *args: Any) -> fx.Node:
-            made = graph.call_function(target, args)
-            made.meta = {key: value for key, value in node.meta.items() if key != "val"}
-            return made
+            call_node = graph.call_function(target, args)
+            call_node.meta = {key: value for key, value in node.meta.items() if key != "val"}
+            return call_node
 
         if _is_pointwise(convolution) and convolution.stride == [1, 1]:
             rows = call(_aten.permute.default, convolution.x, [0, 2, 3, 1])

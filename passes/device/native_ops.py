@@ -118,11 +118,11 @@ def _calls(node: fx.Node, typed: bool) -> Iterator[Call]:
     leaves, spec = pytree.tree_flatten(_faked((op_args, op_kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     for types in (reads, rereads):
-        given = list(leaves)
+        operands = list(leaves)
         for place, dtype in zip(places, types, strict=True):
             widened = emulate and dtype in (torch.float16, torch.bfloat16)
-            given[place] = leaves[place].to(torch.float32 if widened else dtype)
-        yield pytree.tree_unflatten(given, spec)
+            operands[place] = leaves[place].to(torch.float32 if widened else dtype)
+        yield pytree.tree_unflatten(operands, spec)
 
 
 def _faked(arguments: Any) -> Any:

@@ -81,8 +81,8 @@ class RecomputeCheap(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Add copies to the backward, in place."""
-        made = (node_tensor(node) for node in subject.graph.nodes)
-        if not any(value.device.type in self.devices for value in made if value is not None):
+        tensors = (node_tensor(node) for node in subject.graph.nodes)
+        if not any(value.device.type in self.devices for value in tensors if value is not None):
             return PassResult(subject, False)
         values = _Values(subject.graph, self.devices, self.least * _MIB)
         recomputed = values.cheapest()
@@ -135,14 +135,14 @@ class _Values:
         """
         order = {node: place for place, node in enumerate(self.forward)}
         first: dict[fx.Node, int] = {}  # place of the first node behind it that is no loop
-        found = set()
+        far = set()
         for node in reversed(self.forward):
             users = [user for user in node.users if user in order]
             places = [first[user] if _is_loop(user) else order[user] for user in users]
             first[node] = min(places, default=len(order))
             if any(_is_loop(user) and order[user] > first[node] for user in _readers(node) if user in order):
-                found.add(node)
-        return found
+                far.add(node)
+        return far
 
     def _is_written_again(self, node: fx.Node) -> bool:
         """Whether something in the backward reads it from memory: what is no loop over elements."""
@@ -159,8 +159,8 @@ class _Values:
 
     def moved(self, node: fx.Node) -> int:
         """Bytes that are moved once more where it is made again, but those of values of the forward."""
-        given = [one for one in node.all_input_nodes if one.op == "placeholder"]
-        read = [one for one in given if all(user in self._all for user in one.users)]
+        inputs = [one for one in node.all_input_nodes if one.op == "placeholder"]
+        read = [one for one in inputs if all(user in self._all for user in one.users)]
         return sum(map(_size_of, [*read, node] if self._written[node] else read))
 
     def cheapest(self, kept: Collection[fx.Node] = ()) -> list[fx.Node]:
@@ -249,8 +249,8 @@ def _bytes_of(value: torch.Tensor) -> int:
 def _size_of(node: fx.Node) -> int:
     """Bytes of what a node makes, of all its results together."""
     values: Any = node.meta.get("val")
-    found: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values]
-    return sum(_bytes_of(value) for value in found if isinstance(value, torch.Tensor))
+    tensors: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values]
+    return sum(_bytes_of(value) for value in tensors if isinstance(value, torch.Tensor))
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -57,10 +57,10 @@ class RemakeMasks(LatePass):
             relu = le.args[0]
             if le.args[1] != 0 or relu.target is not aten.relu.default:
                 continue
-            found = _chain(relu.args[0])
-            if found is None or found[1].target is not aten.convolution.default:
+            relu_chain = _chain(relu.args[0])
+            if relu_chain is None or relu_chain[1].target is not aten.convolution.default:
                 continue
-            chain, data = found
+            chain, data = relu_chain
             for where in [user for user in le.users if user.target is aten.where.self and user.args[0] is le]:
                 masked = _with_cast(where)
                 if _is_read_with(masked[-1], data):
@@ -122,17 +122,17 @@ def _repeat_for_each_reader(before: list[fx.Node], masked: list[fx.Node]) -> Non
     relu: Any = before[-1].args[0]
     graph = relu.graph
     for reader in list(masked[-1].users):
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(reader):
             for node in before[:-1]:
-                made[node] = _copy(graph, node, made)
-            made[relu] = made[relu.args[0]]
+                copies[node] = _copy(graph, node, copies)
+            copies[relu] = copies[relu.args[0]]
             for node in (before[-1], *masked):
-                made[node] = _copy(graph, node, made)
-        reader.replace_input_with(masked[-1], made[masked[-1]])
+                copies[node] = _copy(graph, node, copies)
+        reader.replace_input_with(masked[-1], copies[masked[-1]])
     for node in reversed(masked):
         graph.erase_node(node)
 
 
-def _copy(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    return graph.node_copy(node, lambda one: made.get(one, one))
+def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    return graph.node_copy(node, lambda one: copies.get(one, one))

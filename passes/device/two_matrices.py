@@ -42,16 +42,16 @@ class TwoMatrices(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Insert the copies in place."""
-        found = [node for node in subject.graph.nodes if _is_batched(node)]
-        for node in found:
+        matches = [node for node in subject.graph.nodes if _is_batched(node)]
+        for node in matches:
             left = node.args[0]
             with subject.graph.inserting_before(node):
                 copy = subject.graph.create_node("call_function", _CONTIGUOUS, (left,), name="contiguous")
             copy.meta = {**node.meta, "val": left.meta["val"].contiguous()}
             node.args = (copy, *node.args[1:])
-        if found:
+        if matches:
             subject.recompile()
-        return PassResult(subject, bool(found))
+        return PassResult(subject, bool(matches))
 
 
 def _is_batched(node: fx.Node) -> bool:

@@ -81,8 +81,8 @@ class CountExponents(InPlacePass):
 def counted(graph: fx.Graph) -> list[fx.Node]:
     """The nodes whose values are counted, one for each row of the counts."""
     counts = graph.find_nodes(op="call_function", target=COUNT)
-    given = [one for node in counts for one in node.args[0]]  # type: ignore[union-attr]
-    return [one.args[0] if one.target is CLONE else one for one in given]  # type: ignore[union-attr, misc]
+    values = [one for node in counts for one in node.args[0]]  # type: ignore[union-attr]
+    return [one.args[0] if one.target is CLONE else one for one in values]  # type: ignore[union-attr, misc]
 
 
 def _groups(watched: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -94,13 +94,13 @@ def _groups(watched: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def _count(group: list[fx.Node]) -> fx.Node:
     behind, phase = group[-1].next, group[-1].meta[Key.PHASE]
-    given = [node if _is_stored(node) else call_before(behind, CLONE, [node], phase) for node in group]
-    return call_before(behind, COUNT, [given], phase)
+    values = [node if _is_stored(node) else call_before(behind, CLONE, [node], phase) for node in group]
+    return call_before(behind, COUNT, [values], phase)
 
 
 def _is_stored(node: fx.Node) -> bool:
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
-    return canonical_op(made.target) in _STORES
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return canonical_op(source.target) in _STORES
 
 
 def _is_watched(node: fx.Node) -> bool:
@@ -109,8 +109,8 @@ def _is_watched(node: fx.Node) -> bool:
         return False
     if node.meta.get(Key.PHASE) not in ("forward", "backward") or not node.all_input_nodes:
         return False
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node  # one of several results
-    return not (is_view(made) or canonical_op(made.target) in _MOVES or _widens(node, value))
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node  # one of several results
+    return not (is_view(source) or canonical_op(source.target) in _MOVES or _widens(node, value))
 
 
 def _widens(node: fx.Node, value: torch.Tensor) -> bool:
@@ -122,14 +122,14 @@ def _widens(node: fx.Node, value: torch.Tensor) -> bool:
 
 def weight_gradients(graph: fx.Graph) -> set[fx.Node]:
     """The nodes that make the gradients of weights, and nothing else."""
-    found: set[fx.Node] = set()
+    gradients: set[fx.Node] = set()
     pending = [node for node in results_of(graph) if isinstance(node, fx.Node)]
     while pending:
         node = pending.pop()
         users = [user for user in node.users if user.meta.get(Key.PHASE) != _UPDATE and user.op != "output"]
-        if node.meta.get(Key.PHASE) != "backward" or not found.issuperset(users) or node in found:
+        if node.meta.get(Key.PHASE) != "backward" or not gradients.issuperset(users) or node in gradients:
             continue
-        found.add(node)
+        gradients.add(node)
         if canonical_op(node.target) in _BEHIND or node.target is operator.getitem or alias_sources(node):
             pending += node.all_input_nodes
-    return found
+    return gradients

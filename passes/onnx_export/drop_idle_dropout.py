@@ -52,5 +52,5 @@ class DropIdleDropout(InPlacePass):
 
 
 def _idle(graph: fx.Graph) -> list[fx.Node]:
-    found = graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default)
-    return [node for node in found if schema_argument(node, "train") is False]
+    dropouts = graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default)
+    return [node for node in dropouts if schema_argument(node, "train") is False]

@@ -76,6 +76,6 @@ def _casts(source: fx.Node) -> list[fx.Node]:
 def _beside(source: fx.Node, dtype: torch.dtype) -> fx.Node:
     """A further placeholder of the same data."""
     with source.graph.inserting_after(source):
-        made: fx.Node = source.graph.placeholder(f"{source.name}_{neutral_dtype(dtype).short}")
-    made.meta = dict(source.meta)
-    return made
+        placeholder: fx.Node = source.graph.placeholder(f"{source.name}_{neutral_dtype(dtype).short}")
+    placeholder.meta = dict(source.meta)
+    return placeholder

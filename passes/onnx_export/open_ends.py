@@ -74,8 +74,8 @@ def _opened(item: Any, wanted: torch.dtype) -> Any:
     if not isinstance(item, fx.Node) or not _is_cast(item):
         return item
     source: Any = item.args[0]
-    made = node_tensor(source)
-    return source if made is not None and made.dtype is wanted else item
+    value = node_tensor(source)
+    return source if value is not None and value.dtype is wanted else item
 
 
 def _is_cast(node: fx.Node) -> bool:

@@ -61,22 +61,22 @@ class WriteOutAttention(InPlacePass):
         Raises:
             CaptureError: the scale depends on a width that is dynamic.
         """
-        found = self._found(subject.graph)
-        for node in found:
+        matches = self._matches(subject.graph)
+        for node in matches:
             with subject.graph.inserting_before(node):
                 result = _attention(_Emitter(subject.graph, node), node, -self.low.format.max)
             node.replace_all_uses_with(result)
             subject.graph.erase_node(node)
-        if found:
+        if matches:
             subject.recompile()
-        return PassResult(subject, bool(found))
+        return PassResult(subject, bool(matches))
 
     def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
         """None must be left."""
-        left = self._found(subject.graph)
+        left = self._matches(subject.graph)
         return f"'{left[0].name}' is attention, which opset {self.opset} does not have" if left else None
 
-    def _found(self, graph: fx.Graph) -> list[fx.Node]:
+    def _matches(self, graph: fx.Graph) -> list[fx.Node]:
         if self.opset >= ATTENTION_OPSET:
             return []
         return list(graph.find_nodes(op="call_function", target=_FUSED))

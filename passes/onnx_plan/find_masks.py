@@ -42,15 +42,15 @@ class FindMasks(FunctionalPass[Draft]):
 
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Fill `masks` of the graph."""
-        walker, found = Walker(subject.graph, subject.context.low), dict[str, Mask]()
+        walker, masks = Walker(subject.graph, subject.context.low), dict[str, Mask]()
         for name, numbers in walker.stored():
             if _may_hide(numbers, walker.low):
                 path, terms = mask_path(walker, name)
                 if path:
-                    found[name] = Mask(path, terms)
-        if found == subject.graph.masks:
+                    masks[name] = Mask(path, terms)
+        if masks == subject.graph.masks:
             return PassResult(subject, False)
-        return PassResult(replace(subject, graph=subject.graph.with_masks(found)), True)
+        return PassResult(replace(subject, graph=subject.graph.with_masks(masks)), True)
 
 
 def _may_hide(numbers: StoredNumbers, low: DType) -> bool:

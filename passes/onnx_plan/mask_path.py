@@ -31,7 +31,7 @@ def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
                 return (), 1.0
             if path.get(node.name, 0.0) < behind:
                 path[node.name] = behind
-                pending += [] if ends else [(made, behind) for made in node.outputs]
+                pending += [] if ends else [(output, behind) for output in node.outputs]
     return tuple(path), max(path.values(), default=1.0)
 
 

@@ -40,19 +40,19 @@ class PinMeans(PinPass):
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each sum; the last reason stands."""
-        found: dict[str, str] = {}
+        pins: dict[str, str] = {}
         if draft.context.low is not DType.FLOAT16 or not draft.rules.keeps("powers"):
-            return found
+            return pins
         finder = _Finder(draft.graph, draft.context.low)
         matcher = RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges)
         for total in [node for node in draft.graph.nodes.values() if node.op == _SUM]:
             makers = [node for node in finder.brought_back(total) if node.pin is None]
             decision = matcher.decide(total) if total.pin is None and makers else None
-            asked = total.pin.precision if total.pin is not None else decision and decision.precision.value
-            if asked == Precision.FP32.value:
+            requested = total.pin.precision if total.pin is not None else decision and decision.precision.value
+            if requested == Precision.FP32.value:
                 reason = f"it brings the sum '{total.name}' back into the range of fp16"
-                found.update((node.name, reason) for node in makers)
-        return found
+                pins.update((node.name, reason) for node in makers)
+        return pins
 
 
 class _Finder(Walker):
@@ -70,9 +70,9 @@ class _Finder(Walker):
         """What lies between a sum and the quotient by it; nothing for a stored number, `None` for anything else."""
         if self.scalar(quotient, 1) is not None:
             return []
-        found: list[Node] = []
+        divisors: list[Node] = []
         maker = self.graph.producer(quotient.inputs[1].value)
         while maker is not None and (maker.op in _OFF_ZERO or self.passes(maker)):
-            found.append(maker)
+            divisors.append(maker)
             maker = self.graph.producer(maker.inputs[0].value)
-        return found if maker is not None and maker.op == _SUM else None
+        return divisors if maker is not None and maker.op == _SUM else None

@@ -43,15 +43,15 @@ class PinNorms(PinPass):
         """Those of each norm, with the first part that is FP32 as the reason."""
         graph, fp32 = draft.graph, Precision.FP32
         norms = [*graph.compounds, *Squares(graph, draft.context.low).sums_of_squares()]
-        found: dict[str, str] = {}
+        pins: dict[str, str] = {}
         if not norms:
-            return found
+            return pins
         matcher = RuleMatcher(draft.rules, graph, draft.context, draft.ranges)
 
         def is_fp32(name: str) -> bool:
             node = graph.nodes[name]
-            if node.pin is not None or name in found:
-                return name in found or (node.pin is not None and node.pin.precision == fp32.value)
+            if node.pin is not None or name in pins:
+                return name in pins or (node.pin is not None and node.pin.precision == fp32.value)
             decision = matcher.decide(node)
             return decision is not None and decision.precision is fp32
 
@@ -60,5 +60,5 @@ class PinNorms(PinPass):
             for name in norm if cause is not None else ():
                 if graph.nodes[name].pin is None and name != cause:
                     what = "GELU" if graph.nodes[name].part == GELU else "normalisation"
-                    found.setdefault(name, f"part of one {what} with '{cause}', which is FP32")
-        return found
+                    pins.setdefault(name, f"part of one {what} with '{cause}', which is FP32")
+        return pins

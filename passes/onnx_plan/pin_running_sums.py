@@ -81,8 +81,8 @@ class _Finder(Walker):
         pending = [before]
         while pending:
             name = pending.pop()
-            made = [out for node, _ in self.graph.users(name) if self._carries(node) for out in node.outputs]
-            fresh = [out for out in dict.fromkeys((*made, *handed.get(name, ()))) if out not in reached]
+            outputs = [out for node, _ in self.graph.users(name) if self._carries(node) for out in node.outputs]
+            fresh = [out for out in dict.fromkeys((*outputs, *handed.get(name, ()))) if out not in reached]
             reached.update(fresh)
             pending += fresh
         if after not in reached or after == before:

@@ -40,6 +40,8 @@ class PinScales(PinPass):
             if node.op in _QUANTISING and len(node.inputs) > 1:
                 scale = node.inputs[1].value
                 if node.pin is None and walker.holds_data(scale) and not walker.fits(scale):
-                    told = f"its scale '{scale}' holds numbers that {walker.low.short} does not hold to all its digits"
-                    walker.pin(node, told)
+                    message = (
+                        f"its scale '{scale}' holds numbers that {walker.low.short} does not hold to all its digits"
+                    )
+                    walker.pin(node, message)
         return walker.pins

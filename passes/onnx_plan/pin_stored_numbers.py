@@ -72,8 +72,8 @@ class _Finder(Walker):
             self.pin(node, reason)
         pending = list(sinks)
         while pending:
-            made = pending.pop()
-            for node, index in [user for value in made.outputs for user in self.graph.users(value)]:
+            pinned_value = pending.pop()
+            for node, index in [user for value in pinned_value.outputs for user in self.graph.users(value)]:
                 masked = node.inputs[index].slot in self.info(node).masks
                 onward = self.passes(node) or self.info(node).carries
                 if (onward or masked) and node.pin is None and node.name not in self.pins:

@@ -153,7 +153,7 @@ class _WholeNumbers(Walker):
                 if node.op == "onnx.Mul" and scale is not None and self._is_added_to_scores(node):
                     return True
                 if self._gives_on(node) or (node.op == "onnx.Sub" and scale == 1):
-                    pending += [made for made in node.outputs if made not in seen]
+                    pending += [output for output in node.outputs if output not in seen]
                     seen.update(node.outputs)
         return False
 

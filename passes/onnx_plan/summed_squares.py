@@ -59,7 +59,7 @@ class Squares(Walker):
 
     def _after_root(self, node: Node, came: dict[str, str]) -> list[str]:
         """After a root the quotient by it, and the product with a reciprocal: that of a large root is subnormal."""
-        found: list[str] = []
+        names: list[str] = []
         following = [node] if node.op == "onnx.Sqrt" else []
         if node.op == "onnx.Reciprocal" or (node.op in ("onnx.Div", "onnx.Pow") and self.scalar(node, 0) is not None):
             following = [node]
@@ -69,10 +69,10 @@ class Squares(Walker):
             for user in self.users(current):
                 if user.op in wanted and user.name not in came:
                     came[user.name] = current.name
-                    found.append(user.name)
+                    names.append(user.name)
                     if user.op == "onnx.Reciprocal" or (user.op == "onnx.Div" and self.scalar(user, 0) is not None):
                         following.append(user)
-        return found
+        return names
 
     def _is_summed(self, node: Node) -> bool:
         frontier = [node]

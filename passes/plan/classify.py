@@ -90,10 +90,15 @@ class Classify(FunctionalPass[Draft]):
         decisions: dict[str, Decision] = {}
         values, by_kind = subject.graph.values, matcher.by_kind_alone
         for name, node in subject.graph.nodes.items():
-            found = None if node.pin is not None or node.attrs else by_kind.get((node.op, node.part))
-            if found is None or found.math is not None or found.refusal or not _is_open(values, flexible, node):
-                found = _decide(subject, flexible, matcher, node)
-            decisions[name] = found
+            decision = None if node.pin is not None or node.attrs else by_kind.get((node.op, node.part))
+            if (
+                decision is None
+                or decision.math is not None
+                or decision.refusal
+                or not _is_open(values, flexible, node)
+            ):
+                decision = _decide(subject, flexible, matcher, node)
+            decisions[name] = decision
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
@@ -103,8 +108,8 @@ class Classify(FunctionalPass[Draft]):
         _keep_numbers(subject, decisions)
         between = settle_between(subject, decisions)
         for name, why in between.items():
-            told, low = why or "between nodes that run low", Precision.FP32 if why else Precision.LOW
-            decisions[name] = replace(decisions[name], precision=low, reason=f"{decisions[name].reason}; {told}")
+            message, low = why or "between nodes that run low", Precision.FP32 if why else Precision.LOW
+            decisions[name] = replace(decisions[name], precision=low, reason=f"{decisions[name].reason}; {message}")
         if subject.graph.lists:
             unify_lists(subject, decisions, between)
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
@@ -128,8 +133,8 @@ def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node
         lost = _too_large(draft.context.low, node)
         if lost is not None:
             name, number = lost
-            told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
-            return _in_fp32(decision, f"{told}, so it runs in FP32, backward too")
+            message = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
+            return _in_fp32(decision, f"{message}, so it runs in FP32, backward too")
     return decision
 
 
@@ -147,8 +152,8 @@ def _keep_numbers(draft: Draft, decisions: dict[str, Decision]) -> None:
     for name, reason in numbers.widest.items():
         decision = decisions[name]
         if decision.precision in (Precision.LOW, Precision.BETWEEN):
-            told = f"{reason}, so it runs in the widest type of its inputs"
-            decisions[name] = replace(decision, precision=Precision.WIDEST, rule="", reason=told)
+            message = f"{reason}, so it runs in the widest type of its inputs"
+            decisions[name] = replace(decision, precision=Precision.WIDEST, rule="", reason=message)
 
 
 def _in_fp32(decision: Decision, reason: str) -> Decision:

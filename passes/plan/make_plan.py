@@ -107,7 +107,7 @@ class _Verdicts:
         said = self.said.get(key)
         if said is None:
             said = self.said[key] = _said(decision, label, note)
-        reason, asked, math, backward, backward_math, math_rule = said
+        reason, requested, math, backward, backward_math, math_rule = said
         types, shorts = self.types, self.shorts
         return PlannedNode(
             name,
@@ -117,9 +117,9 @@ class _Verdicts:
             label,
             decision.rule,
             reason,
-            asked,
+            requested,
             node.source,
-            tuple([(made, shorts[types[made]]) for made in node.outputs]),
+            tuple([(output, shorts[types[output]]) for output in node.outputs]),
             math,
             backward,
             backward_math,

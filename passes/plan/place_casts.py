@@ -191,15 +191,15 @@ class _Placer:
 
 def _reads(draft: Draft) -> dict[str, tuple[tuple[int, DType], ...]]:
     """By reader: index and type of each operand that a cast serves."""
-    found: dict[str, tuple[tuple[int, DType], ...]] = {}
+    reads: dict[str, tuple[tuple[int, DType], ...]] = {}
     kinds: dict[tuple[int, DType], tuple[tuple[int, DType], ...]] = {}  # most readers have one such operand
     for cast in draft.casts or ():
         dtype = dtype_from_short(cast.dst)
         for name, index in cast.users:
             one = (index, dtype)
             alone = kinds.setdefault(one, (one,))
-            found[name] = found[name] + alone if name in found else alone
-    return found
+            reads[name] = reads[name] + alone if name in reads else alone
+    return reads
 
 
 def _wrong_types(draft: Draft) -> str | None:
@@ -223,10 +223,10 @@ def _wrong_types(draft: Draft) -> str | None:
         wrong = typing.complaint(node, label, read)
         if wrong is not None:
             return wrong
-    given = dict(reads.get(RETURN, ()))
+    by_value = dict(reads.get(RETURN, ()))
     for index, value in enumerate(draft.graph.outputs):
         captured = draft.graph.values[value].dtype
-        returned = given.get(index, types[value])
+        returned = by_value.get(index, types[value])
         if returned is not captured:
             return f"output {index} is returned in {returned.short}, not in {captured.short}"
     return None

@@ -147,10 +147,10 @@ def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:
     by_name = {node.name: node for node in graph_module.graph.nodes}
     for planned in plan.nodes:
         for name, promised in planned.outputs:
-            made = node_tensor(by_name[name]) if name in by_name else None
-            if made is not None and neutral_dtype(made.dtype).short != promised:
+            value = node_tensor(by_name[name]) if name in by_name else None
+            if value is not None and neutral_dtype(value.dtype).short != promised:
                 raise LoweringError(
-                    f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(made.dtype).short},"
+                    f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(value.dtype).short},"
                     f" the plan says {promised}",
                     where=planned.source,
                     hint=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",

@@ -55,10 +55,10 @@ class HoistWeightCasts(InPlacePass):
         for number, cast in enumerate(casts, start=1):
             source, dtype = cast.args[:2]
             with graph.inserting_after(placeholders[-1]):
-                made = graph.placeholder(f"{source.name}_kept_{number}")
-            made.meta = {**cast.meta, Key.LOW: (source.name, dtype)}
-            placeholders.append(made)
-            cast.replace_all_uses_with(made)
+                placeholder = graph.placeholder(f"{source.name}_kept_{number}")
+            placeholder.meta = {**cast.meta, Key.LOW: (source.name, dtype)}
+            placeholders.append(placeholder)
+            cast.replace_all_uses_with(placeholder)
             graph.erase_node(cast)
         if casts:
             subject.recompile()

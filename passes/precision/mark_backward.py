@@ -45,8 +45,8 @@ class MarkBackward(InPlacePass):
         modified = False
         for node in subject.graph.nodes:
             if node.op == "call_function" and node.name in planned:
-                asked = types[planned[node.name].backward]
-                modified |= node.meta.get(Key.BACKWARD) is not asked
-                node.meta[Key.BACKWARD] = asked
+                requested = types[planned[node.name].backward]
+                modified |= node.meta.get(Key.BACKWARD) is not requested
+                node.meta[Key.BACKWARD] = requested
                 node.meta[Key.BACKWARD_RULE] = planned[node.name].rule
         return PassResult(subject, modified)

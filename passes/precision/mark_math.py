@@ -42,14 +42,14 @@ class MarkMath(InPlacePass):
         planned = {node.name: node for node in self.plan.nodes if node.math or node.backward_math}
         modified = False
         for node in subject.graph.nodes:
-            found = planned.get(node.name) if node.op == "call_function" else None
-            if found is None:
+            verdict = planned.get(node.name) if node.op == "call_function" else None
+            if verdict is None:
                 continue
-            asked = {
-                Key.MATH: found.math == "fp32" and found.precision != "fp32",
-                Key.BACKWARD_MATH: found.backward_math == "fp32" and self.differentiable,
+            requested = {
+                Key.MATH: verdict.math == "fp32" and verdict.precision != "fp32",
+                Key.BACKWARD_MATH: verdict.backward_math == "fp32" and self.differentiable,
             }
-            for key in [key for key, wanted in asked.items() if wanted]:
+            for key in [key for key, wanted in requested.items() if wanted]:
                 modified |= key not in node.meta
-                node.meta[key] = found.math_rule
+                node.meta[key] = verdict.math_rule
         return PassResult(subject, modified)

@@ -92,23 +92,23 @@ class TypeBackward(InPlacePass):
         """Type of the gradients of a node that is to be wrapped; `None` for one that is left alone."""
         if Key.BACKWARD not in node.meta and Key.BACKWARD_MATH not in node.meta:
             return None
-        made = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
+        types = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
         operands = [self._data(node, slot, operand) for slot, _, operand in tensor_operands(node)]
         read = [tensor.dtype for tensor in operands if tensor is not None]
-        if not made or not read:
+        if not types or not read:
             return None
-        asked = node.meta.get(Key.BACKWARD)
-        if asked is not None and set(made + read) != {asked}:
-            return asked  # type: ignore[no-any-return]
-        own = {dtype for dtype in made if dtype in _LOW}  # a node that makes FP32 has FP32 gradients
+        requested = node.meta.get(Key.BACKWARD)
+        if requested is not None and set(types + read) != {requested}:
+            return requested  # type: ignore[no-any-return]
+        own = {dtype for dtype in types if dtype in _LOW}  # a node that makes FP32 has FP32 gradients
         alone = Key.MATH not in node.meta and self._computes_low(node, own)  # else `widen_math` does both ways at once
         return own.pop() if Key.BACKWARD_MATH in node.meta and len(own) == 1 and alone else None
 
-    def _computes_low(self, node: fx.Node, lows: set[torch.dtype]) -> bool:
+    def _computes_low(self, node: fx.Node, low_types: set[torch.dtype]) -> bool:
         """Whether the kernels of a node round to one of these types on the way, where nothing is done about it."""
         info = self.ops.info(canonical_op(node.target))
         device = next(tensor.device.type for tensor in _results(node))
-        return any(not needs_nothing(info, device, low, differentiable=True) for low in lows)
+        return any(not needs_nothing(info, device, low, differentiable=True) for low in low_types)
 
     def _data(self, node: fx.Node, slot: str, operand: fx.Node) -> torch.Tensor | None:
         """The tensor of an operand whose type goes with the node's; `None` for one that keeps its own."""
@@ -122,7 +122,7 @@ class TypeBackward(InPlacePass):
     def _wrap(self, graph: fx.Graph, node: fx.Node, own: dict[tuple[Any, ...], fx.Node]) -> None:
         gradient = node.meta[Key.BACKWARD]
         wide_again = Key.BACKWARD_MATH in node.meta and Key.MATH not in node.meta and gradient in _LOW
-        made = [(result, node_tensor(result)) for result in _result_nodes(node)]
+        results = [(result, node_tensor(result)) for result in _result_nodes(node)]
         reads, rereads = [], []
         for slot, path, operand in tensor_operands(node):
             dtype = node_tensor(operand).dtype  # type: ignore[union-attr]
@@ -146,7 +146,7 @@ class TypeBackward(InPlacePass):
         node.args = (node.target, tuple(node.args), kwargs, reads, rereads, gradient, emulated)  # type: ignore[assignment]
         node.kwargs, node.target = {}, typed_op
         if gradient is torch.float32:
-            for result, tensor in made:
+            for result, tensor in results:
                 if tensor is not None and tensor.dtype in _LOW:
                     self._round_for_others(graph, result, tensor)
 
@@ -159,18 +159,18 @@ class TypeBackward(InPlacePass):
         result.meta["val"] = tensor.float()
         replace_other_uses(result, rounded)
         for user in list(rounded.users):
-            made = node_tensor(user)
+            read = node_tensor(user)
             if user.target is CAST and user.args[1] is torch.float32:
                 user.replace_all_uses_with(result)
-            elif self.ops.info(canonical_op(user.target)).promotes and made is not None and made.dtype is torch.float32:
+            elif self.ops.info(canonical_op(user.target)).promotes and read is not None and read.dtype is torch.float32:
                 user.replace_input_with(rounded, result)
 
     def _widened(self, node: fx.Node, reads: list[torch.dtype], gradient: torch.dtype) -> bool:
         """Whether arithmetic on 16-bit operands, forward or backward, is to be FP32 by casts within `typed_op`."""
-        lows = {dtype for dtype in reads if dtype in _LOW}
+        low_types = {dtype for dtype in reads if dtype in _LOW}
         if Key.MATH in node.meta:
-            return self._computes_low(node, lows)
-        backward = Key.BACKWARD_MATH in node.meta and not lows and gradient in _LOW
+            return self._computes_low(node, low_types)
+        backward = Key.BACKWARD_MATH in node.meta and not low_types and gradient in _LOW
         return backward and self._computes_low(node, {gradient})
 
     def _emulated(self, node: fx.Node, types: list[torch.dtype]) -> bool:
@@ -224,10 +224,10 @@ def _erase_unread(graph: fx.Graph) -> None:
 def gradient_type(placeholder: fx.Node) -> torch.dtype | None:
     """Type of a placeholder's gradient where only `typed_op` nodes of one backward type read it; else `None`."""
     tensor = node_tensor(placeholder)
-    asked = {user.args[5] if is_typed(user) else None for user in placeholder.users}
-    if tensor is None or not _is_plain_float(tensor) or len(asked) != 1:
+    requested = {user.args[5] if is_typed(user) else None for user in placeholder.users}
+    if tensor is None or not _is_plain_float(tensor) or len(requested) != 1:
         return None
-    return asked.pop()  # type: ignore[return-value]
+    return requested.pop()  # type: ignore[return-value]
 
 
 def _check(node: fx.Node) -> None:

@@ -105,10 +105,10 @@ class _Cut:
         own = {self.check, *products, *items, *parts, *last, *readers}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
-        self._piece(BEFORE, [node for node in nodes if node not in own and node not in behind])
+        self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
         for node in (*products, self.check, *items, *parts):
             self._copy(node)
-        self._piece(BEHIND, [node for node in nodes if node not in own and node in behind])
+        self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in [node for node in nodes if node in updates or node in readers]:
             self._copy(node)
         for node in [node for node in last if node.target is COMMIT]:
@@ -124,12 +124,12 @@ class _Cut:
         """Where the updates make gradients themselves, only they know the squares of those: add them to the norm."""
         for item in items if deferred else ():
             if item.args[1] == 0:
-                made = self.made_of[item]
+                norm = self.made_of[item]
                 squares = [self.made_of[update] for update in updates]
-                self.made_of[item] = self.graph.call_function(complete_norm, (made, *squares))
+                self.made_of[item] = self.graph.call_function(complete_norm, (norm, *squares))
                 self.made_of[item].meta = dict(item.meta)
 
-    def _piece(self, name: str, nodes: list[fx.Node]) -> None:
+    def _subgraph(self, name: str, nodes: list[fx.Node]) -> None:
         """Make nodes a graph of its own: its inputs are the values they read, its outputs those that others read."""
         chosen = set(nodes)
         inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in chosen))
@@ -150,15 +150,15 @@ class _Cut:
 
 def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes that read what a kernel in front of them, or another of them, wrote; and what is made of that."""
-    found: set[fx.Node] = set()
+    readers: set[fx.Node] = set()
     written: set[fx.Node] = set()
     for node in nodes:
         if node in kernels:
             written.update(written_operands(node))
-        elif any(source in written or source in found for source in node.all_input_nodes):
-            found.add(node)
+        elif any(source in written or source in readers for source in node.all_input_nodes):
+            readers.add(node)
             written.update(written_operands(node))
-    return found
+    return readers
 
 
 def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:
@@ -222,23 +222,23 @@ def _open(node: fx.Node) -> None:
     target: Any = node.target
 
     def calls(*inputs: Any) -> Any:
-        given = dict(zip(read, inputs, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        by_node = dict(zip(read, inputs, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), by_node.__getitem__)
         return decomposition(target)(*args, **kwargs)
 
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
-    made = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
+    results = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
     if isinstance(traced.graph.output_node().args[0], (list, tuple)):
-        _replace_items(node, made)
+        _replace_items(node, results)
     elif node.users:
-        node.replace_all_uses_with(made[0])
+        node.replace_all_uses_with(results[0])
     node.graph.erase_node(node)
 
 
-def _replace_items(node: fx.Node, made: Sequence[Any]) -> None:
+def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
     """Put values in the place of the items of a result, of which one may be a list of results itself."""
     for item in list(node.users):
-        value = made[item.args[1]]  # type: ignore[index]
+        value = results[item.args[1]]  # type: ignore[index]
         if isinstance(value, (list, tuple)):
             _replace_items(item, value)
         elif item.users:

@@ -70,22 +70,22 @@ class DeferGradients(InPlacePass):
         checks = graph.find_nodes(op="call_function", target=CHECK)
         if not updates or len(checks) != 1:
             return PassResult(subject, False)
-        found: list[ProductGradient | SumGradient] = []
+        gradients: list[ProductGradient | SumGradient] = []
         if self.most_inner > 0:
-            found += product_gradients(graph, checks[0], updates, self.most_inner)
+            gradients += product_gradients(graph, checks[0], updates, self.most_inner)
         if self.adds:
-            found += sum_gradients(graph, checks[0], updates)
-        for one in found:
+            gradients += sum_gradients(graph, checks[0], updates)
+        for one in gradients:
             with graph.inserting_before(checks[0]):
                 deferred = one.emit(graph)
             one.gradient.replace_all_uses_with(deferred)
-        for one in found:
+        for one in gradients:
             for node in reversed(one.nodes):
                 if not node.users:
                     graph.erase_node(node)
-        if found:
+        if gradients:
             subject.recompile()
-        return PassResult(subject, bool(found))
+        return PassResult(subject, bool(gradients))
 
 
 @dataclass(frozen=True)
@@ -130,16 +130,16 @@ class ProductGradient:
             product = graph.call_function(Product, self.factors)
         else:
             product = graph.call_function(Product.zeros, tuple(value.shape))
-        made = [product]
+        nodes = [product]
         if self.transposed:
-            made.append(graph.call_method("transposed", (made[-1],)))
+            nodes.append(graph.call_method("transposed", (nodes[-1],)))
         if self.shape is not None:
-            made.append(graph.call_method("reshaped", (made[-1], *self.shape)))
+            nodes.append(graph.call_method("reshaped", (nodes[-1], *self.shape)))
         for one in self.lookups:
-            made.append(graph.call_method("plus_rows", (made[-1], one.values, one.places, one.skipped)))
-        for node in made:
+            nodes.append(graph.call_method("plus_rows", (nodes[-1], one.values, one.places, one.skipped)))
+        for node in nodes:
             node.meta = {"val": value, Key.PHASE: "update"}
-        return made[-1]
+        return nodes[-1]
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,10 @@ def product_gradients(
             weights.setdefault(gradient, []).append(weight)  # type: ignore[arg-type]
     gradients = list(weights)
     returned = {_source(result) for result in results_of(graph) if result not in gradients}
-    found = (_gradient(node) for node in gradients if readers.issuperset(node.users))
+    matches = (_gradient(node) for node in gradients if readers.issuperset(node.users))
     return [
         one
-        for one in found
+        for one in matches
         if one is not None
         and (_can_be_transposed(one) or all(weight.meta["val"].is_contiguous() for weight in weights[one.gradient]))
         and returned.isdisjoint(map(_source, one.operands))  # the user may write into it, and read the gradient then
@@ -228,8 +228,8 @@ def _can_be_transposed(one: ProductGradient) -> bool:
 
 def _gradient(gradient: fx.Node) -> ProductGradient | None:
     """A gradient of the kinds that can be left, whatever the sizes."""
-    found = _rows(gradient) or _product(gradient)
-    return None if found is None else replace(found, gradient=gradient)
+    match = _rows(gradient) or _product(gradient)
+    return None if match is None else replace(match, gradient=gradient)
 
 
 def _rows(gradient: fx.Node) -> ProductGradient | None:
@@ -269,8 +269,8 @@ def _addend(value: Any, table: Tensor) -> ProductGradient | None:
         return None
     if value.meta["val"].dtype != torch.float32 or value.meta["val"].shape != table.shape:
         return None
-    found = _gradient(nodes[-1])
-    return None if found is None or found.shape is not None else replace(found, nodes=(*found.nodes, *nodes[:-1]))
+    match = _gradient(nodes[-1])
+    return None if match is None or match.shape is not None else replace(match, nodes=(*match.nodes, *nodes[:-1]))
 
 
 def _are_rows(values: Any, places: Any, table: Tensor) -> bool:

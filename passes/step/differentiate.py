@@ -91,18 +91,18 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
             return f"there are {len(gradients)} gradients for {len(self.wrt)} placeholders"
         shapes = {node.name: node_tensor(node) for node in subject.graph.find_nodes(op="placeholder")}
         for name, gradient in zip(self.wrt, gradients, strict=True):
-            source, made = shapes.get(name), node_tensor(gradient) if isinstance(gradient, fx.Node) else None
-            if made is not None and source is not None and made.shape != source.shape:
-                return f"the gradient of '{name}' has the shape {tuple(made.shape)}"
+            source, value = shapes.get(name), node_tensor(gradient) if isinstance(gradient, fx.Node) else None
+            if value is not None and source is not None and value.shape != source.shape:
+                return f"the gradient of '{name}' has the shape {tuple(value.shape)}"
         return None
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Trace, or take what an earlier process traced from the same graph; the given graph stays as it is."""
-        types = {name: str(gradient_type(node)) for name, node in _asked(subject, self.wrt).items()}
+        types = {name: str(gradient_type(node)) for name, node in _requested(subject, self.wrt).items()}
         kept = KeptGraph.of(subject.graph, [self.wrt, types], __name__)
-        found = kept.load() if kept is not None else None
-        if found is not None:
-            return PassResult(new_graph_module(torch.nn.Module(), found), True)
+        joint = kept.load() if kept is not None else None
+        if joint is not None:
+            return PassResult(new_graph_module(torch.nn.Module(), joint), True)
         traced, origins = self._traced(subject)
         if kept is not None:
             kept.store(traced.graph, origins)
@@ -112,8 +112,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
     def _traced(self, subject: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
         """The joint graph, and for its nodes, by name, the place of the forward node that each was made for."""
         placeholders = subject.graph.find_nodes(op="placeholder")
-        asked = {name: gradient_type(node) for name, node in _asked(subject, self.wrt).items()}
-        wanted = [place for place, node in enumerate(placeholders) if node.name in asked]
+        requested = {name: gradient_type(node) for name, node in _requested(subject, self.wrt).items()}
+        wanted = [place for place, node in enumerate(placeholders) if node.name in requested]
         by_name = {placeholders[place].name: position for position, place in enumerate(wanted)}
         trace = _Trace(subject)
 
@@ -121,7 +121,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
             leaves = list(inputs)
             for place in wanted:
                 # Autograd gives a gradient the type of its leaf.
-                wide = asked[placeholders[place].name] is torch.float32
+                wide = requested[placeholders[place].name] is torch.float32
                 leaves[place] = (inputs[place].float() if wide else inputs[place]).detach().requires_grad_()
             with torch.enable_grad():
                 results = trace.run(*leaves)
@@ -144,13 +144,13 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
                     hint="keep what decides about sizes by values out of the loss",
                 ) from cause
         sources = trace.tag(traced.graph)
-        for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-            rename_placeholder(made, original.name)
-            made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
-            made.meta.setdefault("val", original.meta["val"])  # a trace has none of numbers and texts
-            sources[made.name] = original
+        for placeholder, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+            rename_placeholder(placeholder, original.name)
+            placeholder.meta.update({key: value for key, value in original.meta.items() if key != "val"})
+            placeholder.meta.setdefault("val", original.meta["val"])  # a trace has none of numbers and texts
+            sources[placeholder.name] = original
         _drop_detach(traced.graph)
-        _narrow(traced.graph, [asked[name] for name in self.wrt])
+        _narrow(traced.graph, [requested[name] for name in self.wrt])
         traced.graph.eliminate_dead_code()
         traced.graph.lint()
         places = {node: place for place, node in enumerate(subject.graph.nodes)}
@@ -243,7 +243,7 @@ class _Before:
         return self._noted[self._begun - 1][1] if self._begun else None
 
 
-def _asked(subject: fx.GraphModule, wrt: Sequence[str]) -> dict[str, fx.Node]:
+def _requested(subject: fx.GraphModule, wrt: Sequence[str]) -> dict[str, fx.Node]:
     """The placeholders that the loss is differentiated by, in the order of the graph."""
     return {node.name: node for node in subject.graph.find_nodes(op="placeholder") if node.name in wrt}
 
@@ -275,8 +275,8 @@ def _narrow(graph: fx.Graph, types: list[torch.dtype | None]) -> None:
         if dtype is None or not isinstance(gradient, fx.Node) or gradient.target is not torch.ops.aten._to_copy.default:
             continue
         (source,) = gradient.all_input_nodes
-        made = node_tensor(source)
-        if made is not None and made.dtype is dtype and dtype is not torch.float32:
+        value = node_tensor(source)
+        if value is not None and value.dtype is dtype and dtype is not torch.float32:
             outputs[first + place] = source
     graph.output_node().args = (outputs,)
 

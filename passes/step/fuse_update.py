@@ -128,8 +128,8 @@ class _Builder:
     def build(self) -> None:
         options = self.options
         state = self._scale_state()
-        found = self.outputs[options.results + len(options.buffers) :]
-        gradients: dict[str, fx.Node] = dict(zip(options.updated, found, strict=True))
+        gradients_of_outputs = self.outputs[options.results + len(options.buffers) :]
+        gradients: dict[str, fx.Node] = dict(zip(options.updated, gradients_of_outputs, strict=True))
         at_once = bool(options.gather) and not any(is_sum(node) for node in self.placeholders.values())
         (inverse,) = self._inline(
             lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
@@ -177,14 +177,14 @@ class _Builder:
             return torch.cat([(norm * norm).reshape(1), flags.float()])
 
         (sent,) = self._inline(own, [self._item(check, 0), self._item(check, 2)])
-        found = self._over_ranks(sent, "sum")
+        over_ranks = self._over_ranks(sent, "sum")
 
         def joined(sums: Tensor, unscale: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             norm, _, bad = grad_check(others, unscale)
             flags = torch.cat([sums[1:].clamp(max=1).to(torch.uint8), bad])
             return (sums[0] + norm * norm).sqrt(), flags.any().float(), flags
 
-        return self._inline(joined, [found, inverse, *whole])
+        return self._inline(joined, [over_ranks, inverse, *whole])
 
     def _over_ranks(self, value: fx.Node, how: str) -> fx.Node:
         sent = self._call(torch.ops._c10d_functional.all_reduce.default, [value, how, self.options.group])
@@ -196,11 +196,11 @@ class _Builder:
             return norm
 
         def largest(unscale: Tensor, *scaled: Tensor) -> Tensor:
-            found = torch.stack([one.abs().amax().float() for one in scaled if one.numel()] or [unscale * 0.0])
-            return torch.where(torch.isfinite(found), found, torch.zeros_like(found)).amax() * unscale
+            sizes = torch.stack([one.abs().amax().float() for one in scaled if one.numel()] or [unscale * 0.0])
+            return torch.where(torch.isfinite(sizes), sizes, torch.zeros_like(sizes)).amax() * unscale
 
-        found = self._inline(largest, [inverse, *gradients.values()])[0]
-        return self._over_ranks(found, "max") if self.options.parts else found
+        largest_norm = self._inline(largest, [inverse, *gradients.values()])[0]
+        return self._over_ranks(largest_norm, "max") if self.options.parts else largest_norm
 
     def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self.options.clip_norm is None:
@@ -214,8 +214,8 @@ class _Builder:
             [self._placeholder(*one) for one in sums_of(self.placeholders, gradients)],
         )
         check = self._call(GATHER, [sums, list(gradients.values()), inverse, last])
-        made = self._item(check, 3) if last else None
-        totals = sums if made is None else [self._item(made, number) for number in range(len(sums))]
+        total_sums = self._item(check, 3) if last else None
+        totals = sums if total_sums is None else [self._item(total_sums, number) for number in range(len(sums))]
         return check, dict(zip(gradients, totals, strict=True))
 
     def _skipped_too(
@@ -233,9 +233,9 @@ class _Builder:
         leaves, spec = pytree.tree_flatten(arguments)
 
         def either(bad: Tensor, *values: Tensor) -> Tensor:
-            found = iter(values)
-            given = [next(found) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-            return torch.maximum(bad, overflow(kind, pytree.tree_unflatten(given, spec)))
+            tensors = iter(values)
+            arguments = [next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+            return torch.maximum(bad, overflow(kind, pytree.tree_unflatten(arguments, spec)))
 
         return self._inline(either, [nonfinite, *(leaf for leaf in leaves if isinstance(leaf, fx.Node))])[0]
 
@@ -248,8 +248,8 @@ class _Builder:
             masters = [self._part(index, number, node, group.ranks) for number, node in enumerate(masters)]
         lists: list[Any] = [masters, [gradients[name] for name in group.masters]]
         for column, used in group.columns:
-            if column == "lows":
-                lists.append(self._lows(index, group))
+            if column == "low_weights":
+                lists.append(self._low_weights(index, group))
             else:
                 dtype = None if column == "compensation" else group.moment
                 lists.append([self._state(index, column, n, m, dtype) for n, m in enumerate(masters)] if used else [])
@@ -261,9 +261,9 @@ class _Builder:
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags]
 
-    def _lows(self, index: int, group: UpdateGroup) -> list[fx.Node]:
+    def _low_weights(self, index: int, group: UpdateGroup) -> list[fx.Node]:
         if not group.in_place:
-            return [self.placeholders[name] for name in group.lows]
+            return [self.placeholders[name] for name in group.low_weights]
         weights: list[Any] = [node_tensor(self.placeholders[name]) for name in group.masters]
         values = [weight.new_empty(part_of(weight, group.ranks)) for weight in weights]
         return [self._placeholder((PART, index, number), value) for number, value in enumerate(values)]
@@ -277,10 +277,10 @@ class _Builder:
             like: Any = node_tensor(masters[state.parameter])
             value = like.new_empty_strided(state.shape, state.stride, dtype=state.dtype)
             states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
-        lows = [self.placeholders[name] for name in group.lows if name is not None]
+        low_weights = [self.placeholders[name] for name in group.low_weights if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
-        given = [*masters, *(gradients[name] for name in group.masters), *states, *lows, rates, coef, skip]
-        splice_before(self.output, trace_update(group, [node.meta["val"] for node in given]), given, "update")
+        inputs = [*masters, *(gradients[name] for name in group.masters), *states, *low_weights, rates, coef, skip]
+        splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
 
     def _rounding(self, like: fx.Node) -> fx.Node:
         """The random state of stochastic rounding; one for all groups, each of which moves it on."""
@@ -337,8 +337,8 @@ class _Builder:
     def _commit_buffers(self, skip: fx.Node) -> None:
         """Write the new buffers where the step counts; a value that lies in an input may be about to be written."""
         first = self.options.results
-        given = self.outputs[first : first + len(self.options.buffers)]
-        values = [self._inline(torch.clone, [new])[0] if lies_in_input(new) else new for new in given]
+        new_buffers = self.outputs[first : first + len(self.options.buffers)]
+        values = [self._inline(torch.clone, [new])[0] if lies_in_input(new) else new for new in new_buffers]
         if values:
             targets = [self.placeholders[name] for name in self.options.buffers]
             self._call(COMMIT, [skip, targets, values])

@@ -15,8 +15,8 @@ from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
 
-_LOWS = {  # place of the 16-bit copies among the arguments of the updates that have masters
-    one.name: [parameter.name for parameter in one.parameters(low=False)].index("lows") for one in FUSED
+_LOW_WEIGHTS = {  # place of the 16-bit copies among the arguments of the updates that have masters
+    one.name: [parameter.name for parameter in one.parameters(low=False)].index("low_weights") for one in FUSED
 }
 
 
@@ -84,15 +84,15 @@ class GatherWeights(InPlacePass):
 
     def _sent(self, group: UpdateGroup, update: fx.Node, weights: list[fx.Node]) -> fx.Node | None:
         if group.in_place:
-            parts: Any = update.args[_LOWS[group.kind]]
+            parts: Any = update.args[_LOW_WEIGHTS[group.kind]]
             for part, weight in reversed(list(zip(parts, weights, strict=True))):
                 call_before(update.next, SPREAD, [part, weight, group.ranks, self.group], "update")
             return None
         dtype = weights[0].meta["val"].dtype
 
         def flat(*masters: Tensor) -> Tensor:
-            lows = [master.to(dtype) for master in masters]
-            return torch.cat(lows) if len(lows) > 1 else lows[0]
+            low_weights = [master.to(dtype) for master in masters]
+            return torch.cat(low_weights) if len(low_weights) > 1 else low_weights[0]
 
         (packed,) = trace_before(update.next, flat, list(update.args[0]), "update")  # type: ignore[arg-type]
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -119,8 +119,8 @@ class GatherWeights(InPlacePass):
                 for row, value, is_even in zip(rows, values, even, strict=True)
             ]
 
-        found = trace_before(output, parts, [flat], "update")
-        for weight, value, size, is_even in zip(weights, found, sizes, even, strict=True):
+        parts_of_weights = trace_before(output, parts, [flat], "update")
+        for weight, value, size, is_even in zip(weights, parts_of_weights, sizes, even, strict=True):
             target = weight
             if is_even:  # at once to its place, without a copy that is contiguous
                 target = call_before(output, torch.ops.aten.view.default, [weight, [group.ranks, size]], "update")

@@ -205,10 +205,10 @@ def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | No
 def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) -> None:
     """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast."""
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        made = graph.placeholder(f"{node.name}_{key.name.lower()}")
-    made.meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
+        placeholder = graph.placeholder(f"{node.name}_{key.name.lower()}")
+    placeholder.meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
     if wide is not None:
-        wide.replace_all_uses_with(made)
+        wide.replace_all_uses_with(placeholder)
         graph.erase_node(wide)
 
 
@@ -223,9 +223,9 @@ def _hoist_copies(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, number: in
             graph.erase_node(cast)
     for cast in [user for user in node.users if user.target is CAST and user.args[1] in LOW_TYPES]:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            made = graph.placeholder(f"{node.name}_low{number}")
-        made.meta = {**cast.meta, Key.LOW: (node.name, cast.args[1])}
-        cast.replace_all_uses_with(made)
+            placeholder = graph.placeholder(f"{node.name}_low{number}")
+        placeholder.meta = {**cast.meta, Key.LOW: (node.name, cast.args[1])}
+        cast.replace_all_uses_with(placeholder)
         graph.erase_node(cast)
         number += 1
     return number

@@ -51,12 +51,12 @@ def shared_gradients(graph: fx.Graph, updated: Sequence[str]) -> tuple[SharedGra
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     outputs = results_of(graph)
-    found = zip(updated, outputs[len(outputs) - len(updated) :], strict=True)
-    made = sorted(found, key=lambda pair: places[pair[1]])
+    pairs = zip(updated, outputs[len(outputs) - len(updated) :], strict=True)
+    ordered = sorted(pairs, key=lambda pair: places[pair[1]])
     messages = Messages(graph)
     return tuple(
         SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"]), messages.ahead_of(node))
-        for name, node in made
+        for name, node in ordered
     )
 
 
@@ -222,10 +222,10 @@ class Messages:
 
     def behind(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
         """The first place where all of these are made, written ones too, and that stands behind another one."""
-        made = [node for node in nodes if node.op != "placeholder"]
-        writers = [user for node in made for user in readers(node) if user in self.places and _writes(user)]
-        found = [self.following[node] for node in (*made, *writers)]
-        place: fx.Node = max([before, *found], key=self.places.__getitem__)
+        computed = [node for node in nodes if node.op != "placeholder"]
+        writers = [user for node in computed for user in readers(node) if user in self.places and _writes(user)]
+        next_nodes = [self.following[node] for node in (*computed, *writers)]
+        place: fx.Node = max([before, *next_nodes], key=self.places.__getitem__)
         return place
 
     def ahead_of(self, gradient: fx.Node) -> int:
@@ -250,8 +250,8 @@ class Messages:
         self.place = self.behind([node for node in nodes if node in own.values()], self.place)
         missing = [one.name not in own for one in gradients]
 
-        def flat(*given: Tensor) -> Tensor:
-            return pack([torch.zeros_like(one) if lacks else one for one, lacks in zip(given, missing, strict=True)])
+        def flat(*tensors: Tensor) -> Tensor:
+            return pack([torch.zeros_like(one) if lacks else one for one, lacks in zip(tensors, missing, strict=True)])
 
         (whole,) = trace_before(self.place, flat, nodes, "update")
         return self.place, whole
@@ -275,8 +275,8 @@ class _Builder:
         alone = options.alone_bytes if self.exchanges else 0
         in_fp32 = options.reduce_in_fp32 and not options.exchange  # else the sums are FP32 whatever is sent
         buckets = buckets_of(options.shared, sizes, options.bucket_bytes, in_fp32, alone)
-        given = outputs[options.results : behind] if options.broadcast_buffers else []
-        broadcast = [(part, self._broadcast(part)) for part in _by_type(given)]
+        buffers = outputs[options.results : behind] if options.broadcast_buffers else []
+        broadcast = [(part, self._broadcast(part)) for part in _by_type(buffers)]
         reduced = list(self._reduced(buckets, own))
         values: dict[fx.Node, fx.Node] = {}
         for part, message in broadcast:
@@ -351,16 +351,16 @@ class _Builder:
         names = [one.name for one in bucket.gradients]
         kept = [name for name in names if name in own] if self.exchanges else []
 
-        def added(whole: Tensor, *given: Tensor) -> list[Tensor]:
-            mine = dict(zip(kept, given, strict=True))
+        def added(whole: Tensor, *gradients: Tensor) -> list[Tensor]:
+            mine = dict(zip(kept, gradients, strict=True))
             came = dict(zip(names, parts(whole), strict=True))
             zeros = {name: torch.zeros_like(came[name]) for name in names if name not in mine}
             return [ADD_WIDE([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
 
-        made = trace_before(
+        sums = trace_before(
             self.output, added if self.exchanges else parts, [flat, *(own[name] for name in kept)], "update"
         )
-        return dict(zip(names, made, strict=True))
+        return dict(zip(names, sums, strict=True))
 
     def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""
@@ -373,8 +373,8 @@ class _Builder:
     def _taken(self, part: Sequence[fx.Node], flat: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """The values of a message, each with what it stands in the place of."""
         shapes = [list(node.meta["val"].shape) for node in part]
-        made = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
-        return zip(part, made, strict=True)
+        parts = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
+        return zip(part, parts, strict=True)
 
 
 def _is_message(node: fx.Node) -> bool:
@@ -388,10 +388,10 @@ def _writes(node: fx.Node) -> bool:
 
 def _by_type(values: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Values by type, each once."""
-    found: dict[torch.dtype, list[fx.Node]] = {}
+    by_type: dict[torch.dtype, list[fx.Node]] = {}
     for value in dict.fromkeys(values):
-        found.setdefault(value.meta["val"].dtype, []).append(value)
-    return list(found.values())
+        by_type.setdefault(value.meta["val"].dtype, []).append(value)
+    return list(by_type.values())
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

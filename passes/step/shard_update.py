@@ -100,7 +100,7 @@ class ShardUpdate(InPlacePass):
         target = torch.ops._c10d_functional.reduce_scatter_tensor.default
         return call_before(place, target, [whole, "sum", self.ranks, self.group], "update")
 
-    def _parts(self, bucket: Bucket, given: fx.Node, messages: Messages) -> dict[str, fx.Node]:
+    def _parts(self, bucket: Bucket, message: fx.Node, messages: Messages) -> dict[str, fx.Node]:
         """This rank's part of the sum of each gradient of a bucket, by weight, from what came."""
         names = [one.name for one in bucket.gradients]
         sizes = [part_of(messages.weights[name].meta["val"], self.ranks) for name in names]
@@ -111,12 +111,12 @@ class ShardUpdate(InPlacePass):
             return [ADD_WIDE(list(one.unbind())) for one in each]
 
         if self.exchange:
-            made = trace_before(messages.output, added, [given], "update")
+            parts = trace_before(messages.output, added, [message], "update")
         elif len(names) > 1:
-            made = trace_before(messages.output, lambda flat: flat.split(sizes), [given], "update")
+            parts = trace_before(messages.output, lambda flat: flat.split(sizes), [message], "update")
         else:
-            made = [given]
-        return dict(zip(names, made, strict=True))
+            parts = [message]
+        return dict(zip(names, parts, strict=True))
 
 
 def part_of(weight: Tensor, ranks: int) -> int:

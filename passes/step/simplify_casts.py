@@ -129,15 +129,15 @@ def _repeat_in_backward(graph: fx.Graph, written: set[fx.Node]) -> bool:
         later = sorted((user for user in node.users if user.meta.get(Key.PHASE) == "backward"), key=order.__getitem__)
         if not later:
             continue
-        made = _source(chain[0])
+        source = _source(chain[0])
         with graph.inserting_before(later[0]):
             for link in chain:
                 again = graph.node_copy(link)
-                again.update_arg(0, made)
+                again.update_arg(0, source)
                 again.meta = {**link.meta, Key.PHASE: "backward"}
-                made = again
+                source = again
         for user in later:
-            user.replace_input_with(node, made)
+            user.replace_input_with(node, source)
         modified = True
     return modified
 

@@ -74,10 +74,10 @@ class SumGradients(InPlacePass):
         weights = {node.name: node for node in graph.find_nodes(op="placeholder")} if self.absent else {}
         for name in self.absent:
             (merged[name],) = trace_before(output, _zeros, [weights[name]], "update")
-        found = [*outputs[:first], *merged.values()]
-        if found == outputs:
+        results = [*outputs[:first], *merged.values()]
+        if results == outputs:
             return PassResult(subject, False)
-        output.args = (tuple(found),)
+        output.args = (tuple(results),)
         for gradient in dict.fromkeys(outputs[first:]):
             if isinstance(gradient, fx.Node) and gradient.op == "call_function" and not gradient.users:
                 graph.erase_node(gradient)  # it was added in another way

@@ -67,8 +67,8 @@ def _replace(node: fx.Node, group: tuple[Any, ...]) -> bool:
     if node.target is _PLAIN:
         node.target, node.args = _SYNCHRONIZED, (*node.args, *group)
     elif node.target is typed_op and node.args[0] is _PLAIN:
-        _, given, *types = node.args
-        node.args = (_SYNCHRONIZED, (*given, *group), *types)  # type: ignore[misc]
+        _, arguments, *types = node.args
+        node.args = (_SYNCHRONIZED, (*arguments, *group), *types)  # type: ignore[misc]
     else:
         return False
     del node.meta[Key.GROUP]

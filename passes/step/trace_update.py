@@ -49,7 +49,7 @@ class TracedUpdate:
     Args:
         name: class of the optimizer, for messages.
         masters: placeholder names of the weights.
-        lows: placeholder name of the 16-bit copy of each weight, `None` for one without.
+        low_weights: placeholder name of the 16-bit copy of each weight, `None` for one without.
         states: the state tensors.
         rates: number of learning rates, one for each group of parameters.
         update: the optimizer's own code.
@@ -57,7 +57,7 @@ class TracedUpdate:
 
     name: str
     masters: tuple[str, ...]
-    lows: tuple[str | None, ...]
+    low_weights: tuple[str | None, ...]
     states: tuple[StateTensor, ...]
     rates: int
     update: Update
@@ -144,15 +144,15 @@ def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: 
 def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
     """The new values, with a copy where one is the old value of another tensor, or a view of it."""
     shared = {*olds, *(user for old in olds for user in readers(old) if is_view(user))}
-    found = []
+    tensors = []
     for old, new in zip(olds, news, strict=True):
         if new in shared and new is not old:
             with graph.inserting_after(first if new in olds else new):
                 copy = graph.call_function(_aten.clone.default, (new,))
             copy.meta = {"val": new.meta["val"]}
             new = copy
-        found.append(new)
-    return found
+        tensors.append(new)
+    return tensors
 
 
 def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
@@ -169,13 +169,13 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
             hint="let step() change the parameters in place, under torch.no_grad()",
         )
     copies = iter(placeholders[2 * count + held : -3])
-    lows = [None if name is None else next(copies) for name in update.lows] + [None] * held
+    low_weights = [None if name is None else next(copies) for name in update.low_weights] + [None] * held
     with graph.inserting_after(placeholders[-1]):
         bad = graph.call_function(_aten.ne.Scalar, (placeholders[-1], 0))
     bad.meta = {"val": placeholders[-1].meta["val"] != 0}
     news = _apart(graph, olds, news, bad)
     place: dict[fx.Node, int] = {node: number for number, node in enumerate(graph.nodes)}
-    for old, new, low in zip(olds, news, lows, strict=True):
+    for old, new, low in zip(olds, news, low_weights, strict=True):
         if new is old:
             continue
         last = max([bad, new, *(user for user in readers(old) if user in place)], key=lambda node: place[node])

@@ -16,7 +16,7 @@ class UpdateGroup:
     Args:
         kind: a key of `ops.update.operators.OPERATORS`.
         masters: placeholder names of the FP32 weights.
-        lows: placeholder names of their 16-bit copies, or empty where the group has none.
+        low_weights: placeholder names of their 16-bit copies, or empty where the group has none.
         columns: names of the state lists, in the operator's order, with `None` for one that stays empty.
         scalars: sizes of the operator's FP64 vector of hyperparameters.
         flags: the operator's boolean arguments, in order.
@@ -31,7 +31,7 @@ class UpdateGroup:
 
     kind: str
     masters: tuple[str, ...]
-    lows: tuple[str, ...]
+    low_weights: tuple[str, ...]
     columns: tuple[tuple[str, bool], ...]
     scalars: int
     flags: tuple[bool, ...]

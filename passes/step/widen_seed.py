@@ -59,16 +59,16 @@ def _widen(
     if node.target is aten.expand.default and value.dtype is _LOW and not _is_number(value):
         node.update_arg(0, _cast(graph, node, _absorb(graph, node, wide[source]), _LOW))
         return
-    made = _in_fp32(graph, node, value, wide) if value.dtype is _LOW else None
-    if made is None:
+    wide_node = _in_fp32(graph, node, value, wide) if value.dtype is _LOW else None
+    if wide_node is None:
         for one in node.all_input_nodes:
             if one in wide:  # it reads the number in FP16 only, rounded once
                 node.replace_input_with(one, _cast(graph, node, wide[one], _LOW))
     elif _is_number(value):
-        wide[node] = made
-        scaled.add(made)
+        wide[node] = wide_node
+        scaled.add(wide_node)
     else:
-        node.replace_all_uses_with(_cast(graph, node, made, _LOW))
+        node.replace_all_uses_with(_cast(graph, node, wide_node, _LOW))
         graph.erase_node(node)
 
 
@@ -92,8 +92,8 @@ def _in_fp32(graph: fx.Graph, node: fx.Node, value: torch.Tensor, wide: dict[fx.
     """The node's op on FP32 inputs, in front of it; `None` where it is not the same op then."""
 
     def example(argument: fx.Node) -> Any:
-        found = argument.meta.get("val")
-        return found.float() if isinstance(found, torch.Tensor) and found.dtype is _LOW else found
+        value = argument.meta.get("val")
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype is _LOW else value
 
     kwargs = {key: torch.float32 if argument is _LOW else argument for key, argument in node.kwargs.items()}
     try:
@@ -104,19 +104,19 @@ def _in_fp32(graph: fx.Graph, node: fx.Node, value: torch.Tensor, wide: dict[fx.
         return None
 
     def widened(argument: fx.Node) -> fx.Node:
-        found = node_tensor(argument)
-        low = found is not None and found.dtype is _LOW
+        value = node_tensor(argument)
+        low = value is not None and value.dtype is _LOW
         return wide.get(argument) or (_cast(graph, node, argument, torch.float32) if low else argument)
 
     args, named = fx.node.map_arg(node.args, widened), fx.node.map_arg(kwargs, widened)
     with graph.inserting_before(node):
-        made = graph.call_function(node.target, args, named)  # type: ignore[arg-type]
-    made.meta = {**node.meta, "val": seen}
-    return made
+        node_in_fp32 = graph.call_function(node.target, args, named)  # type: ignore[arg-type]
+    node_in_fp32.meta = {**node.meta, "val": seen}
+    return node_in_fp32
 
 
 def _cast(graph: fx.Graph, before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     with graph.inserting_before(before):
-        made = graph.call_function(_CAST, (node,), {"dtype": dtype})
-    made.meta = {**before.meta, "val": node.meta["val"].to(dtype)}
-    return made
+        cast = graph.call_function(_CAST, (node,), {"dtype": dtype})
+    cast.meta = {**before.meta, "val": node.meta["val"].to(dtype)}
+    return cast

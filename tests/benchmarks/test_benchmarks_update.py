@@ -33,7 +33,7 @@ def test_every_update_does_the_same_arithmetic(bench, name, kind):
         moved = (weight - start).abs().max()
         assert moved > runs.LR  # three steps of about lr each
         assert (got - weight).abs().max() < 1e-3 * moved
-    for low, got in zip(made.lows, weights_of(made), strict=bool(made.lows)):
+    for low, got in zip(made.low_weights, weights_of(made), strict=bool(made.low_weights)):
         assert torch.equal(low, got.to(low.dtype))
 
 
@@ -85,7 +85,7 @@ def test_ours_moves_thirty_bytes_per_parameter(bench):
     runs = bench["update_runs"]
     made = runs.make(runs.OURS, [(256, 64)], "fp16", "cpu")
     both = [*made.masters, *made.moments[0], *made.moments[1]]  # read and written
-    moved = 2 * sum(t.nbytes for t in both) + 2 * sum(t.nbytes for t in made.grads) + sum(t.nbytes for t in made.lows)
+    moved = 2 * sum(t.nbytes for t in (*both, *made.grads)) + sum(t.nbytes for t in made.low_weights)
     assert moved / (256 * 64) == 30 == runs.bytes_per_parameter(runs.OURS, "fp16")
     assert runs.formula(runs.OURS, "fp16") == "2 check + 2 gradient + 24 weight and moments + 2 16-bit copy"
 

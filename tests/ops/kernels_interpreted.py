@@ -317,54 +317,6 @@ def test_offsets_beyond_32_bits():
     assert_same_bits(arguments, expected)
 
 
-@pytest.mark.parametrize("count", [0, 1, 1000, 1025, 5000, 40000])
-def test_the_last_sum_takes_as_many_threads_as_there_are_blocks(count):
-    """Partial sums as the check's programs leave them; every tensor has one block, but for the last."""
-    partials = torch.rand(count)
-    bad_places = torch.zeros(count, dtype=torch.int32)
-    bad_places[count // 3 : count // 3 + 2] = torch.arange(count // 3 + 1, count // 3 + 3)[: len(bad_places)]
-    flags = torch.full((count,), 7, dtype=torch.uint8)
-    norm, nonfinite = torch.empty(()), torch.empty(())
-    options = kernels.finish_options(count)
-    triton_kernels.check_finish_kernel[(1,)](partials, bad_places, count, flags, len(flags), norm, nonfinite, **options)
-    assert torch.equal(flags, (bad_places > 0).byte()) and nonfinite == float(bool(count))
-    torch.testing.assert_close(norm, partials.double().sum().sqrt().float(), rtol=1e-6, atol=0)
-    assert options["num_warps"] * 32 * 8 == options["BLOCK"] and options["num_warps"] <= 32
-    assert options["num_warps"] == 32 or count <= options["BLOCK"]
-
-
-COMMITTED = (torch.float32, torch.int64, torch.float64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64)
-
-
-@pytest.mark.parametrize("skip", [0.0, 1.0])
-def test_all_buffers_are_committed_as_one_by_one(skip):
-    shapes = [(), (1,), (7,), (0, 3), (BLOCK + 1,), (3, 4, 5)]
-    targets = [torch.randn(shape).mul(9).to(dtype) for dtype in COMMITTED for shape in shapes]
-    values = [torch.randn(one.shape).mul(9).to(one.dtype) for one in targets]
-    targets += [torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), torch.randn(12)[::2]]
-    values += [torch.randn(2, 3, 4, 4), torch.randn(1).expand(6)]
-    targets.append(torch.randn(5))
-    values.append(torch.randn(5, dtype=torch.float64))
-    expected = copies(targets)
-    fused_update.commit(torch.tensor(skip), expected, values)
-    before = copies(targets)
-    kernels.commit(torch.tensor(skip), targets, values)
-    for got, wanted, old in zip(targets, expected, before, strict=True):
-        assert torch.equal(got, wanted)
-        assert torch.equal(got, old) or skip == 0.0
-
-
-def test_buffers_of_four_and_eight_bytes_an_element_are_committed_in_one_launch(monkeypatch):
-    launches = []
-    kept = kernels.TABLES.groups
-    monkeypatch.setattr(kernels.TABLES, "groups", lambda *given: [launches.append(1) or one for one in kept(*given)])
-    targets = [torch.zeros(6), torch.zeros((), dtype=torch.int64), torch.zeros(6)] * 53
-    values = [torch.ones_like(one) for one in targets]
-    targets = [torch.zeros_like(one) for one in targets]
-    kernels.commit(torch.tensor(0.0), targets, values)
-    assert len(launches) == 1 and all(bool((one == 1).all()) for one in targets)
-
-
 def test_one_unaligned_tensor_leaves_the_others_aligned():
     cache, device = TableCache(), torch.device("cpu")
     base = torch.randn(20)

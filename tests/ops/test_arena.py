@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun, Span, allocator, lay_out
-from amp_compiler.ops.cpu.arena import empty as own_empty
 
 UNIT, CALLS = 64, 5
 F32, BF16 = torch.float32, torch.bfloat16
@@ -308,38 +307,3 @@ def test_programs_with_fewer_bytes_than_the_least_run_on_ordinary_memory(more):
         assert in_block(output, memory) == (base > 0 and not more)
         assert source.calls - before == (0 if base > 0 and not more else 2)
     assert memory._block.numel() == (0 if more else 2 * UNIT)
-
-
-def lying(size, order, dtype=F32):
-    return own_empty(size, order, dtype, torch.device("cpu"))
-
-
-def test_results_of_own_operators_lie_in_the_block_too():
-    memory = ArenaMemory()
-
-    def plain(base):
-        first = lying((2, 3, 4, 5), (0, 2, 3, 1), BF16).fill_(base)
-        return lying((2, 3, 4, 5), (0, 1, 2, 3)).copy_(first), first
-
-    run = ArenaRun(plain, 1, memory, least=0)
-    for base in range(CALLS):
-        kept, other = run(base)
-        assert holds(kept, base) and holds(other, base)
-        assert [in_block(one, memory) for one in (kept, other)] == [False, base > 0]
-        assert kept.is_contiguous() and kept.dtype == F32
-        assert other.is_contiguous(memory_format=torch.channels_last) and other.dtype == BF16
-    assert not in_block(lying((2, 3), (0, 1)), memory)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_outside_of_a_call_own_results_are_ordinary_tensors(device):
-    one = own_empty([2, 3, 4], [1, 0, 2], BF16, torch.device(device))
-    assert (one.shape, one.stride(), one.dtype) == ((2, 3, 4), (4, 8, 1), BF16)
-    assert one.device.type == device and one.untyped_storage().nbytes() == one.nbytes
-
-
-def test_within_a_call_own_results_on_other_devices_are_ordinary_tensors():
-    memory = ArenaMemory()
-    run = ArenaRun(lambda: [own_empty([2, 3], [1, 0], F32, torch.device("meta"))], 0, memory, least=0)
-    assert [[(one.device.type, one.stride()) for one in run()] for _ in range(3)] == [[("meta", (1, 2))]] * 3
-    assert memory._block.numel() == 0

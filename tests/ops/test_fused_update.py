@@ -85,10 +85,10 @@ def test_adam_agrees_with_torch(amsgrad, maximize, decoupled, decay):
     options = {"betas": (0.8, 0.99), "amsgrad": amsgrad, "maximize": maximize, "foreach": False}
     optimizer = kind(weights, 1e-2, weight_decay=decay, **options)
     first, second, largest = zeros(masters), zeros(masters), zeros(masters) if amsgrad else []
-    lows, steps = [master.half() for master in masters], [number(0) for _ in masters]
+    low_weights, steps = [master.half() for master in masters], [number(0) for _ in masters]
     rest = (hyper(1e-2, 0.8, 0.99, 1e-8, decay, 0), number(1), number(0), amsgrad, maximize, decoupled)
     for grads in train(optimizer, weights, 5):
-        OPS.adam_update(masters, grads, first, second, largest, lows, steps, *rest)
+        OPS.adam_update(masters, grads, first, second, largest, low_weights, steps, *rest)
     for i, weight in enumerate(weights):
         state = optimizer.state[weight]
         # Decay in the gradient carries a last bit of the weight over into the moments.
@@ -97,7 +97,7 @@ def test_adam_agrees_with_torch(amsgrad, maximize, decoupled, decay):
         torch.testing.assert_close(second[i], state["exp_avg_sq"], **exact)
         assert torch.equal(steps[i], state["step"]) and steps[i] == 5
         torch.testing.assert_close(masters[i], weight.detach(), rtol=3e-7, atol=1e-8)
-        assert torch.equal(lows[i], masters[i].half())
+        assert torch.equal(low_weights[i], masters[i].half())
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -147,11 +147,11 @@ def test_l1_decay_comes_after_unscaling_and_leaves_zeros_where_they_are():
 
 
 def test_low_gradients_are_read_as_they_are_and_scaled_by_the_coefficient():
-    masters, lows, kinds = parameters(), [], itertools.cycle([torch.half, torch.bfloat16])
+    masters, low_weights, kinds = parameters(), [], itertools.cycle([torch.half, torch.bfloat16])
     grads = [torch.randn_like(m).to(t) for m, t in zip(masters, kinds, strict=False)]
     expected = [m - 0.5 * (g.float() * 0.25) for m, g in zip(masters, grads, strict=True)]
     numbers = hyper(0.5, 0, 0, 0, 0)
-    OPS.sgd_update(masters, grads, [], lows, number(0), numbers, number(0.25), number(0), False, False)
+    OPS.sgd_update(masters, grads, [], low_weights, number(0), numbers, number(0.25), number(0), False, False)
     for master, wanted in zip(masters, expected, strict=True):
         torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-7)
 

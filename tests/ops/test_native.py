@@ -29,6 +29,11 @@ def signature(op):
     return arguments, [str(one.type) for one in op._schema.returns]
 
 
+NATIVE = pytest.mark.skipif(
+    cpu_update.most_inner() == 0, reason="no C++ compiler, or a processor without bf16 products"
+)
+
+
 @pytest.mark.parametrize("row", NATIVE_OPS, ids=[f"{row.op} on {row.device}" for row in NATIVE_OPS])
 def test_a_row_is_complete(row):
     assert row.stage in (*STAGES, UPDATE)
@@ -63,7 +68,8 @@ def test_what_it_does_not_take_is_left_to_aten():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_it_is_traced_as_the_layers_that_it_is_made_of():
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NATIVE)])
+def test_it_is_traced_as_the_operators_that_it_is_made_of(dtype):
     def gradient(x, h, c, *weights):
         x = x.detach().requires_grad_()
         with torch.enable_grad():
@@ -71,9 +77,13 @@ def test_it_is_traced_as_the_layers_that_it_is_made_of():
         return torch.autograd.grad(out.sum(), x)
 
     x, states, weights, *_ = lstm_arguments()
-    traced = make_fx(gradient, tracing_mode="fake")(x, *states, *weights)
+    low = [one.to(dtype) for one in (x, *states, *weights)]
+    traced = make_fx(gradient, tracing_mode="fake")(*low)
     targets = {node.target for node in traced.graph.nodes}
-    assert {OWN.recurrent_layer.default, OWN.recurrent_sums_backward.default} <= targets
+    if dtype == torch.bfloat16:
+        assert {OWN.recurrent_layer.default, OWN.recurrent_sums_backward.default} <= targets
+    else:
+        assert {OWN.recurrent_network.default, OWN.recurrent_network_backward.default} <= targets
     assert not {OWN.lstm.default, LSTM} & targets
 
 

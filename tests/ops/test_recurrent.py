@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from amp_compiler.errors import AmpError
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.recurrent import KINDS
@@ -102,32 +103,60 @@ def test_in_16_bits_results_are_rounded_once(kind, steps, features, hidden, batc
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_its_backward_and_the_backward_of_that_are_the_derivatives(kind, reverse):
+def test_its_backward_and_the_backward_of_that_are_the_derivatives(kind):
     torch.manual_seed(3)
-    inputs = layer_inputs(kind, 3, 3, 2, 2, torch.float64)
-    leaves = [one.requires_grad_() for one in inputs if one is not None]
+    layer = module(kind, 3, 2, bidirectional=True).double()
+    count = 3 if kind == "lstm" else 2
+    leaves = [torch.randn(3, 2, 3, dtype=torch.double), *first_states(kind, 2, 2, 2, dtype=torch.double)]
+    leaves = [one.detach().requires_grad_() for one in (*leaves, *layer._flat_weights)]
 
-    def run(*leaves):
-        results = OWN.recurrent_layer(*leaves, *inputs[len(leaves) :], kind, reverse)
-        return results[: 3 if kind == "lstm" else 2]
+    def run(*read):
+        options = (True, 1, 0.0, True, True, False)
+        return call(getattr(OWN, kind), kind, read[0], read[1:count], read[count:], options)
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=NATIVE), False])
+@NATIVE
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_operators_are_as_torch_wants_them(kind, native):
+def test_the_backward_of_a_native_layer_can_be_differentiated(kind):
+    torch.manual_seed(3)
+    low = [one for one in layer_inputs(kind, 3, 3, 2, 2, torch.bfloat16) if one is not None]
+
+    def penalty(run, leaves):
+        leaves = [one.detach().requires_grad_() for one in leaves]
+        (slope,) = torch.autograd.grad(run(leaves).sum(), leaves[:1], create_graph=True)
+        return torch.autograd.grad(slope.square().sum(), leaves[1:3])
+
+    def layer(leaves):
+        return OWN.recurrent_layer(*leaves, *[None] * (7 - len(leaves)), kind, False)[0]
+
+    def exact(leaves):
+        options = (True, 1, 0.0, True, False, False)
+        return call(getattr(ATEN, kind).input, kind, leaves[0], leaves[5:], leaves[1:5], options)[0]
+
+    expected = penalty(exact, [one.double() for one in low])
+    for mine, other in zip(penalty(layer, low), expected, strict=True):
+        assert float((mine - other).abs().max()) <= 0.05 * float(other.abs().max())  # six roundings on the way
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operators_are_as_torch_wants_them(kind):
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if native else torch.float32
-    layer = layer_inputs(kind, 3, 64, 32, 2, dtype)
+    layer = layer_inputs(kind, 3, 64, 32, 2, torch.bfloat16)
     results = OWN.recurrent_layer(*layer, kind, True)
-    first, kept = [one for one in layer[5:] if one is not None], [results[0], *results[3:]]
+    first, memory = [one for one in layer[5:] if one is not None], list(results[3:])
     given = [torch.randn_like(one) for one in results[:3]]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(OWN.recurrent_layer, (*layer, kind, True), test_utils=tests)
-    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], first, kept, given, kind, True), test_utils=tests)
+    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], first, memory, given, kind, True), test_utils=tests)
+
+
+def test_what_the_loops_do_not_take_is_refused_by_name():
+    with pytest.raises(AmpError, match=r"float64.*call amp_compiler\.lstm"):
+        OWN.recurrent_layer(*layer_inputs("gru", 3, 3, 2, 2, torch.float64), "gru", False)
 
 
 def test_dropout_between_layers_draws_what_torch_draws():

@@ -43,7 +43,7 @@ def update_arguments(
         "masters": weights,
         "weights": weights,
         "grads": [torch.randn(size).to(dtype) for size, dtype in zip(sizes, itertools.cycle(GRADIENTS), strict=False)],
-        "lows": [one.bfloat16() for one in weights] if more else [],
+        "low_weights": [one.bfloat16() for one in weights] if more else [],
         "compensations": [one * 2**-9 for one in weights] if mode == Storage.KAHAN else [],
         "steps": [torch.tensor(float(number * number)) for number in range(len(sizes))],
         "started": torch.tensor(1.0),

@@ -59,7 +59,7 @@ def computing(name: str) -> PrecisionPlan:
     return PrecisionPlan("bf16", "mine", "cpu", (node,), ())
 
 
-SGD = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
+SGD = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("low_weights", False)), 5, (False, False), True)
 MEAN = TracedUpdate("Mean", ("a",), ("b",), (StateTensor("mean", 0, (4, 4), (4, 1), torch.float32),), 1, running_mean)
 UPDATE: dict[str, Any] = {"updated": ("a",), "results": 1, "buffers": (), "scale": StaticLossScale(8.0)}
 SHARED = (  # the second rank alone has a gradient of `d`

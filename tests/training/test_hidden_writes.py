@@ -13,6 +13,7 @@ from weight_writes import WRITES, reset
 
 import amp_compiler as amp
 from amp_compiler.ops import stale_copies
+from amp_compiler.training import hidden_writes
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 Y = small()(X).argmax(1)  # what the model finds as it begins, so that every write raises the loss
@@ -117,6 +118,88 @@ def test_weights_stored_low_alone_are_what_was_written():
         parameter.data.mul_(-2)
     wanted = float(classes(copy.deepcopy(model).float(), X, Y).detach())
     assert abs(float(step(X, Y)) - wanted) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_error_of_rounding_that_belongs_to_another_weight_is_left_out(backend):
+    """What Kahan's summation keeps beside a weight that was large moves none that is small now."""
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    model.weight.data.fill_(256.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
+    step = amp.training_step(
+        model, lambda m, x: -(m(x).sum()), optimizer, dtype="bf16", rules=rules, loss_scale=None, backend=backend
+    )
+    x = torch.tensor([[0.5, 0.5]]).bfloat16()
+    step(x)  # 256.5, of which 0.5 is the error
+    assert model.weight.tolist() == [[256.0, 256.0]]
+    model.weight.data[0, 0] = 2.0**-6
+    step(x)
+    assert model.weight.tolist() == [[0.5 + 2.0**-6, 256.0]]
+    step(x), step(x)
+    assert model.weight.tolist() == [[1.5 + 2.0**-6, 258.0]]
+
+
+class Watch:
+    """A `CopyWatch` of a device that nobody waits for."""
+
+    looks_elsewhere = True
+
+    def __init__(self, pairs, takes=()):
+        self.places = [len(pairs) - 1] if pairs else []
+        made.append(self)
+
+    def look(self, turn):
+        return []
+
+    def unread(self):
+        places = self.places
+        return lambda: places
+
+
+made = []
+
+
+def test_what_a_device_has_seen_is_named_though_its_watch_was_replaced(monkeypatch, caplog):
+    monkeypatch.setattr(hidden_writes, "CopyWatch", Watch)
+    model = small()
+    step = step_of(model, "bf16")
+    step(X, Y), step(X, Y)
+    watch = made[-1]
+    model[0].weight.data = model[0].weight.data.clone()
+    step(X, Y)
+    assert made[-1] is not watch
+    made[-1].places.clear()
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        step.state_dict()
+    assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.bias"]
+
+
+def test_a_watch_lasts_as_long_as_what_it_watches(monkeypatch):
+    model, watches = small().bfloat16(), []
+
+    class Counted(stale_copies.CopyWatch):
+        def __init__(self, *arguments):
+            watches.append(self)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(hidden_writes, "CopyWatch", Counted)
+    step = step_of(model, "bf16")
+    x = X.bfloat16()
+    step(x, Y), step(x, Y)
+    before = len(watches)
+    for _ in range(3):
+        step._detector.read()  # as at every call of a step in subgraphs
+        step(x, Y)
+    assert len(watches) == before
+    model[0].weight.data = model[0].weight.data.clone()
+    step(x, Y)
+    assert len(watches) == before + 1
+    state = step._optimizers[0].state[model[0].weight]
+    state["master"] = state["master"].clone()
+    step(x, Y)
+    step(x, Y)
+    assert before + 2 <= len(watches) <= before + 3
 
 
 @pytest.mark.parametrize("turned", [False, True])

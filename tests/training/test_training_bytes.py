@@ -42,7 +42,7 @@ def traffic(node):
     total = 0
     for argument, value in zip(node.target._schema.arguments, node.args, strict=True):
         written = argument.alias_info is not None and argument.alias_info.is_write
-        passes = 2 if written and argument.name != "lows" else 1
+        passes = 2 if written and argument.name != "low_weights" else 1
         for each in value if isinstance(value, (list, tuple)) else [value]:
             tensor = each.meta["val"] if isinstance(each, torch.fx.Node) else torch.empty(0)
             assert tensor.dim() == 2 or tensor.numel() <= 6, each  # a matrix, or some numbers

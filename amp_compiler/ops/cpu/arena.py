@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +107,12 @@ class ArenaRun:
         if getattr(_CURRENT, "serve", None) is not None:
             return self._run(*inputs)
         if self._plan is not None:
-            with _Serving(self._plan.server(self._memory)):
+            with _serving(self._plan.server(self._memory)):
                 return self._run(*inputs)
         if self._needless:
             return self._run(*inputs)
         watch = _Watch()
-        with _Serving(watch):
+        with _serving(watch):
             outputs = self._run(*inputs)
         plan = _Plan(watch, outputs[: self._kept])
         self._needless = plan.size < self._least
@@ -129,40 +130,14 @@ def allocator(fallback: Allocate) -> Allocate:
     return allocate
 
 
-def empty(size: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for a result of an operator of our own, from the arena of the call that is running in this thread, if any.
-
-    Args:
-        size: of the tensor.
-        order: its dimensions from the outermost in memory to the innermost.
-        dtype: of the tensor.
-        device: of the tensor; on others than a CPU it is an ordinary tensor.
-    """
-    serve = getattr(_CURRENT, "serve", None)
-    if serve is None or device.type != "cpu":
-        return torch.empty_permuted(list(size), list(order), dtype=dtype, device=device)
-    stride, count = [0] * len(size), 1
-    for dim in reversed(order):
-        stride[dim], count = count, count * size[dim]
-    return serve.take(_allocate, tuple(size), tuple(stride), dtype)  # type: ignore[no-any-return]
-
-
-def _allocate(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
-
-
-class _Serving:
+@contextmanager
+def _serving(source: Any) -> Iterator[None]:
     """Makes something the source of buffers in this thread."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __enter__(self) -> None:
-        self._before = getattr(_CURRENT, "serve", None)
-        _CURRENT.serve = self._source
-
-    def __exit__(self, *exception: object) -> None:
-        _CURRENT.serve = self._before
+    before, _CURRENT.serve = getattr(_CURRENT, "serve", None), source
+    try:
+        yield
+    finally:
+        _CURRENT.serve = before
 
 
 class _Watch:

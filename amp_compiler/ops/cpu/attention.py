@@ -40,8 +40,8 @@ def can_run(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Ten
 
 def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the gradients, in memory as [batch, rows, heads, width]."""
-    made = (torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype, device=t.device) for t in (query, key, value))
-    return next(made), next(made), next(made)
+    likes = (torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype, device=t.device) for t in (query, key, value))
+    return next(likes), next(likes), next(likes)
 
 
 def backward(
@@ -72,10 +72,10 @@ def backward(
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    given = [_dense_rows(one) for one in (gradient, query, key, value, out)]
-    made = gradients_like(query, key, value)
+    operands = [_dense_rows(one) for one in (gradient, query, key, value, out)]
+    gradients = gradients_like(query, key, value)
     fields = [batch, heads, queries, keys, width, int(causal)]
-    for one in (*given, *made):
+    for one in (*operands, *gradients):
         fields += [one.data_ptr(), *one.stride()[:3]]
     if mask is None:
         fields += [0] * 6
@@ -86,7 +86,7 @@ def backward(
     attention = (ctypes.c_int64 * len(fields))(*fields)
     factor = 1.0 / math.sqrt(width) if scale is None else scale
     library().amp_attention_backward(attention, ctypes.c_float(factor), torch.get_num_threads())  # type: ignore[union-attr]
-    return made
+    return gradients
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

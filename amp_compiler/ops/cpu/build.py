@@ -50,8 +50,8 @@ def compiled(name: str, package: str, flags: tuple[str, ...], level: int, withou
         level: of what is logged.
         without: what is done where there is none, for the log.
     """
-    given = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
-    compiler = given or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
+    command = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
+    compiler = command or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
     if not compiler:
         _LOG.log(level, "no C++ compiler was found: %s", without)
         return None
@@ -77,12 +77,12 @@ def _built(compiler: list[str], sources: dict[str, str], flags: tuple[str, ...] 
             return target
         for file, text in sources.items():
             (Path(work) / file).write_text(text, encoding="utf-8")
-        code, made = [str(Path(work) / file) for file in sources if file.endswith(".cpp")], Path(work) / target.name
+        code, library = [str(Path(work) / file) for file in sources if file.endswith(".cpp")], Path(work) / target.name
         subprocess.run(
-            [*compiler, *flags, *code, "-o", str(made)],
+            [*compiler, *flags, *code, "-o", str(library)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,
         )  # fmt: skip
-        made.replace(target)
+        library.replace(target)
     return target
 
 

@@ -26,9 +26,9 @@ def unfold(x: Tensor, places: tuple[int, int], *settings: Sequence[int]) -> Tens
         settings: kernel, stride, padding and dilation.
     """
     elements = x.shape[1] * settings[0][0] * settings[0][1]
-    made = x.new_empty(x.shape[0] * places[0] * places[1], elements)
-    _call("amp_unfold", x, made, places, settings)
-    return made
+    rows = x.new_empty(x.shape[0] * places[0] * places[1], elements)
+    _call("amp_unfold", x, rows, places, settings)
+    return rows
 
 
 def fold(gradient: Tensor, size: Sequence[int], places: tuple[int, int], *settings: Sequence[int]) -> Tensor:
@@ -40,13 +40,13 @@ def fold(gradient: Tensor, size: Sequence[int], places: tuple[int, int], *settin
         places: as in `unfold`.
         settings: as in `unfold`.
     """
-    made = torch.empty_permuted(list(size), (0, 2, 3, 1), dtype=gradient.dtype, device=gradient.device)
-    _call("amp_fold", made, gradient, places, settings)
-    return made
+    images = torch.empty_permuted(list(size), (0, 2, 3, 1), dtype=gradient.dtype, device=gradient.device)
+    _call("amp_fold", images, gradient, places, settings)
+    return images
 
 
 def _call(name: str, images: Tensor, rows: Tensor, places: tuple[int, int], settings: Sequence[Sequence[int]]) -> None:
     numbers = [*images.shape, *images.stride(), *places, *(number for pair in settings for number in pair)]
     shape = (ctypes.c_int64 * len(numbers))(*numbers)
-    given = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (images, rows))
-    getattr(library(), name)(shape, *given, torch.get_num_threads())
+    addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (images, rows))
+    getattr(library(), name)(shape, *addresses, torch.get_num_threads())

@@ -56,8 +56,8 @@ inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* lin
     using G = decltype(grad);
     const int64_t* others = reinterpret_cast<const int64_t*>(tensor.others);
     const auto at = [&](int64_t address) { return reinterpret_cast<const G*>(address) + start; };
-    add_pair(at(tensor.grad), at(others[0]), line, count);
-    for (int64_t k = 1; k < tensor.added; ++k) add_to(line, at(others[k]), count);
+    widen(at(tensor.grad), line, count, 1.0f);
+    for (int64_t k = 0; k < tensor.added; ++k) add_to(line, at(others[k]), count);
   });
 }
 

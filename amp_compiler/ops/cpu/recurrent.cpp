@@ -5,7 +5,6 @@
 
 #include "math.h"
 #include "recurrent.h"
-#include "team.h"
 
 namespace {
 
@@ -151,14 +150,14 @@ class Forward : Loops {
         hidden_{Columns(s_.hidden, s_.batch), Columns(s_.hidden, s_.batch)} {}
 
   void run() {
-    with_team(threads_, [&](int mine, int count, Meeting& meeting) {
+    this->with_team([&](int mine, int count) {
       x_[0].fill(step_data(0), mine, count);
       hidden_[0].fill(h_, mine, count);
-      meeting.wait();
+#pragma omp barrier
       for (int64_t step = 0; step < s_.steps; ++step) {
         for_blocks(mine, count, [&](int64_t unit, int64_t column) { block_of(step, unit, column); });
         if (step + 1 < s_.steps) x_[(step + 1) % 2].fill(step_data(step + 1), mine, count);
-        meeting.wait();
+#pragma omp barrier
       }
     });
   }
@@ -234,12 +233,14 @@ class Backward : Loops {
         carried_(static_cast<size_t>(s_.hidden * s_.batch)) {}
 
   void run() {
-    with_team(threads_, [&](int mine, int count, Meeting& meeting) {
+    this->with_team([&](int mine, int count) {
       for_units(mine, count, [&](int64_t unit) {
         transpose(w_hh_, kWidth * s_.hidden, s_.hidden, unit, weight_.data());
       });
       for (int64_t step = s_.steps - 1; step >= -1; --step) {  // the last turn gives the first states' gradients
-        if (step + 1 < s_.steps) meeting.wait();
+        if (step + 1 < s_.steps) {
+#pragma omp barrier
+        }
         for_blocks(mine, count, [&](int64_t unit, int64_t column) { block_of(step, unit, column); });
       }
     });

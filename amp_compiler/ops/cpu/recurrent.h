@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -56,6 +58,17 @@ class Loops {
   Loops(const Shape& shape, int threads) : s_(shape), threads_(threads) {}
 
   int64_t time(int64_t step) const { return s_.reverse ? s_.steps - 1 - step : step; }
+
+  // Calls `body(mine, count)` on the threads: the thread's number, and how many there are. They meet at
+  // `#pragma omp barrier`.
+  template <class Body>
+  void with_team(const Body& body) const {
+#pragma omp parallel num_threads(threads_)
+    {
+      const TileShape shape;
+      body(omp_get_thread_num(), omp_get_num_threads());
+    }
+  }
 
   // Calls `body(unit)` with the first unit of every 32 that one thread computes.
   template <class Body>

@@ -48,62 +48,43 @@ void widen(const G* __restrict grads, float* __restrict out, int64_t count, floa
 }
 
 template <class G>
-void add_pair(const G* __restrict first, const G* __restrict second, float* __restrict line, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) line[i] = load(first[i]) + load(second[i]);
-}
-
-template <class G>
 void add_to(float* __restrict line, const G* __restrict grads, int64_t count) {
   for (int64_t i = 0; i < count; ++i) line[i] += load(grads[i]);
 }
 
 template <class L>
-void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
+void narrow(const float* __restrict weights, L* __restrict low_weights, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store(weights[i], low_weights + i);
 }
 
 #ifdef __F16C__  // compilers convert fp16 one by one where the processor has no arithmetic on it
-template <>
-inline void widen<Half>(const Half* __restrict grads, float* __restrict out, int64_t count, float coef) {
-  const __m256 factor = _mm256_set1_ps(coef);
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factor));
-  }
-  for (; i < count; ++i) out[i] = load(grads[i]) * coef;
+inline __m256 load_eight(const Half* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
 template <>
-inline void add_pair<Half>(const Half* __restrict first, const Half* __restrict second, float* __restrict line,
-                           int64_t count) {
+inline void widen<Half>(const Half* __restrict grads, float* __restrict out, int64_t count, float coef) {
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256 one = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(first + i)));
-    const __m256 two = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(second + i)));
-    _mm256_storeu_ps(line + i, _mm256_add_ps(one, two));
-  }
-  for (; i < count; ++i) line[i] = load(first[i]) + load(second[i]);
+  for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_mul_ps(load_eight(grads + i), _mm256_set1_ps(coef)));
+  for (; i < count; ++i) out[i] = load(grads[i]) * coef;
 }
 
 template <>
 inline void add_to<Half>(float* __restrict line, const Half* __restrict grads, int64_t count) {
   int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i)));
-    _mm256_storeu_ps(line + i, _mm256_add_ps(_mm256_loadu_ps(line + i), wide));
-  }
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(line + i, _mm256_add_ps(_mm256_loadu_ps(line + i), load_eight(grads + i)));
   for (; i < count; ++i) line[i] += load(grads[i]);
 }
 
 template <>
-inline void narrow<Half>(const float* __restrict weights, Half* __restrict lows, int64_t count) {
+inline void narrow<Half>(const float* __restrict weights, Half* __restrict low_weights, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(weights + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lows + i), half);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low_weights + i), half);
   }
-  for (; i < count; ++i) store(weights[i], lows + i);
+  for (; i < count; ++i) store(weights[i], low_weights + i);
 }
 #endif
 

@@ -72,28 +72,28 @@ def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
     return _scalar(sqrt(sum(squares, known)))
 
 
-def update(optimizer: FusedOptimizer, given: Update) -> float:
+def update(optimizer: FusedOptimizer, args: Update) -> float:
     """As `reference.update`, for masters; gives the squares of the unscaled gradients that the check has left out.
 
     Args:
         optimizer: whose update it is.
-        given: the arguments of its operator.
+        args: the arguments of its operator.
     """
-    if not given.weights or _number(given.skip) != 0:
+    if not args.weights or _number(args.skip) != 0:
         return 0.0
-    states = [*given.states, *[[]] * MOST_STATES][:MOST_STATES]
-    table = _TABLES.get(given.weights, *states, given.lows, given.steps)
-    numbers = _step_numbers(optimizer, given)
-    factor = ctypes.c_float((-1 if given.flags["maximize"] else 1) * _number(given.coef))
-    begun = given.started is not None and _number(given.started) != 0
-    flags = (ctypes.c_bool * (len(given.flags) + 1))(*given.flags.values(), begun)
-    alike, squares = _laid_out_like(given.grads, given.weights, factor.value)
+    states = [*args.states, *[[]] * MOST_STATES][:MOST_STATES]
+    table = _TABLES.get(args.weights, *states, args.low_weights, args.steps)
+    numbers = _step_numbers(optimizer, args)
+    factor = ctypes.c_float((-1 if args.flags["maximize"] else 1) * _number(args.coef))
+    begun = args.started is not None and _number(args.started) != 0
+    flags = (ctypes.c_bool * (len(args.flags) + 1))(*args.flags.values(), begun)
+    alike, squares = _laid_out_like(args.grads, args.weights, factor.value)
     _set_gradients(table, alike)
     with record_function(f"amp_compiler::{optimizer.operator(low=False)}"):
         loop = getattr(_loaded(), f"amp_{optimizer.operator(low=False)}")
-        squares += float(loop(_start(table), len(given.weights), _start(numbers), factor, flags, _threads()))
-    if given.started is not None:
-        given.started.fill_(1.0)
+        squares += float(loop(_start(table), len(args.weights), _start(numbers), factor, flags, _threads()))
+    if args.started is not None:
+        args.started.fill_(1.0)
     return squares
 
 
@@ -129,13 +129,13 @@ def most_inner() -> int:
 
 
 def _loaded() -> ctypes.CDLL:
-    found = library()
-    if found is None:
+    loops = library()
+    if loops is None:
         raise LoweringError("the CPU updates are not compiled", hint="install a C++ compiler, or set CXX")
     for name in FUNCTIONS:
-        getattr(found, f"amp_{name}").restype = ctypes.c_double
-    found.amp_most_inner.restype = ctypes.c_int64
-    return found
+        getattr(loops, f"amp_{name}").restype = ctypes.c_double
+    loops.amp_most_inner.restype = ctypes.c_int64
+    return loops
 
 
 def _threads() -> int:
@@ -204,9 +204,9 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
         elif grad.can_be_transposed and master.t().is_contiguous():
             result.append(grad.transposed())
         else:
-            made = grad.tensor()
-            result += laid_out_like([made], [master])
-            squares += 0.0 if grad.counted else float((made.double() * factor).square().sum())
+            whole = grad.tensor()
+            result += laid_out_like([whole], [master])
+            squares += 0.0 if grad.counted else float((whole.double() * factor).square().sum())
     return result, squares
 
 
@@ -244,7 +244,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _checked_table(columns: Sequence[Tensors]) -> Any:
-    masters, lows = columns[0], columns[4]
+    masters, low_weights = columns[0], columns[4]
     for number, master in enumerate(masters):
         for place, column in enumerate(columns[:5]):
             tensor = column[number] if column else master
@@ -262,15 +262,15 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
     for place, column in enumerate(columns):
         if column:
             table[:, _COLUMNS.index("weight") + place] = [tensor.data_ptr() for tensor in column]
-    if lows:
-        table[:, _COLUMNS.index("low_type")] = [_type(low) for low in lows]
+    if low_weights:
+        table[:, _COLUMNS.index("low_type")] = [_type(low) for low in low_weights]
     return table
 
 
-def _step_numbers(optimizer: FusedOptimizer, given: Update) -> Any:
+def _step_numbers(optimizer: FusedOptimizer, args: Update) -> Any:
     """As `reference.step_numbers`, in memory of NumPy, one row per tensor; one operation of torch takes longer."""
-    counts = [_number(step) for step in given.steps] or [0.0] * len(given.weights)
-    hyper = given.hyper.tolist()
+    counts = [_number(step) for step in args.steps] or [0.0] * len(args.weights)
+    hyper = args.hyper.tolist()
     rows = {count: _row_of_numbers(optimizer, hyper, count) for count in dict.fromkeys(counts)}
     with np.errstate(over="ignore"):
         return np.array([rows[count] for count in counts], np.float32)
@@ -281,8 +281,8 @@ def _row_of_numbers(optimizer: FusedOptimizer, hyper: list[float], count: float)
         return tuple(optimizer.numbers.of(hyper, count + 1 if optimizer.counts else None, sqrt))
     except (ArithmeticError, ValueError):  # a tensor becomes inf or NaN there
         tensors = torch.tensor(hyper, dtype=torch.float64).unbind()
-        made = optimizer.numbers.of(tensors, torch.tensor(count).double() + 1, torch.sqrt)
-        return tuple(float(number) for number in made)
+        numbers = optimizer.numbers.of(tensors, torch.tensor(count).double() + 1, torch.sqrt)
+        return tuple(float(number) for number in numbers)
 
 
 _TABLES = _Tables()

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,43 +42,23 @@ class Group:
     aligned: bool
 
 
-class TableMemory(Protocol):
-    """Where tables lie; `CudaMemory` but for tests."""
+class TableMemory:
+    """Where tables lie."""
 
     def remote(self, device: torch.device) -> bool:
         """Whether a copy from the host to a device goes on beside the host."""
-
-    def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph."""
-
-    def pinned(self, words: int) -> Tensor:
-        """Memory of the host, int64 [words], that an asynchronous copy may read.
-
-        Raises:
-            RuntimeError: there is none during a capture.
-        """
-
-    def on_device(self, words: int, device: torch.device) -> Tensor:
-        """Memory of a device, int64 [words]."""
-
-
-class CudaMemory:
-    """As `TableMemory`, by torch."""
-
-    def remote(self, device: torch.device) -> bool:
-        """As in `TableMemory`."""
         return device.type == "cuda"
 
     def capturing(self) -> bool:
-        """As in `TableMemory`."""
+        """Whether this thread is capturing a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, words: int) -> Tensor:
-        """As in `TableMemory`."""
+        """Memory of the host, int64 [words], that an asynchronous copy may read; not during a capture."""
         return torch.empty(words, dtype=torch.int64, pin_memory=True)
 
     def on_device(self, words: int, device: torch.device) -> Tensor:
-        """As in `TableMemory`."""
+        """Memory of a device, int64 [words]."""
         return torch.empty(words, dtype=torch.int64, device=device)
 
 
@@ -108,18 +87,16 @@ class TableCache:
     A table reaches the device by an asynchronous copy from pinned memory, so nothing waits. While a CUDA graph is
     captured nothing is copied, and pinning memory may be forbidden. Every table made outside a capture therefore leaves
     spare buffers of its size for a later capture. Within `of_graph` the tables of a capture are filled once, behind it,
-    and go when the graph does. In a capture by anyone else the copy becomes a node of the graph, and what it reads
-    lives as long as the cache, because nobody says when the graph goes.
+    and go when the graph does. A capture by anyone else gets no new tables, because nobody would fill them.
 
     Args:
         memory: where tables lie.
     """
 
     def __init__(self, memory: TableMemory | None = None) -> None:
-        self._memory = CudaMemory() if memory is None else memory
+        self._memory = TableMemory() if memory is None else memory
         self._tables: OrderedDict[object, tuple[list[Group], Size]] = OrderedDict()
         self._spare: dict[Size, list[Buffers]] = {}
-        self._captured: dict[int, object] = {}
         self._graph: GraphTables | None = None
 
     @contextmanager
@@ -146,19 +123,19 @@ class TableCache:
         capturing = self._memory.remote(device) and self._memory.capturing()
         if key not in self._tables:
             plans, words = _planned(columns, device, block)
-            found = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
+            groups = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
             if capturing:
-                return found  # not filled yet, so of no use outside the graph
-            self._tables[key] = found, (device, len(words))
+                return groups  # not filled yet, so of no use outside the graph
+            self._tables[key] = groups, (device, len(words))
             if len(self._tables) > _CACHED:
                 _, (_, gone) = self._tables.popitem(last=False)
                 self._stock(gone)
             self._stock((device, len(words)))
         self._tables.move_to_end(key)
-        found = self._tables[key][0]
-        if capturing:
-            self._keep(found)
-        return found
+        groups = self._tables[key][0]
+        if capturing and self._graph is not None:
+            self._graph.kept.append(groups)
+        return groups
 
     def _stock(self, size: Size) -> None:
         """See that there are as many spare buffers of a size as tables, for a capture that needs them all anew."""
@@ -171,13 +148,6 @@ class TableCache:
             if not alike:
                 del self._spare[size]
 
-    def _keep(self, what: object) -> None:
-        """Keep something that a graph reads."""
-        if self._graph is not None:
-            self._graph.kept.append(what)
-        else:
-            self._captured[id(what)] = what
-
     def _upload(self, words: list[int], device: torch.device) -> Tensor:
         values = torch.tensor(words, dtype=torch.int64)
         if not self._memory.remote(device):
@@ -186,21 +156,18 @@ class TableCache:
         return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
 
     def _captured_table(self, words: list[int], device: torch.device) -> Tensor:
+        """A table of the graph that is captured; only within `of_graph` somebody fills it."""
         spare = self._spare.get((device, len(words)))
-        try:
-            pinned, table = spare.pop() if spare else (self._memory.pinned(len(words)), None)
-        except RuntimeError as cause:
+        if self._graph is None or not spare:
             raise LoweringError(
                 "the first update of these tensors falls into the capture of a CUDA graph",
-                hint="run the step once before capturing it",
-            ) from cause
+                hint="run the step once before capturing it, and leave the capture to it",
+            )
+        pinned, table = spare.pop()
         pinned.copy_(torch.tensor(words, dtype=torch.int64))
-        if self._graph is not None and table is not None:
-            self._graph.unfilled.append((pinned, table))
-            self._keep(table)
-            return table
-        self._keep(pinned)  # every replay reads it
-        return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
+        self._graph.unfilled.append((pinned, table))
+        self._graph.kept.append(table)
+        return table
 
 
 Plan = tuple[Types, bool, int, int]  # with alignment, number of rows and of blocks

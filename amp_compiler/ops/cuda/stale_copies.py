@@ -6,7 +6,7 @@ interpreter (environment variable `TRITON_INTERPRET=1`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -64,7 +64,7 @@ class DeviceCopies:
                     group.rows, group.blocks, flags[0], TAKES=self._takes, BLOCK=_BLOCK, **how
                 )
 
-    def seen(self) -> list[int]:
-        """The places of the pairs that ever differed; waits for the device."""
-        pairs = zip(self._groups, self._flags, strict=True)
-        return sorted(place for group, flags in pairs for place in group.rows[flags[1] != 0, 1].tolist())
+    def unread(self) -> Callable[[], list[int]]:
+        """A function that gives the places of the pairs that ever differed, and waits for the device."""
+        pairs = [(group.rows, flags) for group, flags in zip(self._groups, self._flags, strict=True)]
+        return lambda: sorted(place for rows, flags in pairs for place in rows[flags[1] != 0, 1].tolist())

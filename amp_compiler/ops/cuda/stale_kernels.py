@@ -41,9 +41,9 @@ def stale_kernel(rows, flags, seen, turn, LOW_TYPE: tl.constexpr, RUN: tl.conste
     wide, low = _pointers(row, places, LOW_TYPE)
     inside = places < size
     differs = _differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
-    found = tl.max(differs.to(tl.int32), 0)
-    tl.store(flags + number, found)
-    tl.store(seen + number, 1, mask=found != 0)
+    stale = tl.max(differs.to(tl.int32), 0)
+    tl.store(flags + number, stale)
+    tl.store(seen + number, 1, mask=stale != 0)
 
 
 @triton.jit
@@ -55,10 +55,10 @@ def follow_kernel(rows, blocks, flags, LOW_TYPE: tl.constexpr, TAKES: tl.constex
         row = rows + number * COLUMNS
         places = (entry & 0xFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
         inside = places < tl.load(row + SIZE)
-        wides, lows = _pointers(row, places, LOW_TYPE)
+        wides, low_weights = _pointers(row, places, LOW_TYPE)
         wide = tl.load(wides, mask=inside, other=0.0)
         if TAKES:
-            low = tl.load(lows, mask=inside, other=0.0)
+            low = tl.load(low_weights, mask=inside, other=0.0)
             tl.store(wides, low.to(tl.float32), mask=inside & _differ(wide, low))
         else:
-            tl.store(lows, wide.to(LOW_TYPE), mask=inside)
+            tl.store(low_weights, wide.to(LOW_TYPE), mask=inside)

@@ -23,23 +23,19 @@ import triton.language as tl
 
 from amp_compiler.ops.cuda.triton_parts import (
     COLUMNS,
-    EXTRA,
     FIRST,
     GRAD,
     LARGEST,
     PLACE,
     SECOND,
     SIZE,
-    WEIGHT,
     add_l1,
     address,
     load_weight,
     read,
-    read_column,
-    read_gradient,
     saturated,
     store_weight,
-    write_column,
+    write,
 )
 
 ADAM_NUMBERS = tl.constexpr(9)  # per tensor, the fields of AdamNumbers
@@ -54,12 +50,12 @@ def _adam_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
-    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED, FULL)
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
-    m = read_column(first, offsets, inside, ALIGNED, FULL, BLOCK)
-    v = read_column(second, offsets, inside, ALIGNED, FULL, BLOCK)
+    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    m = read(first, offsets, inside, FULL)
+    v = read(second, offsets, inside, FULL)
     scalars += tl.load(row + PLACE) * ADAM_NUMBERS
     shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -74,14 +70,12 @@ def _adam_block(
     difference = grad - m
     m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
     v = tl.fma(grad * weight2, grad, v * beta2)
-    write_column(first, offsets, saturated(m, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
-    write_column(second, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+    write(first, offsets, saturated(m, MOMENT_TYPE), inside, FULL)
+    write(second, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     if AMSGRAD:
-        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED, FULL)
-        v = tl.maximum(
-            read_column(largest, offsets, inside, ALIGNED, FULL, BLOCK), v, propagate_nan=tl.PropagateNan.ALL
-        )
-        write_column(largest, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED)
+        v = tl.maximum(read(largest, offsets, inside, FULL), v, propagate_nan=tl.PropagateNan.ALL)
+        write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
     store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
@@ -113,36 +107,6 @@ def adam_kernel(
 
 
 @triton.jit
-def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
-    """Raise every step count, whose address is in the first column, and write the numbers of its tensor's step.
-
-    They are the fields of `AdamNumbers`, computed in fp64. A power is the exponential of a multiple of a logarithm.
-    """
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    if tl.load(skip) == 0.0:
-        pointers = tl.load(rows + index * COLUMNS + GRAD, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-        raised = tl.load(pointers, mask=inside, other=0.0) + 1.0
-        tl.store(pointers, raised, mask=inside)
-        step = raised.to(tl.float64)
-        lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
-        eps, decay, l1 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
-        correction1 = 1.0 - tl.exp(step * tl.log(beta1))
-        correction2 = 1.0 - tl.exp(step * tl.log(beta2))
-        out = scalars + index * ADAM_NUMBERS
-        same = step * 0.0
-        tl.store(out, (same + (1.0 - lr * decay)).to(tl.float32), mask=inside)
-        tl.store(out + 1, (same + decay).to(tl.float32), mask=inside)
-        tl.store(out + 2, (same + l1).to(tl.float32), mask=inside)
-        tl.store(out + 3, (same + (1.0 - beta1)).to(tl.float32), mask=inside)
-        tl.store(out + 4, (same + beta2).to(tl.float32), mask=inside)
-        tl.store(out + 5, (same + (1.0 - beta2)).to(tl.float32), mask=inside)
-        tl.store(out + 6, (same + eps).to(tl.float32), mask=inside)
-        tl.store(out + 7, tl.sqrt(correction2).to(tl.float32), mask=inside)
-        tl.store(out + 8, (-lr / correction1).to(tl.float32), mask=inside)
-
-
-@triton.jit
 def _sgd_block(
     row, start, size, hyper, coef, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
@@ -151,8 +115,8 @@ def _sgd_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
     keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
@@ -162,10 +126,10 @@ def _sgd_block(
     grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
     grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
     if MOMENT_TYPE is not None:
-        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
-        decayed = tl.fma(grad, keep, read_column(first, offsets, inside, ALIGNED, FULL, BLOCK) * momentum)
+        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+        decayed = tl.fma(grad, keep, read(first, offsets, inside, FULL) * momentum)
         buffer = saturated(tl.where(tl.load(started) != 0.0, decayed, grad), MOMENT_TYPE).to(MOMENT_TYPE)
-        write_column(first, offsets, buffer, inside, ALIGNED, FULL, BLOCK)
+        write(first, offsets, buffer, inside, FULL)
         if NESTEROV:
             grad = tl.fma(buffer.to(tl.float32), momentum, grad)
         else:
@@ -200,16 +164,6 @@ def sgd_kernel(
 
 
 @triton.jit
-def advance_kernel(started, rng, skip, HAS_STARTED: tl.constexpr, HAS_RNG: tl.constexpr):
-    """After all tensors: note that a first step was made, and count the update for the random bits of the next."""
-    if tl.load(skip) == 0.0:
-        if HAS_STARTED:
-            tl.store(started, 1.0)
-        if HAS_RNG:
-            tl.store(rng + 1, tl.load(rng + 1) + 1)
-
-
-@triton.jit
 def check_kernel(
     rows, blocks, inv_scale, partials, bad_places,
     GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -221,7 +175,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED, True)
+    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -231,85 +185,3 @@ def check_kernel(
     # A comparison with NaN is false, so one test finds infinities and NaN.
     bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
     tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
-
-
-@triton.jit
-def _gather_block(
-    row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    offsets = tl.arange(0, BLOCK)
-    inside = offsets < size - start
-    kept = address(row, WEIGHT, tl.float32, start, ALIGNED, FULL)
-    total = read_column(kept, offsets, inside, ALIGNED, FULL, BLOCK)
-    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK)
-    if LAST:
-        write_column(
-            address(row, EXTRA, tl.float32, start, ALIGNED, FULL), offsets, total, inside, ALIGNED, FULL, BLOCK
-        )
-        write_column(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, ALIGNED, FULL, BLOCK)
-    else:
-        write_column(kept, offsets, total, inside, ALIGNED, FULL, BLOCK)
-    return total
-
-
-@triton.jit
-def gather_kernel(
-    rows, blocks, inv_scale, partials, bad_places,
-    GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add one block of gradients to its sum, in the column of weights, and check the result as `check_kernel` does.
-
-    With `LAST` the result goes into the column of extras, and the sum is cleared.
-    """
-    work = tl.load(blocks + tl.program_id(0))
-    row = rows + (work >> 32) * COLUMNS
-    start = (work & 0xFFFFFFFF) * BLOCK
-    size = tl.load(row + SIZE)
-    if size - start >= BLOCK:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, True, BLOCK)
-    else:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, False, BLOCK)
-    unscaled = total * tl.load(inv_scale)
-    tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
-    bad = tl.max((tl.abs(total) < float("inf")).to(tl.int32) ^ 1, axis=0)
-    tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
-
-
-@triton.jit
-def check_finish_kernel(
-    partials, bad_places, partial_count, flags, flag_count, norm, nonfinite, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Add the blocks' sums in a fixed order and write the flags of all tensors; one program."""
-    offsets = tl.arange(0, BLOCK)
-    for start in range(0, flag_count, BLOCK):
-        tl.store(flags + start + offsets, tl.zeros([BLOCK], dtype=tl.uint8), mask=offsets < flag_count - start)
-    tl.debug_barrier()  # other threads write the same flags below
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    bad = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, partial_count, BLOCK):
-        inside = offsets < partial_count - start
-        total += tl.load(partials + start + offsets, mask=inside, other=0.0)
-        place = tl.load(bad_places + start + offsets, mask=inside, other=0)
-        tl.store(flags + place - 1, tl.full([BLOCK], 1, dtype=tl.uint8), mask=place > 0)
-        bad = tl.maximum(bad, place)
-    tl.store(norm, tl.sqrt_rn(tl.sum(total, axis=0)))
-    tl.store(nonfinite, (tl.max(bad, axis=0) > 0).to(tl.float32))
-
-
-@triton.jit
-def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy one block of a new value (in the column of gradients) to its target, unless the step is skipped."""
-    if tl.load(skip) == 0.0:
-        work = tl.load(blocks + tl.program_id(0))
-        row = rows + (work >> 32) * COLUMNS
-        start = (work & 0xFFFFFFFF) * BLOCK
-        size = tl.load(row + SIZE)
-        offsets = tl.arange(0, BLOCK)
-        given = address(row, GRAD, TYPE, start, ALIGNED, True) + offsets
-        target = address(row, WEIGHT, TYPE, start, ALIGNED, True) + offsets
-        if size - start >= BLOCK:
-            tl.store(target, tl.load(given))
-        else:
-            inside = offsets < size - start
-            tl.store(target, tl.load(given, mask=inside), mask=inside)

@@ -19,54 +19,12 @@ KAHAN = tl.constexpr(2)
 
 
 @triton.jit
-def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr, FULL: tl.constexpr):
-    """Pointer to the first element of this block; with `ALIGNED` a thread may load 16 bytes at a time.
-
-    Without `FULL` it loads at most 4 elements: if the compiler saw that 8 elements of 16 bits lie in 16 bytes, it would
-    give a thread 8 of every type, and move values between threads through shared memory.
-    """
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time."""
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16 if FULL else TYPE.primitive_bitwidth // 2)
+        pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
     return pointer
-
-
-@triton.jit
-def _by_eights(BLOCK: tl.constexpr):
-    """[BLOCK // 256, 2, 128]: numbers of a block's elements, of which a thread takes 8 that lie together.
-
-    Of a vector a thread takes 4 of 32 bits that lie together, and with a warp for every 256 elements 4 more, half a
-    block behind them. Here a warp has the same elements as there, so that they go to their threads within the warp:
-    half of it reads 256 bytes at one place, half of it 256 bytes at the other. The compiler tells the two forms apart
-    by their shapes.
-    """
-    warp, half, element = tl.arange(0, BLOCK // 256), tl.arange(0, 2), tl.arange(0, 128)
-    return warp[:, None, None] * 128 + half[None, :, None] * (BLOCK // 2) + element[None, None, :]
-
-
-@triton.jit
-def read_column(
-    pointer, offsets, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Load a block of a column as fp32, 16 bytes at a time where it is `ALIGNED` and `FULL`."""
-    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
-        value = tl.permute(tl.load(pointer + _by_eights(BLOCK)), (1, 0, 2))
-        value = tl.reshape(value, [BLOCK]).to(tl.float32)
-    else:
-        value = read(pointer, offsets, inside, FULL)
-    return value
-
-
-@triton.jit
-def write_column(
-    pointer, offsets, value, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Store what `read_column` has read, rounded to nearest."""
-    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
-        value = tl.reshape(value.to(pointer.dtype.element_ty), [2, BLOCK // 256, 128])
-        tl.store(pointer + _by_eights(BLOCK), tl.permute(value, (1, 0, 2)))
-    else:
-        write(pointer, offsets, value, inside, FULL)
 
 
 @triton.jit
@@ -141,47 +99,39 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 
 
 @triton.jit
-def read_gradient(
-    row, start, offsets, inside,
-    GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient in fp32."""
-    return read_column(address(row, GRAD, GRAD_TYPE, start, ALIGNED, FULL), offsets, inside, ALIGNED, FULL, BLOCK)
-
-
-@triton.jit
 def store_weight(
     row, start, offsets, inside, new, rng,
     WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
-    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
+    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
     new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
         words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
         rounded = round_stochastically(new, words, WEIGHT_TYPE)
-        write_column(weight, offsets, rounded, inside, ALIGNED, FULL, BLOCK)
+        write(weight, offsets, rounded, inside, FULL)
     else:
         stored = new.to(WEIGHT_TYPE)
-        write_column(weight, offsets, stored, inside, ALIGNED, FULL, BLOCK)
+        write(weight, offsets, stored, inside, FULL)
         if EXTRA_TYPE is not None:
-            extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED, FULL)
+            extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
             beside = new
             if MODE == KAHAN:
                 beside = new - stored.to(tl.float32)
-            write_column(extra, offsets, beside, inside, ALIGNED, FULL, BLOCK)
+            write(extra, offsets, beside, inside, FULL)
 
 
 @triton.jit
 def load_weight(
     row, start, offsets, inside,
-    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The weight in fp32, with the error of earlier roundings added where it is kept."""
-    column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
-    weight = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
+    """As `rounding.widen`."""
+    column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
+    weight = read(column, offsets, inside, FULL)
     if MODE == KAHAN:
-        error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED, FULL)
-        weight += read_column(error, offsets, inside, ALIGNED, FULL, BLOCK)
+        error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED)
+        beside = read(error, offsets, inside, FULL)
+        weight += tl.where((weight + beside * 0.5).to(WEIGHT_TYPE).to(tl.float32) == weight, beside, 0.0)
     return weight

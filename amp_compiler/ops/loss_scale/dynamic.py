@@ -67,8 +67,8 @@ class DynamicLossScale(LossScale):
         self._check_count("growth_interval")
         self._check_count("hysteresis")
         self._check_count("growth_delay", least=0)
-        given = self.consecutive_hysteresis
-        self._check("consecutive_hysteresis", isinstance(given, bool), "True or False", True)
+        setting = self.consecutive_hysteresis
+        self._check("consecutive_hysteresis", isinstance(setting, bool), "True or False", True)
         for name in ("min", "max"):
             if getattr(self, name) is not None:
                 self._check_scale(name)

@@ -31,19 +31,19 @@ class HeldScale:
         self.assigned, self.last = 0, ""
 
     @classmethod
-    def of(cls, config: LossScale, given: object, device: torch.device) -> HeldScale:
+    def of(cls, config: LossScale, argument: object, device: torch.device) -> HeldScale:
         """The one that belongs to an object that the user has given, a new one where that is no `LossScale`.
 
         Args:
-            config: the settings that `given` stands for.
-            given: what was passed as `loss_scale`. Two steps with the same object have one scale: each step of theirs
-                counts, and a skipped one lowers the scale of both.
+            config: the settings that `argument` stands for.
+            argument: what was passed as `loss_scale`. Two steps with the same object have one scale: each step of
+                theirs counts, and a skipped one lowers the scale of both.
             device: of the step's parameters.
 
         Raises:
             AmpError: the object belongs to a step on another device.
         """
-        if given is not config:
+        if argument is not config:
             return cls(config, device)
         held: HeldScale | None = config.__dict__.get(HELD)
         if held is None:

@@ -47,8 +47,8 @@ def make_loss_scale(value: object, section: Mapping[str, Any] | None = None) -> 
     if isinstance(value, Real) and not isinstance(value, bool):
         return StaticLossScale(cast(float, value))
     if isinstance(value, str):
-        given = section if section and section.get("mode", "dynamic") == value else {}
-        return _from_section({**given, "mode": value})
+        settings = section if section and section.get("mode", "dynamic") == value else {}
+        return _from_section({**settings, "mode": value})
     if isinstance(value, Mapping):
         return _from_section(value)
     hint = "pass 'dynamic', a number, None, a LossScale, or the loss_scale section of a rule file"
@@ -57,17 +57,17 @@ def make_loss_scale(value: object, section: Mapping[str, Any] | None = None) -> 
 
 def _from_section(section: Mapping[str, Any]) -> LossScale:
     """The loss scale of a rule file's section, a null counting as not given."""
-    given = {key: setting for key, setting in section.items() if setting is not None}
-    mode = given.pop("mode", "dynamic")
+    settings = {key: setting for key, setting in section.items() if setting is not None}
+    mode = settings.pop("mode", "dynamic")
     kind = _KINDS.get(mode) if isinstance(mode, str) else None
     if kind is None:
         raise AmpError(f"loss_scale mode {mode!r} is not known", hint=f"use one of {', '.join(map(repr, _KINDS))}")
     known = {_RULE_KEY.get(each.name, each.name): each.name for each in fields(kind)}
-    for key in given:
+    for key in settings:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(map(repr, known))}"
             raise AmpError(f"a loss scale of mode {mode!r} has no {key!r}", hint=hint)
-    if mode == "static" and "init" not in given:
+    if mode == "static" and "init" not in settings:
         raise AmpError("a static loss scale has no scale", hint="give 'init', or pass the number itself")
-    return kind(**{known[key]: setting for key, setting in given.items()})
+    return kind(**{known[key]: setting for key, setting in settings.items()})

@@ -35,8 +35,8 @@ class Update(NamedTuple):
         grads: n tensors of any float type, shaped as the weights.
         states: per `FusedOptimizer.states` n tensors shaped as the weights, or none where that state is not kept: fp32
             beside masters; else of any float type, rounded to nearest when stored.
-        lows: n tensors fp16 or bf16 that are given the new masters' values rounded to nearest, or none. Where the step
-            is skipped, the traced form writes the old masters' values into them.
+        low_weights: n tensors fp16 or bf16 that are given the new masters' values rounded to nearest, or none. Where
+            the step is skipped, the traced form writes the old masters' values into them.
         compensations: n tensors typed as the weights where `mode` is `Storage.KAHAN`, else none.
         steps: n tensors fp32 [], raised by one; none for an optimizer that does not count.
         started: fp32 []: 0 before the first step that is not skipped, 1 after; `None` for an optimizer without it.
@@ -52,7 +52,7 @@ class Update(NamedTuple):
     weights: Tensors
     grads: Sequence[Any]
     states: tuple[Tensors, ...]
-    lows: Tensors
+    low_weights: Tensors
     compensations: Tensors
     steps: Tensors
     started: Tensor | None
@@ -152,7 +152,7 @@ class FusedOptimizer:
             Parameter("weights" if low else "masters", _LISTS, True),
             Parameter("grads", _LISTS),
             *(Parameter(f"{state.name}s", _LISTS, True) for state in self.states),
-            Parameter("compensations" if low else "lows", _LISTS, True),
+            Parameter("compensations" if low else "low_weights", _LISTS, True),
             *([Parameter("steps", _LISTS, True)] if self.counts else []),
             *([Parameter("started", _NUMBER, True)] if self.started else []),
             *([Parameter("rng", _NUMBER, True)] if low else []),
@@ -172,21 +172,21 @@ class FusedOptimizer:
 
     def bound(self, low: bool, arguments: Sequence[Any]) -> Update:
         """The arguments of that operator by name."""
-        given = dict(zip((one.name for one in self.parameters(low)), arguments, strict=True))
+        by_name = dict(zip((one.name for one in self.parameters(low)), arguments, strict=True))
         return Update(
-            weights=given["weights" if low else "masters"],
-            grads=given["grads"],
-            states=tuple(given[f"{state.name}s"] for state in self.states),
-            lows=given.get("lows", ()),
-            compensations=given.get("compensations", ()),
-            steps=given.get("steps", ()),
-            started=given.get("started"),
-            rng=given.get("rng"),
-            hyper=given["hyper"],
-            coef=given["coef"],
-            skip=given["skip"],
-            mode=given.get("mode", Storage.NEAREST),
-            flags={flag: given[flag] for flag in self.flags},
+            weights=by_name["weights" if low else "masters"],
+            grads=by_name["grads"],
+            states=tuple(by_name[f"{state.name}s"] for state in self.states),
+            low_weights=by_name.get("low_weights", ()),
+            compensations=by_name.get("compensations", ()),
+            steps=by_name.get("steps", ()),
+            started=by_name.get("started"),
+            rng=by_name.get("rng"),
+            hyper=by_name["hyper"],
+            coef=by_name["coef"],
+            skip=by_name["skip"],
+            mode=by_name.get("mode", Storage.NEAREST),
+            flags={flag: by_name[flag] for flag in self.flags},
         )
 
 

@@ -31,7 +31,7 @@ _SCHEMAS = (
     "gather_check(Tensor(a!)[] sums, Tensor[] grads, Tensor inv_scale, bool last)"
     " -> (Tensor norm, Tensor nonfinite, Tensor flags, Tensor[] totals)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
-    "add_wide(Tensor[] given) -> Tensor",
+    "add_wide(Tensor[] parts) -> Tensor",
     "spread_part(Tensor part, Tensor(a!) weight, int ranks, str group) -> ()",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
@@ -148,18 +148,18 @@ def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     return _OPENED[name]
 
 
-def _check(optimizer: FusedOptimizer, name: str, given: Update) -> None:
+def _check(optimizer: FusedOptimizer, name: str, args: Update) -> None:
     """Lists that belong together must have one length, and the numbers must be as many as the formula takes."""
-    lists = (given.weights, given.grads, *given.states, given.lows, given.compensations, given.steps)
+    lists = (args.weights, args.grads, *args.states, args.low_weights, args.compensations, args.steps)
     counts = {len(item) for item in lists if len(item)}
     if len(counts) > 1:
         raise LoweringError(f"{name} was given lists of {sorted(counts)} tensors", hint="give one entry per parameter")
-    if given.hyper.numel() != len(optimizer.hyper):
+    if args.hyper.numel() != len(optimizer.hyper):
         raise LoweringError(
-            f"{name} was given {given.hyper.numel()} hyperparameters, not {len(optimizer.hyper)}",
+            f"{name} was given {args.hyper.numel()} hyperparameters, not {len(optimizer.hyper)}",
             hint=f"give {', '.join(optimizer.hyper)}, in this order",
         )
-    for weight, grad in zip(given.weights, given.grads, strict=False):
+    for weight, grad in zip(args.weights, args.grads, strict=False):
         if weight.shape != grad.shape:
             raise LoweringError(
                 f"{name} was given a gradient of shape {list(grad.shape)} for a weight of shape {list(weight.shape)}",
@@ -191,15 +191,15 @@ def _register_update(optimizer: FusedOptimizer, low: bool) -> None:
     name, launch = optimizer.operator(low), _on_cuda("update")
 
     def checked(*arguments: Any) -> Update:
-        given = optimizer.bound(low, arguments)
-        _check(optimizer, name, given)
-        return given
+        args = optimizer.bound(low, arguments)
+        _check(optimizer, name, args)
+        return args
 
     def on_cpu(*arguments: Any) -> None:
         """The reference with a correctly rounded square root; a skipped step touches nothing."""
-        given = checked(*arguments)
-        if not bool(given.skip):
-            reference.update(optimizer, given, exact_sqrt)
+        args = checked(*arguments)
+        if not bool(args.skip):
+            reference.update(optimizer, args, exact_sqrt)
 
     def fake(*arguments: Any) -> None:
         checked(*arguments)
@@ -226,7 +226,7 @@ def _register() -> None:
     _LIBRARY.impl("spread_part", spread_part, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::spread_part", lambda *_: None, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
-    _LIBRARY.impl("commit", _on_cuda("commit"), "CUDA")
+    _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
 
 

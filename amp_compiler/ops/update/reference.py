@@ -82,38 +82,43 @@ def step_numbers(optimizer: FusedOptimizer, steps: Tensors, hyper: Tensor) -> Te
     return torch.stack([column.expand(step.shape) for column in columns], dim=1).float()
 
 
-def update(optimizer: FusedOptimizer, given: Update, sqrt: Unary = torch.sqrt) -> None:
+def update(optimizer: FusedOptimizer, args: Update, sqrt: Unary = torch.sqrt) -> None:
     """One step of an optimizer on a group of parameters, in place. Arithmetic is fp32.
 
     Args:
         optimizer: which.
-        given: the arguments of its operator.
+        args: the arguments of its operator.
         sqrt: the square root to use: `torch.sqrt`, or `exact_sqrt` for what kernels are held to.
     """
-    if given.weights:
-        _update_all(optimizer, given, sqrt)
-    if given.started is not None:
-        given.started.copy_(torch.where(given.skip != 0, given.started, 1.0))
-    if given.rng is not None and given.mode == Storage.STOCHASTIC:
-        given.rng.copy_(torch.stack([given.rng[0], given.rng[1] + (given.skip == 0)]))
-    for low, master in zip(given.lows, given.weights, strict=bool(given.lows)):
+    if args.weights:
+        _update_all(optimizer, args, sqrt)
+    advance(args)
+    for low, master in zip(args.low_weights, args.weights, strict=bool(args.low_weights)):
         low.copy_(master)
 
 
-def overflow(optimizer: FusedOptimizer, given: Update) -> Tensor:
+def advance(args: Update) -> None:
+    """After all tensors: note that a first step was made, and count the update for the random bits of the next."""
+    if args.started is not None:
+        args.started.copy_(torch.where(args.skip != 0, args.started, 1.0))
+    if args.rng is not None and args.mode == Storage.STOCHASTIC:
+        args.rng.copy_(torch.stack([args.rng[0], args.rng[1] + (args.skip == 0)]))
+
+
+def overflow(optimizer: FusedOptimizer, args: Update) -> Tensor:
     """fp32 []: 1 where the coming step makes a weight or state that its 16-bit type cannot hold, else 0.
 
     Such a value is clipped by `update` and by every kernel. This is for those who would rather not make the step.
 
     Args:
         optimizer: which.
-        given: the arguments of its operator; nothing is written.
+        args: the arguments of its operator; nothing is written.
     """
-    found = [torch.zeros_like(given.skip, dtype=torch.bool)]
-    for one in _steps(optimizer, given, torch.sqrt):
+    flags = [torch.zeros_like(args.skip, dtype=torch.bool)]
+    for one in _steps(optimizer, args, torch.sqrt):
         values = ((one.weight, one.new), *zip(one.states, one.reached, strict=True))
-        found += [outgrows(value, of.dtype) for of, value in values if of is not None and value is not None]
-    return torch.stack(found).any().float()
+        flags += [outgrows(value, of.dtype) for of, value in values if of is not None and value is not None]
+    return torch.stack(flags).any().float()
 
 
 class _Step(NamedTuple):
@@ -136,17 +141,17 @@ class _Step(NamedTuple):
     reached: Sequence[Tensor | None]
 
 
-def _steps(optimizer: FusedOptimizer, given: Update, sqrt: Unary) -> Iterator[_Step]:
-    table = step_numbers(optimizer, given.steps, given.hyper)
+def _steps(optimizer: FusedOptimizer, args: Update, sqrt: Unary) -> Iterator[_Step]:
+    table = step_numbers(optimizer, args.steps, args.hyper)
     shared = None if optimizer.counts else table.unbind()
-    for i, weight in enumerate(given.weights):
-        compensation = given.compensations[i] if given.mode == Storage.KAHAN else None
-        states = [column[i] if column else None for column in given.states]
+    for i, weight in enumerate(args.weights):
+        compensation = args.compensations[i] if args.mode == Storage.KAHAN else None
+        states = [column[i] if column else None for column in args.states]
         before: dict[int, Tensor] = {}
-        how = How(given.flags, given.started, sqrt, _storing(weight, states, before))
+        how = How(args.flags, args.started, sqrt, _storing(weight, states, before))
         new, new_states = optimizer.step(
             widen(weight, compensation),
-            unscale(given.grads[i], given.coef, maximize=given.flags["maximize"]),
+            unscale(args.grads[i], args.coef, maximize=args.flags["maximize"]),
             [None if state is None else state.float() for state in states],
             optimizer.numbers(*(table[i].unbind() if shared is None else shared)),
             how,
@@ -168,12 +173,12 @@ def _storing(
     return stored
 
 
-def _update_all(optimizer: FusedOptimizer, given: Update, sqrt: Unary) -> None:
-    for i, one in enumerate(_steps(optimizer, given, sqrt)):
-        stored, error = narrow(one.new, one.weight, given.mode, given.rng, i)
-        counted = ((given.steps[i], given.steps[i] + 1),) if optimizer.counts else ()
+def _update_all(optimizer: FusedOptimizer, args: Update, sqrt: Unary) -> None:
+    for i, one in enumerate(_steps(optimizer, args, sqrt)):
+        stored, error = narrow(one.new, one.weight, args.mode, args.rng, i)
+        counted = ((args.steps[i], args.steps[i] + 1),) if optimizer.counts else ()
         states = zip(one.states, one.new_states, strict=True)
         for target, value in ((one.weight, stored), (one.compensation, error), *states, *counted):
             if target is not None and value is not None:
                 kept = saturated(value, target.dtype).to(target.dtype)
-                target.copy_(torch.where(given.skip != 0, target, kept))
+                target.copy_(torch.where(args.skip != 0, target, kept))

@@ -198,12 +198,18 @@ def outgrows(value: Tensor, dtype: torch.dtype) -> Tensor:
 def widen(weight: Tensor, compensation: Tensor | None) -> Tensor:
     """The weight in fp32, with the error of earlier roundings added where it is kept.
 
+    An error that is too large to be one of this weight's roundings is left out: the weight was written since.
+
     Args:
         weight: fp16, bf16 or fp32, any shape.
         compensation: of the same type and shape; `None` where no error is kept.
     """
     wide = weight.float()
-    return wide if compensation is None else wide + compensation.float()
+    if compensation is None:
+        return wide
+    error = compensation.float()
+    # Half of a rounding error moves no weight, not even below a power of two, where the spacing halves.
+    return wide + torch.where((wide + error * 0.5).to(weight.dtype) == weight, error, 0.0)
 
 
 def narrow(value: Tensor, weight: Tensor, mode: int, rng: Tensor | None, index: int) -> tuple[Tensor, Tensor | None]:

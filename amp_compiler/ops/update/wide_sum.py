@@ -14,17 +14,17 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ops.layout import is_dense, same_layout
 
 
-def add_wide(given: Sequence[Tensor]) -> Tensor:
+def add_wide(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors in FP32, in their order, which is rounded to no narrower type.
 
     Args:
-        given: tensors of one float type and shape, at least one.
+        parts: tensors of one float type and shape, at least one.
 
     Example:
         >>> add_wide([torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([2.0**-20], dtype=torch.bfloat16)]) - 1
         tensor([9.5367e-07])
     """
-    return reduce(torch.add, (one.float() for one in given[1:]), given[0].to(torch.float32, copy=True))
+    return reduce(torch.add, (one.float() for one in parts[1:]), parts[0].to(torch.float32, copy=True))
 
 
 class WideSum:
@@ -33,7 +33,7 @@ class WideSum:
     That saves the FP32 sum's memory and the pass that writes it; of two 16-bit gradients each reads as many bytes.
 
     Args:
-        given: the gradients that are added, of one float type and shape.
+        parts: the gradients that are added, of one float type and shape.
 
     Raises:
         LoweringError: they are of several types or shapes, or there is none.
@@ -43,15 +43,15 @@ class WideSum:
         tensor([2., 2.])
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        forms = {(one.dtype, one.shape) for one in given}
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        forms = {(one.dtype, one.shape) for one in parts}
         if len(forms) != 1:
             raise LoweringError(
                 f"gradients of {len(forms)} types and shapes are added", hint="give some of one type and shape"
             )
-        self.given = tuple(given)
-        self.shape, self.dtype = given[0].shape, torch.float32
-        self.others: Any = np.array([one.data_ptr() for one in given[1:]], np.int64)  # addresses
+        self.given = tuple(parts)
+        self.shape, self.dtype = parts[0].shape, torch.float32
+        self.others: Any = np.array([one.data_ptr() for one in parts[1:]], np.int64)  # addresses
 
     def numel(self) -> int:
         """Number of elements of the gradient."""
