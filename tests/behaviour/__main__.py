@@ -20,7 +20,7 @@ def main() -> None:
     for path in sorted(Path(__file__).parent.glob("rows_*.py")):
         importlib.import_module(path.stem)
     totals = {door: [0, 0, 0, 0] for door in options.door or DOORS}
-    print(f"{'row':58}{'door':11}{'right':9}{'graph':8}{'builds':>6}{'first ms':>10}{'warm ms':>9}  what falls short")
+    print(f"{'row':70}{'door':11}{'right':9}{'graph':8}{'builds':>6}{'first ms':>10}{'warm ms':>9}  what falls short")
     for name, row in ROWS.items():
         for door in [one for one in row.doors if options.part in name and one in totals]:
             outcome = run(row, door)
@@ -30,7 +30,7 @@ def main() -> None:
             totals[door] = [now + more for now, more in zip(totals[door], counted, strict=True)]
             said = "; ".join([*outcome.faults[:2], outcome.refused])[:150].replace("\n", " ")
             times = f"{1e3 * outcome.first:10.1f}{1e3 * outcome.warm:9.2f}"
-            print(f"{name:58}{door:11}{right:9}{graph:8}{outcome.builds:6}{times}  {said}".rstrip(), flush=True)
+            print(f"{name:70}{door:11}{right:9}{graph:8}{outcome.builds:6}{times}  {said}".rstrip(), flush=True)
     for door, (rows, right, refused, one) in totals.items():
         print(f"{door}: {rows} rows, {right} right, {refused} refused, {one} right as one graph")
 

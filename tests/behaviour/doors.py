@@ -186,6 +186,7 @@ class Way:
         self.row, self.door, self.backend = row, door, backend
         torch.manual_seed(0)
         self.model = row.make()
+        row.begin(self.model)
         self.loss = self._total if row.loss is None else row.loss(self.model)
         self.parameters = [*self.model.parameters(), *getattr(self.loss, "beside", [])]
         if door == "step":
@@ -220,7 +221,7 @@ class Way:
         args, kwargs = arguments(call)
         eager = self.backend is None
         around = row.around() if not eager or row.around_both else contextlib.nullcontext()
-        inner = torch.autocast("cpu", torch.bfloat16, enabled=eager and row.autocast)
+        inner = torch.autocast("cpu", torch.bfloat16, enabled=eager and row.autocast, cache_enabled=False)
         seed(number)
         printed = io.StringIO()
         try:
@@ -376,7 +377,7 @@ def error_faults(actual: Exception | None, expected: Exception | None) -> list[s
     """In what an exception differs from eager's: it is of its type, or an `AmpError` with its words."""
     if actual is None:
         return [f"no {type(expected).__name__}"]
-    words = str(actual).splitlines()[0][:100] if str(actual) else ""
+    words = " ".join(str(actual).split())[:160]
     if expected is None:
         return [f"raises {type(actual).__name__}: {words}"]
     if type(expected) is RuntimeError:  # torch's, whose words for shapes differ while it traces
@@ -390,18 +391,19 @@ def error_faults(actual: Exception | None, expected: Exception | None) -> list[s
 def of_all(row: Row, actual: list[Seen], expected: list[Seen], said: list[str]) -> list[str]:
     """Faults of all calls together, and of the row itself."""
     found, good = [], [one for one in expected if one.error is None]
-    if row.change is not None and len(good) > 1 and row.calls[0] is row.calls[-1]:
-        values = numbers(good)
+    if row.change is not None and not row.quiet and len(good) == len(expected) and row.calls[0] is row.calls[-1]:
+        values = [torch.cat([one, *(g.to_dense().double().flatten() for g in seen.gradients)])
+                  for one, seen in zip(numbers(good), good, strict=True)]  # fmt: skip
         moved = max(
             float((a - b).norm() / (b.norm() + 1e-9)) if a.shape == b.shape else 1.0
             for a, b in zip(values, values[1:], strict=False)
         )
-        sides = [str(one.state) + str(one.looked) + one.printed for one in good]
-        if moved < 5 * row.tolerance and len({*sides}) == 1:
+        sides = {str(leaves([one.state, one.looked, one.printed])) for one in good}
+        if moved < 5 * row.tolerance and len(sides) == 1:
             found.append("the row proves nothing: its change moves no value")
     done = [(a, b) for a, b in zip(actual, expected, strict=False) if a.error is None and b.error is None]
-    same = [all(map(torch.equal, numbers([a]), numbers([b]))) for a, b in done]
-    if done and any(same) and not row.fp32 and not row.autocast and not said:
+    same = [all(map(torch.equal, [*numbers([a]), *a.gradients], [*numbers([b]), *b.gradients])) for a, b in done]
+    if any(same) and not row.fp32 and not row.autocast and not said:
         found.append("FP32 without a word")
     if len(said) > row.lines:
         found.append(f"{len(said)} lines are logged")

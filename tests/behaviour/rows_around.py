@@ -25,7 +25,7 @@ def region(**options: Any) -> Any:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         y = m.fc(x)
         with torch.autocast("cpu", **options):
-            y = m.out(y).float()
+            y = m.out(y.float()).float()
         return m.fc(y)
 
     return forward
@@ -91,7 +91,7 @@ def switched_behind(m, x):
         return m.fc(y).float()
 
 
-row("autocast as a decorator")(torch.autocast("cpu", enabled=False)(lambda m, x: m.out(x).float() + m.fc(x)))
+row("autocast as a decorator", fp32=True)(torch.autocast("cpu", enabled=False)(lambda m, x: m.out(x).float() + m.fc(x)))
 row("FP32 by the model's own cast")(lambda m, x: m.out(m.fc(x).float().exp()))
 for name, context in {
     "the same type": lambda: torch.autocast("cpu", LOW),
@@ -145,7 +145,7 @@ class Once:
 for name in ("FLOP counter", "TORCHDYNAMO_DISABLE", 'set_stance("force_eager")'):
     row(f"around a later call: {name}", around=Once(2, MODES[name]))(lambda m, x: m.out(m.fc(x).tanh()))
 row("torch.compiler.disable around", use=lambda m, x: torch.compiler.disable(m)(x), doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("torch.compiler.disable on a layer", change=at(0, lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward))), autocast=True)(
+row("torch.compiler.disable on a layer", begin=lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward)), autocast=True)(
     lambda m, x: m.out(m.fc(x))
 )
 row("past the limit of recompilations", calls=tuple((X, f"kind {n}") for n in range(11)), builds=11, settles=False)(
@@ -249,7 +249,7 @@ row("ModuleDict and ParameterList")(
         "forward": lambda self, x: self.by["a"](x) * self.gains[0],
     })
 )  # fmt: skip
-row("module in a plain list", change=at(0, lambda m: setattr(m, "hidden", [m.out])))(lambda m, x: m.hidden[0](m.fc(x)))
+row("module in a plain list", begin=lambda m: setattr(m, "hidden", [m.out]))(lambda m, x: m.hidden[0](m.fc(x)))
 row("modules by name", {"names": ["fc", "out"]})(lambda m, x: [x := m.get_submodule(name)(x) for name in m.names][-1])
 row("loop over named_children")(lambda m, x: [x := child(x) for _, child in m.named_children()][-1])
 row("loop over parameters")(lambda m, x: m.fc(x) + sum(p.square().sum() for p in m.parameters()))
@@ -325,14 +325,14 @@ row("avg_pool3d of 16 bits behind a graph break", calls=((VOLUME,),) * 3, autoca
 for name in ("multi_margin_loss", "multilabel_margin_loss", "nll_loss", "cross_entropy"):
     target = LABELS.repeat(4, 1).t().contiguous() if name == "multilabel_margin_loss" else LABELS
     function = getattr(F, name)
-    row(f"{name} of 16 bits", autocast=True)(lambda m, x, f=function, t=target: f(m.fc(x), t))
-    row(f"{name} of 16 bits behind a graph break", autocast=True)(
+    row(f"{name} of 16 bits", autocast=True, calls=((X,),))(lambda m, x, f=function, t=target: f(m.fc(x), t))
+    row(f"{name} of 16 bits behind a graph break", autocast=True, calls=((X,),))(
         lambda m, x, f=function, t=target: f(y if (y := m.fc(x)).sum() < 1e9 else -y, t)
     )
 row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x))
 row("int() of 16 bits", calls=((X,), (9 * X,)), autocast=True)(lambda m, x: (m.fc(x) * 40).int().float() + 0 * m.fc(x))
 row("pow_ in place", inductor=True)(lambda m, x: (m.fc(x).abs() + 1).pow_(-0.5) * x)
-row("whole power of a number", {"n": 2}, change=setting("n", 2, 3, 5))(lambda m, x: (m.fc(x).abs() + 1) ** m.n)
+row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5))(lambda m, x: (m.fc(x).abs() + 1) ** m.n)
 row("bessel functions")(lambda m, x: torch.special.i0(m.fc(x)) + torch.special.i1e(m.out(x)))
 row("inverse of a matrix")(lambda m, x: torch.linalg.inv((h := m.fc(x).float()).t() @ h + torch.eye(4)))
 row("distribution")(lambda m, x: torch.distributions.Categorical(logits=m.fc(x)).log_prob(LABELS))

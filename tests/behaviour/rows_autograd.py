@@ -135,7 +135,7 @@ def grad_by(m: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
 row("requires_grad that is toggled", change=lambda m, n: m.fc.weight.requires_grad_(n != 1), calls=((X,),) * 4)(
     lambda m, x: m.out(m.fc(x))
 )
-row("all weights frozen but one", change=at(0, lambda m: [p.requires_grad_(False) for p in m.fc.parameters()]))(
+row("all weights frozen but one", begin=lambda m: [p.requires_grad_(False) for p in m.fc.parameters()])(
     lambda m, x: m.out(m.fc(x))
 )
 row("gradient of the input", calls=((NEEDED,),) * 3, look=lambda m, y: taken(NEEDED), doors=DIFFERENTIATED)(
@@ -180,7 +180,7 @@ row("hook on a parameter", change=at(1, lambda m: m.fc.weight.register_hook(lamb
 row("hook behind the gradient of a parameter", {"seen": []}, change=at(1, lambda m: m.fc.bias.register_post_accumulate_grad_hook(lambda p: m.seen.append(1))), settles=False)(
     lambda m, x: m.out(m.fc(x))
 )
-row("forward hook", change=at(0, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)), inductor=True)(
+row("forward hook", begin=lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3), inductor=True)(
     lambda m, x: m.out(m.fc(x))
 )
 row("forward hook that is hung up later", change=at(1, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)))(
@@ -195,10 +195,10 @@ row("forward hook on the model itself", change=at(1, lambda m: m.register_forwar
 row("forward hook before a module, with keywords", change=at(1, lambda m: m.fc.register_forward_pre_hook(lambda module, args, kw: ((args[0] * 3,), kw), with_kwargs=True)))(
     lambda m, x: m.out(m.fc(x))
 )
-row("forward hook that keeps what passes", change=at(0, lambda m: setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y))))(
+row("forward hook that keeps what passes", begin=lambda m: setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y)))(
     lambda m, x: m.out(m.fc(x))
 )
-row("forward hook that counts", change=at(0, lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args)))), settles=False)(
+row("forward hook that counts", begin=lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args))), settles=False)(
     lambda m, x: m.out(m.fc(x))
 )
 row("backward hook on a module", change=at(1, lambda m: m.fc.register_full_backward_hook(lambda module, i, o: tuple(g if g is None else 3 * g for g in i))), calls=((NEEDED,),) * 3, look=lambda m, y: taken(NEEDED), doors=DIFFERENTIATED)(
@@ -360,11 +360,11 @@ def penalty_around(m: Any, x: torch.Tensor) -> torch.Tensor:
 row("parameters in a list", {"gains": [nn.Parameter(torch.ones(4))]}, doors=DIFFERENTIATED, look=lambda m, y: taken(m.gains[0]))(
     lambda m, x: m.fc(x) * m.gains[0]
 )
-row("tied weights", change=at(0, lambda m: setattr(m.out, "weight", m.fc.weight)), inductor=True)(lambda m, x: m.out(m.fc(x)))
+row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
 row("weights that come to be tied", change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)), doors=DIFFERENTIATED)(
     lambda m, x: m.out(m.fc(x))
 )
-row("weights tied by data", change=at(0, lambda m: setattr(m.out.weight, "data", m.fc.weight.data)), doors=DIFFERENTIATED)(
+row("weights tied by data", begin=lambda m: setattr(m.out.weight, "data", m.fc.weight.data), doors=DIFFERENTIATED)(
     lambda m, x: m.out(m.fc(x))
 )
 row("weight that is read twice, transposed too")(lambda m, x: F.linear(m.fc(x), m.fc.weight.t()))

@@ -231,14 +231,14 @@ def default_dict(m, x):
     return m.fc(x) * m.held["n"]
 
 
-@row("queue", calls=FIVE, change=at(0, lambda m: setattr(m, "held", Queue())), look=lambda m, y: m.held.qsize())
+@row("queue", calls=FIVE, begin=lambda m: setattr(m, "held", Queue()), look=lambda m, y: m.held.qsize())
 def queue(m, x):
     h = m.fc(x)
     m.held.put(h.detach())
     return h * m.held.qsize()
 
 
-@row("attribute of a function", change=at(0, lambda m: setattr(m, "held", function())), calls=FIVE, look=lambda m, y: m.held.calls)
+@row("attribute of a function", begin=lambda m: setattr(m, "held", function()), calls=FIVE, look=lambda m, y: m.held.calls)
 def function_attribute(m, x):
     m.held.calls += 1
     return m.fc(x) * m.held.calls

@@ -6,8 +6,8 @@ effects, prints, random numbers and exceptions, with at most so many builds, as 
 
 from __future__ import annotations
 
-import copy
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,8 @@ class Row:
     Args:
         name: what is tried.
         make: makes the model; called behind a fixed seed, once for the door and once for eager.
-        change: `change(model, number)`, done before each call.
+        begin: `begin(model)`, done before the first call.
+        change: `change(model, number)`, done before each call, which has to move what comes out.
         calls: positional arguments of each call, a dict at the end being keywords.
         use: `use(model, *args)`, how the model is called.
         loss: makes the loss function `loss(model, *args)` for a model; of other doors than the step it is the user's own.
@@ -48,12 +49,15 @@ class Row:
         lines: most lines that are logged.
         draws: whether the random numbers drawn are eager's.
         inductor: whether it is tried with compiled code too.
+        quiet: whether the change is one that must move nothing.
         fp32: whether there is nothing in it that runs in 16 bits.
     """
 
     name: str
     make: Callable[[], nn.Module]
+    begin: Callable[[Any], Any] = lambda model: None
     change: Callable[[Any, int], Any] | None = None
+    quiet: bool = False
     calls: tuple[tuple[Any, ...], ...] = ((X,),) * CALLS
     use: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
