@@ -103,7 +103,7 @@ def total(value: Any) -> Tensor:
 
 def leaves(value: Any) -> list[Any]:
     """Tensors, numbers and texts in what a model returns or holds, with the names of its types."""
-    if isinstance(value, dict) or hasattr(value, "items") and not isinstance(value, nn.Module):
+    if isinstance(value, dict) or (hasattr(value, "items") and not isinstance(value, nn.Module)):
         return [len(value), *(leaf for key, one in value.items() for leaf in (str(key), *leaves(one)))]
     if isinstance(value, (list, tuple)):
         return [len(value), *(leaf for one in value for leaf in leaves(one))]
@@ -139,7 +139,9 @@ def differ(actual: Any, expected: Any, tolerance: float) -> str:
             if type(one) is not type(other) or one.shape != other.shape:
                 return f"{type(one).__name__} of {list(one.shape)}, not {type(other).__name__} of {list(other.shape)}"
             a, b = one.detach().to_dense().double(), other.detach().to_dense().double()
-            if one.is_sparse != other.is_sparse or not bool((a.nan_to_num() - b.nan_to_num()).norm() <= tolerance * b.norm().nan_to_num()):
+            if one.is_sparse != other.is_sparse or not bool(
+                (a.nan_to_num() - b.nan_to_num()).norm() <= tolerance * b.norm().nan_to_num()
+            ):
                 return f"off by {float((a - b).norm() / b.norm()):.2g}"
         elif isinstance(other, float) and isinstance(one, (int, float)):
             if not abs(one - other) <= tolerance * abs(other) + 1e-9:
@@ -151,7 +153,9 @@ def differ(actual: Any, expected: Any, tolerance: float) -> str:
 
 def numbers(seen: list[Seen]) -> list[Tensor]:
     """The tensors of results, one for each call."""
-    flat = [[leaf.detach().double().flatten() for leaf in leaves(one.result) if isinstance(leaf, Tensor)] for one in seen]
+    flat = [
+        [leaf.detach().double().flatten() for leaf in leaves(one.result) if isinstance(leaf, Tensor)] for one in seen
+    ]
     return [torch.cat(one) if one else torch.zeros(1) for one in flat]
 
 
@@ -197,13 +201,9 @@ class Way:
 
     def _through(self) -> Any:
         if self.door == "step":
-            return amp.training_step(
-                self.model, self.loss, self.optimizer, dtype="bf16", backend=self.backend
-            )
+            return amp.training_step(self.model, self.loss, self.optimizer, dtype="bf16", backend=self.backend)
         if self.door == "backend":
-            return torch.compile(
-                self.model, backend="amp_compiler", options={"dtype": "bf16", "backend": self.backend}
-            )
+            return torch.compile(self.model, backend="amp_compiler", options={"dtype": "bf16", "backend": self.backend})
         return amp.compile(self.model, dtype="bf16", backend=self.backend)
 
     def follow(self, other: Way) -> None:

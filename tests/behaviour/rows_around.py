@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from table import DOORS, FORWARD, TRAINED, X, at, row, rows_of, setting
+from table import DOORS, FORWARD, X, at, row, rows_of, setting
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -144,16 +144,22 @@ class Once:
 
 for name in ("FLOP counter", "TORCHDYNAMO_DISABLE", 'set_stance("force_eager")'):
     row(f"around a later call: {name}", around=Once(2, MODES[name]))(lambda m, x: m.out(m.fc(x).tanh()))
-row("torch.compiler.disable around", use=lambda m, x: torch.compiler.disable(m)(x), doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("torch.compiler.disable on a layer", begin=lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward)), autocast=True)(
+row("torch.compiler.disable around", use=lambda m, x: torch.compiler.disable(m)(x), doors=FORWARD)(
     lambda m, x: m.out(m.fc(x))
 )
+row(
+    "torch.compiler.disable on a layer",
+    begin=lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward)),
+    autocast=True,
+)(lambda m, x: m.out(m.fc(x)))
 row("past the limit of recompilations", calls=tuple((X, f"kind {n}") for n in range(11)), builds=11, settles=False)(
     lambda m, x, kind: m.fc(x) + len(kind) + ord(kind[-1])
 )
-row("past the limit of recompilations, in a model that breaks", calls=tuple((X, f"kind {n}") for n in range(11)), settles=False)(
-    lambda m, x, kind: (y if (y := m.fc(x)).sum() > 1e9 else -y) + ord(kind[-1])
-)
+row(
+    "past the limit of recompilations, in a model that breaks",
+    calls=tuple((X, f"kind {n}") for n in range(11)),
+    settles=False,
+)(lambda m, x, kind: (y if (y := m.fc(x)).sum() > 1e9 else -y) + ord(kind[-1]))
 
 
 # Tracers, copies, wrappers
@@ -164,19 +170,35 @@ def scripted_away(module: Any, x: torch.Tensor) -> Any:
 
 
 row("torch.jit.trace of the compiled module", use=scripted_away, doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("symbolic_trace of the compiled module", use=lambda m, x: fx.symbolic_trace(m)(x), doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("make_fx of the compiled module", use=lambda m, x: fx.experimental.proxy_tensor.make_fx(m)(x)(x), doors=("inference",))(
+row("symbolic_trace of the compiled module", use=lambda m, x: fx.symbolic_trace(m)(x), doors=FORWARD)(
     lambda m, x: m.out(m.fc(x))
 )
-row("copy of the compiled module", use=lambda m, x: copy.deepcopy(m)(x), doors=("inference", "compile"), settles=False)(lambda m, x: m.out(m.fc(x)))
-row("compiled module inside another", use=lambda m, x: nn.Sequential(m, nn.Tanh())(x), doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("torch.compile around", use=lambda m, x: torch.compile(lambda t: m(t) * 2, backend="eager")(x), doors=FORWARD, settles=False)(
+row(
+    "make_fx of the compiled module",
+    use=lambda m, x: fx.experimental.proxy_tensor.make_fx(m)(x)(x),
+    doors=("inference",),
+)(lambda m, x: m.out(m.fc(x)))
+row("copy of the compiled module", use=lambda m, x: copy.deepcopy(m)(x), doors=("inference", "compile"), settles=False)(
     lambda m, x: m.out(m.fc(x))
 )
-row("checkpoint around", use=lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False), doors=CALLED, inside=1)(
+row("compiled module inside another", use=lambda m, x: nn.Sequential(m, nn.Tanh())(x), doors=FORWARD)(
+    lambda m, x: m.out(m.fc(x))
+)
+row(
+    "torch.compile around",
+    use=lambda m, x: torch.compile(lambda t: m(t) * 2, backend="eager")(x),
+    doors=FORWARD,
+    settles=False,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "checkpoint around",
+    use=lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False),
+    doors=CALLED,
+    inside=1,
+)(lambda m, x: m.out(m.fc(x).tanh()))
+row("hooks for saved tensors around", use=lambda m, x: kept_on_cpu(m, x), doors=CALLED)(
     lambda m, x: m.out(m.fc(x).tanh())
 )
-row("hooks for saved tensors around", use=lambda m, x: kept_on_cpu(m, x), doors=CALLED)(lambda m, x: m.out(m.fc(x).tanh()))
 
 
 def kept_on_cpu(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +215,12 @@ class Pickled(nn.Module):
         return self.fc(x)
 
 
-row("pickled copy of the compiled module", use=lambda m, x: pickle.loads(pickle.dumps(m))(x), doors=("inference", "compile"), settles=False)(Pickled)
+row(
+    "pickled copy of the compiled module",
+    use=lambda m, x: pickle.loads(pickle.dumps(m))(x),
+    doors=("inference", "compile"),
+    settles=False,
+)(Pickled)
 
 
 def inner(change: Any) -> Any:
@@ -237,7 +264,11 @@ row("train and eval", change=lambda m, n: m.train(n % 2 == 0), calls=((X,),) * 4
 row("one module in eval", change=at(1, lambda m: m.norm.eval()))(Body)
 row("module replaced", change=at(1, lambda m: m.body.__setitem__(1, nn.ReLU())))(Body)
 row("layer with weights replaced", change=at(1, lambda m: setattr(m, "head", other_linear(0.3))), doors=FORWARD)(Body)
-row("weight replaced", change=at(1, lambda m: setattr(m.head, "weight", nn.Parameter(torch.full((4, 4), 0.3)))), doors=FORWARD)(Body)
+row(
+    "weight replaced",
+    change=at(1, lambda m: setattr(m.head, "weight", nn.Parameter(torch.full((4, 4), 0.3)))),
+    doors=FORWARD,
+)(Body)
 row("module removed", change=at(1, lambda m: m.body.__delitem__(1)))(Body)
 row("module added", change=at(1, lambda m: m.body.append(nn.ReLU())))(Body)
 row("modules in another order", change=at(1, lambda m: m.body._modules.update({"0": m.body._modules.pop("0")})))(Body)
@@ -256,7 +287,9 @@ row("loop over parameters")(lambda m, x: m.fc(x) + sum(p.square().sum() for p in
 row("state_dict in forward")(lambda m, x: m.fc(x) * len(m.state_dict()))
 
 BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
-row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED)(lambda m, x: m.fc(x) + 3 * BESIDE(x))
+row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED)(
+    lambda m, x: m.fc(x) + 3 * BESIDE(x)
+)
 
 
 # Recurrent layers, attention
@@ -306,10 +339,16 @@ def many(calls: int, threads: int) -> Any:
     return use
 
 
-row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("calls of many sizes from 8 threads", calls=(tuple(x for (x,) in rows_of(3, 4, 5, 6)),), use=many(80, 8), inside=80, doors=("inference", "compile"))(
+row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD)(
     lambda m, x: m.out(m.fc(x))
 )
+row(
+    "calls of many sizes from 8 threads",
+    calls=(tuple(x for (x,) in rows_of(3, 4, 5, 6)),),
+    use=many(80, 8),
+    inside=80,
+    doors=("inference", "compile"),
+)(lambda m, x: m.out(m.fc(x)))
 row("calls of a model that breaks from 8 threads", calls=((X,),), use=many(40, 8), inside=40, doors=FORWARD)(
     lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y
 )
@@ -329,12 +368,18 @@ for name in ("multi_margin_loss", "multilabel_margin_loss", "nll_loss", "cross_e
     row(f"{name} of 16 bits behind a graph break", autocast=True, calls=((X,),))(
         lambda m, x, f=function, t=target: f(y if (y := m.fc(x)).sum() < 1e9 else -y, t)
     )
-row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x))
+row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(
+    lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x)
+)
 row("int() of 16 bits", calls=((X,), (9 * X,)), autocast=True)(lambda m, x: (m.fc(x) * 40).int().float() + 0 * m.fc(x))
 row("pow_ in place", inductor=True)(lambda m, x: (m.fc(x).abs() + 1).pow_(-0.5) * x)
-row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5))(lambda m, x: (m.fc(x).abs() + 1) ** m.n)
+row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5))(
+    lambda m, x: (m.fc(x).abs() + 1) ** m.n
+)
 row("bessel functions")(lambda m, x: torch.special.i0(m.fc(x)) + torch.special.i1e(m.out(x)))
 row("inverse of a matrix")(lambda m, x: torch.linalg.inv((h := m.fc(x).float()).t() @ h + torch.eye(4)))
 row("distribution")(lambda m, x: torch.distributions.Categorical(logits=m.fc(x)).log_prob(LABELS))
-row("scatter_reduce")(lambda m, x: torch.eye(4).scatter_reduce(0, LABELS[:, None].expand(6, 4), m.fc(x).float(), "mean"))
+row("scatter_reduce")(
+    lambda m, x: torch.eye(4).scatter_reduce(0, LABELS[:, None].expand(6, 4), m.fc(x).float(), "mean")
+)
 row("convolution", calls=((IMAGE,),) * 3)(lambda m, x: F.conv2d(x, m.fc.weight[:, :, None, None], padding=1))

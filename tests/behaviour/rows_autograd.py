@@ -177,36 +177,58 @@ row("hook on several gradients", {"seen": []}, settles=False)(
 row("hook on a parameter", change=at(1, lambda m: m.fc.weight.register_hook(lambda gradient: 3 * gradient)))(
     lambda m, x: m.out(m.fc(x))
 )
-row("hook behind the gradient of a parameter", {"seen": []}, change=at(1, lambda m: m.fc.bias.register_post_accumulate_grad_hook(lambda p: m.seen.append(1))), settles=False)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "hook behind the gradient of a parameter",
+    {"seen": []},
+    change=at(1, lambda m: m.fc.bias.register_post_accumulate_grad_hook(lambda p: m.seen.append(1))),
+    settles=False,
+)(lambda m, x: m.out(m.fc(x)))
 row("forward hook", begin=lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3), inductor=True)(
     lambda m, x: m.out(m.fc(x))
 )
-row("forward hook that is hung up later", change=at(1, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)))(
-    lambda m, x: m.out(m.fc(x))
-)
-row("forward hook that goes", change=lambda m, n: setattr(m, "handle", m.fc.register_forward_hook(lambda module, args, y: y * 3)) if n == 0 else m.handle.remove())(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "forward hook that is hung up later",
+    change=at(1, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)),
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that goes",
+    change=lambda m, n: (
+        setattr(m, "handle", m.fc.register_forward_hook(lambda module, args, y: y * 3)) if n == 0 else m.handle.remove()
+    ),
+)(lambda m, x: m.out(m.fc(x)))
 row("forward hook on the model itself", change=at(1, lambda m: m.register_forward_hook(lambda module, args, y: y * 3)))(
     lambda m, x: m.out(m.fc(x))
 )
-row("forward hook before a module, with keywords", change=at(1, lambda m: m.fc.register_forward_pre_hook(lambda module, args, kw: ((args[0] * 3,), kw), with_kwargs=True)))(
-    lambda m, x: m.out(m.fc(x))
-)
-row("forward hook that keeps what passes", begin=lambda m: setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y)))(
-    lambda m, x: m.out(m.fc(x))
-)
-row("forward hook that counts", begin=lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args))), settles=False)(
-    lambda m, x: m.out(m.fc(x))
-)
-row("backward hook on a module", change=at(1, lambda m: m.fc.register_full_backward_hook(lambda module, i, o: tuple(g if g is None else 3 * g for g in i))), calls=((NEEDED,),) * 3, look=lambda m, y: taken(NEEDED), doors=DIFFERENTIATED)(
-    lambda m, x: m.out(m.fc(x))
-)
-row("backward hook before a module", change=at(1, lambda m: m.fc.register_full_backward_pre_hook(lambda module, o: tuple(3 * g for g in o))))(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "forward hook before a module, with keywords",
+    change=at(
+        1, lambda m: m.fc.register_forward_pre_hook(lambda module, args, kw: ((args[0] * 3,), kw), with_kwargs=True)
+    ),
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that keeps what passes",
+    begin=lambda m: (
+        setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y))
+    ),
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that counts",
+    begin=lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args))),
+    settles=False,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "backward hook on a module",
+    change=at(
+        1, lambda m: m.fc.register_full_backward_hook(lambda module, i, o: tuple(g if g is None else 3 * g for g in i))
+    ),
+    calls=((NEEDED,),) * 3,
+    look=lambda m, y: taken(NEEDED),
+    doors=DIFFERENTIATED,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "backward hook before a module",
+    change=at(1, lambda m: m.fc.register_full_backward_pre_hook(lambda module, o: tuple(3 * g for g in o))),
+)(lambda m, x: m.out(m.fc(x)))
 
 
 def everywhere(m: Any, number: int) -> None:
@@ -216,7 +238,9 @@ def everywhere(m: Any, number: int) -> None:
     GLOBAL.clear()
     if number == 1:
         GLOBAL.append(
-            all_modules.register_module_forward_hook(lambda module, args, y: y * 3 if type(module) is nn.Linear else None)
+            all_modules.register_module_forward_hook(
+                lambda module, args, y: y * 3 if type(module) is nn.Linear else None
+            )
         )
 
 
@@ -275,7 +299,7 @@ class Inner(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    way, options = "module", {"use_reentrant": False}  # noqa: RUF012
+    way, options = "module", {"use_reentrant": False}
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +310,9 @@ class Checkpointed(nn.Module):
 
 
 for way in WAYS:
-    row(f"checkpoint of a {way}", look=drained, inductor=way == "module")(type("Checkpoint", (Checkpointed,), {"way": way}))
+    row(f"checkpoint of a {way}", look=drained, inductor=way == "module")(
+        type("Checkpoint", (Checkpointed,), {"way": way})
+    )
 row("checkpoint, reentrant", look=drained)(type("Checkpoint", (Checkpointed,), {"options": {"use_reentrant": True}}))
 row("checkpoint, reentrant, of a closure", look=drained)(
     type("Checkpoint", (Checkpointed,), {"way": "closure", "options": {"use_reentrant": True}})
@@ -332,9 +358,11 @@ for name, transform in TRANSFORMS.items():
     row(f"torch.func inside: {name}")(lambda m, x, transform=transform: transform(m.fc, x))
     # Its numbers are those of autocast, which knows no rules; said once.
     row(f"torch.func around: {name}", use=transform, doors=FORWARD, autocast=True)(lambda m, x: torch.tanh(m.fc(x)))
-row("torch.func.functional_call", use=lambda m, x: torch.func.functional_call(m, {k: 2 * v for k, v in m.named_parameters()}, (x,)), doors=DIFFERENTIATED)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "torch.func.functional_call",
+    use=lambda m, x: torch.func.functional_call(m, {k: 2 * v for k, v in m.named_parameters()}, (x,)),
+    doors=DIFFERENTIATED,
+)(lambda m, x: m.out(m.fc(x)))
 row("autograd.grad inside", calls=((X,),) * 3)(lambda m, x: penalty(m, x))
 
 
@@ -345,7 +373,9 @@ def penalty(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y + slope
 
 
-row("double backward around", use=lambda m, x: penalty_around(m, x), doors=DIFFERENTIATED)(lambda m, x: m.out(m.fc(x).tanh()))
+row("double backward around", use=lambda m, x: penalty_around(m, x), doors=DIFFERENTIATED)(
+    lambda m, x: m.out(m.fc(x).tanh())
+)
 
 
 def penalty_around(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -357,13 +387,16 @@ def penalty_around(m: Any, x: torch.Tensor) -> torch.Tensor:
     return y + slope
 
 
-row("parameters in a list", {"gains": [nn.Parameter(torch.ones(4))]}, doors=DIFFERENTIATED, look=lambda m, y: taken(m.gains[0]))(
-    lambda m, x: m.fc(x) * m.gains[0]
-)
+row(
+    "parameters in a list",
+    {"gains": [nn.Parameter(torch.ones(4))]},
+    doors=DIFFERENTIATED,
+    look=lambda m, y: taken(m.gains[0]),
+)(lambda m, x: m.fc(x) * m.gains[0])
 row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
-row("weights that come to be tied", change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)), doors=DIFFERENTIATED)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "weights that come to be tied", change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)), doors=DIFFERENTIATED
+)(lambda m, x: m.out(m.fc(x)))
 row("weights tied by data", begin=lambda m: setattr(m.out.weight, "data", m.fc.weight.data), doors=DIFFERENTIATED)(
     lambda m, x: m.out(m.fc(x))
 )
@@ -387,9 +420,11 @@ class Sparse(nn.Sequential):
         super().__init__(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
 
-row("weights written behind autograd's back", change=lambda m, n: m.fc.weight.data.mul_(1 + n), doors=(*TRAINED, "inference"))(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "weights written behind autograd's back",
+    change=lambda m, n: m.fc.weight.data.mul_(1 + n),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))
 row("weights written under no_grad", change=lambda m, n: under_no_grad(m, n), doors=(*TRAINED, "inference"))(
     lambda m, x: m.out(m.fc(x))
 )
@@ -400,12 +435,18 @@ def under_no_grad(m: Any, n: int) -> None:
         m.fc.weight.mul_(1 + n)
 
 
-row("weights given other data", change=lambda m, n: setattr(m.fc.weight, "data", (1 + n) * m.fc.weight.data), doors=(*TRAINED, "inference"))(
-    lambda m, x: m.out(m.fc(x))
+row(
+    "weights given other data",
+    change=lambda m, n: setattr(m.fc.weight, "data", (1 + n) * m.fc.weight.data),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))
+
+
+@row(
+    "buffer written behind autograd's back",
+    change=lambda m, n: m.gain.data.fill_(1.0 + 2 * n),
+    doors=(*TRAINED, "inference"),
 )
-
-
-@row("buffer written behind autograd's back", change=lambda m, n: m.gain.data.fill_(1.0 + 2 * n), doors=(*TRAINED, "inference"))
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -416,6 +457,8 @@ class Buffered(nn.Module):
         return self.fc(x) * self.gain
 
 
-row("weights loaded", change=lambda m, n: m.load_state_dict({k: (1 + n) * v for k, v in m.state_dict().items()}), doors=(*TRAINED, "inference"))(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "weights loaded",
+    change=lambda m, n: m.load_state_dict({k: (1 + n) * v for k, v in m.state_dict().items()}),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))

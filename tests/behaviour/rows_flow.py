@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from table import DOORS, FORWARD, X, at, row, rows_of, setting
+from table import DOORS, FORWARD, X, row, rows_of, setting
 from torch import nn
 
 SIZES = rows_of(8, 9, 10)
@@ -119,7 +117,9 @@ class Own(Exception):
     pass
 
 
-@row("exception of a class of its own, at the first call", {"fail": True}, change=lambda m, n: setattr(m, "fail", n == 0))
+@row(
+    "exception of a class of its own, at the first call", {"fail": True}, change=lambda m, n: setattr(m, "fail", n == 0)
+)
 def own_class(m, x):
     y = m.fc(x)
     if m.fail:
@@ -179,7 +179,10 @@ def generates(m, x):
     return torch.cat(list(parts()), 1)
 
 
-@row("generator that is kept", change=lambda m, n: setattr(m, "source", (float(k) for k in range(1, 9))) if n == 0 else None)
+@row(
+    "generator that is kept",
+    change=lambda m, n: setattr(m, "source", (float(k) for k in range(1, 9))) if n == 0 else None,
+)
 def kept_generator(m, x):
     return m.fc(x) * next(m.source)
 
@@ -217,7 +220,9 @@ row("second and third batch size", calls=SIZES, doors=DOORS, inductor=True)(lamb
 row("many batch sizes", calls=rows_of(8, 9, 10, 3, 12, 5), doors=DOORS)(lambda m, x: m.out(F.gelu(m.fc(x))))
 row("batch of one", calls=rows_of(8, 1, 9, 1))(lambda m, x: m.fc(x))
 row("empty batch", calls=rows_of(8, 0, 9), fp32=True)(lambda m, x: m.fc(x))
-row("size in arithmetic", calls=SIZES)(lambda m, x: m.fc(x) * (1.0 / x.shape[0]) + torch.arange(x.shape[0])[:, None] * 0.01)
+row("size in arithmetic", calls=SIZES)(
+    lambda m, x: m.fc(x) * (1.0 / x.shape[0]) + torch.arange(x.shape[0])[:, None] * 0.01
+)
 row("size in a branch", calls=SIZES)(lambda m, x: m.fc(x) if x.shape[0] > 9 else m.out(x))
 row("size that the model fixes", calls=rows_of(6, 6, 6))(lambda m, x: m.fc(x) * torch.ones(6, 1))
 row("another number of dimensions", calls=((X,), (X[None],), (X[0],)))(lambda m, x: m.fc(x))
@@ -240,7 +245,9 @@ row("rows of a mask")(lambda m, x: m.fc(x)[KEPT].square())
 row("rows where data says", calls=((X,), (X - 0.5,), (X + 0.5,)))(lambda m, x: m.fc(x)[x.sum(1) > 0].square())
 row("nonzero", calls=((X,), (X - 0.5,)))(lambda m, x: m.fc(x)[(x.sum(1) > 0).nonzero()[:, 0]])
 row("masked_select")(lambda m, x: m.fc(x).masked_select(KEPT[:, None]))
-row("masked_select, the mask broadcasts to more")(lambda m, x: m.fc(x)[0].masked_select(torch.ones(6, 4, dtype=torch.bool)))
+row("masked_select, the mask broadcasts to more")(
+    lambda m, x: m.fc(x)[0].masked_select(torch.ones(6, 4, dtype=torch.bool))
+)
 row("unique")(lambda m, x: m.fc(x) * torch.unique((x * 3).long()).numel())
 row("repeat_interleave")(lambda m, x: torch.repeat_interleave(m.fc(x), (x.sum(1) > 0).long() + 1, dim=0))
 row("tensor_split by a tensor")(lambda m, x: torch.tensor_split(m.fc(x), torch.tensor([1, 3]))[1])
@@ -250,6 +257,7 @@ row("tensor index that is read", {"place": torch.tensor(1)})(lambda m, x: m.fc(x
 
 
 # Inputs and outputs
+
 
 @dataclasses.dataclass
 class Output:
@@ -282,31 +290,42 @@ class Result(collections.OrderedDict):
 row("dict as an output", doors=DOORS)(lambda m, x: {"logits": m.fc(x), "more": [m.out(x), None, 3, "text"]})
 row("dataclass as an output")(lambda m, x: Output(m.fc(x), m.out(x), 2))
 row("named tuple as an output")(lambda m, x: Pair(m.fc(x), (m.out(x), 1.5)))
-row("dict with attributes as an output", look=lambda m, y: type(y).__name__, doors=FORWARD)(lambda m, x: Result(a=m.fc(x)))
+row("dict with attributes as an output", look=lambda m, y: type(y).__name__, doors=FORWARD)(
+    lambda m, x: Result(a=m.fc(x))
+)
 row("input as an output")(lambda m, x: (m.fc(x), x))
 row("one output twice", look=lambda m, y: y is None or y[0] is y[1], doors=FORWARD)(lambda m, x: ((y := m.fc(x)), y))
-row("parameter as an output", look=lambda m, y: y is None or y[1] is m.fc.weight, doors=FORWARD)(lambda m, x: (m.fc(x), m.fc.weight))
+row("parameter as an output", look=lambda m, y: y is None or y[1] is m.fc.weight, doors=FORWARD)(
+    lambda m, x: (m.fc(x), m.fc.weight)
+)
 row("view as an output")(lambda m, x: ((y := m.fc(x)), y[:2]))
 row("no tensor among the outputs", doors=("compile", "backend"), fp32=True)(lambda m, x: int(x.shape[0]) + 1)
 row("None as an output", doors=("compile", "backend"), fp32=True)(lambda m, x: None)
 row("keywords", calls=((X, {"y": X, "flag": True}), (X, {"flag": False, "y": X}), (X, {"y": X + 1})))(
     lambda m, x, y=None, flag=True: m.fc(x) + y if flag else m.out(x) * y
 )
-row("gathered keywords of many sizes", calls=tuple((torch.randn(n, 4), {"y": torch.randn(n, 4), "count": torch.tensor(3.0)}) for n in (4, 3, 7, 2)))(
-    lambda m, x, y=None, **others: (m.fc(x) + y) / others["count"]
-)
+row(
+    "gathered keywords of many sizes",
+    calls=tuple((torch.randn(n, 4), {"y": torch.randn(n, 4), "count": torch.tensor(3.0)}) for n in (4, 3, 7, 2)),
+)(lambda m, x, y=None, **others: (m.fc(x) + y) / others["count"])
 row("gathered arguments", calls=((X, X + 1), (X, X + 1, X + 2), (X,)))(lambda m, *xs: sum(m.fc(x) for x in xs))
 row("keyword-only argument", calls=((X, {"scale": 2.0}), (X, {"scale": 3.0})))(lambda m, x, *, scale: m.fc(x) * scale)
-row("argument that is not given", calls=((X,), (X, X), (X, None)))(lambda m, x, y=None: m.fc(x) if y is None else m.fc(x) + y)
+row("argument that is not given", calls=((X,), (X, X), (X, None)))(
+    lambda m, x, y=None: m.fc(x) if y is None else m.fc(x) + y
+)
 row("dict as an input", calls=(({"x": X, "k": [X, 2.0]},),) * 3, use=lambda m, batch=None, **kw: m(batch or kw))(
     lambda m, batch: m.fc(batch["x"]) + batch["k"][0] * batch["k"][1]
 )
-row("dataclass as an input", calls=tuple((Held(X * n, slice(4)),) for n in (1, 2, 3)))(lambda m, held: m.fc(held.x)[held.rows])
+row("dataclass as an input", calls=tuple((Held(X * n, slice(4)),) for n in (1, 2, 3)))(
+    lambda m, held: m.fc(held.x)[held.rows]
+)
 row("array as an input", calls=((X.numpy(),), (2 * X.numpy(),)))(lambda m, x: m.fc(torch.as_tensor(x)))
 row("text as an input", calls=((X, "a"), (X, "b"), (X, "a")))(lambda m, x, kind: m.fc(x) if kind == "a" else m.out(x))
 row("function as an input", calls=((X, torch.relu), (X, torch.tanh), (X, torch.relu)))(lambda m, x, act: act(m.fc(x)))
 row("bool as an input", calls=((X, True), (X, False), (X, True)))(lambda m, x, flag: m.fc(x) if flag else m.out(x))
-row("sparse matrix as an input", calls=((X, torch.eye(6).to_sparse()),) * 3)(lambda m, x, s: torch.sparse.mm(s, m.fc(x)))
+row("sparse matrix as an input", calls=((X, torch.eye(6).to_sparse()),) * 3)(
+    lambda m, x, s: torch.sparse.mm(s, m.fc(x))
+)
 row("sparse matrix made inside")(lambda m, x: torch.sparse.mm(x.to_sparse(), m.fc(x).t()))
 row("complex numbers inside")(lambda m, x: torch.view_as_real(torch.fft.fft(m.fc(x))))
 row("whole numbers as an output", doors=FORWARD)(lambda m, x: (m.fc(x), x.argmax(1), x > 0))

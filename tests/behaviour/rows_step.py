@@ -18,18 +18,35 @@ def loss(function: Any) -> dict[str, Any]:
     return {"loss": lambda model: function, "doors": TRAINED}
 
 
-row("loss that returns more", loss=lambda model: lambda m, x: ((y := m(x)).square().mean(), {"logits": y.detach()}), doors=("step",))(PLAIN)
-row("loss that returns a number of Python too", loss=lambda model: lambda m, x: ((y := m(x).square().mean()), y.item()), doors=("step",))(PLAIN)
-row("loss with labels", calls=((X, LABELS),) * 3, inductor=True, **loss(lambda m, x, y: F.cross_entropy(m(x), y)))(PLAIN)
+row(
+    "loss that returns more",
+    loss=lambda model: lambda m, x: ((y := m(x)).square().mean(), {"logits": y.detach()}),
+    doors=("step",),
+)(PLAIN)
+row(
+    "loss that returns a number of Python too",
+    loss=lambda model: lambda m, x: ((y := m(x).square().mean()), y.item()),
+    doors=("step",),
+)(PLAIN)
+row("loss with labels", calls=((X, LABELS),) * 3, inductor=True, **loss(lambda m, x, y: F.cross_entropy(m(x), y)))(
+    PLAIN
+)
 row("loss with a branch on itself", **loss(lambda m, x: y * 2 if (y := m(x).square().mean()) > 0.01 else y))(PLAIN)
-row("loss that prints", **loss(lambda m, x: (y := m(x).square().mean(), print("loss of", tuple(x.shape)))[0]))(PLAIN)
+row("loss that prints", **loss(lambda m, x: (m(x).square().mean(), print("loss of", tuple(x.shape)))[0]))(PLAIN)
 row("loss with a gradient penalty", **loss(lambda m, x: penalized(m, x)))(PLAIN)
 row("loss with a hook", **loss(lambda m, x: hooked(m, x)))(PLAIN)
 row("loss that raises", calls=((X,), (X[:3],), (X,)), **loss(lambda m, x: raising(m, x)))(PLAIN)
 row("loss of no gradient but zeros", **loss(lambda m, x: m(x).square().sum() * 0 + 1), fp32=True)(PLAIN)
 row("loss over two calls of the model", **loss(lambda m, x: (m(x) - m(2 * x)).square().mean()))(PLAIN)
-row("loss of several batch sizes", calls=((X,), (X[:4],), (X[:3],), (X[:2],)), **loss(lambda m, x: m(x).square().mean()))(PLAIN)
-row("loss of a dict", calls=(({"x": X},),) * 3, loss=lambda model: lambda m, batch: m(batch["x"]).square().mean(), doors=("step",))(PLAIN)
+row(
+    "loss of several batch sizes", calls=((X,), (X[:4],), (X[:3],), (X[:2],)), **loss(lambda m, x: m(x).square().mean())
+)(PLAIN)
+row(
+    "loss of a dict",
+    calls=(({"x": X},),) * 3,
+    loss=lambda model: lambda m, batch: m(batch["x"]).square().mean(),
+    doors=("step",),
+)(PLAIN)
 row("rows of a mask in the loss", **loss(lambda m, x: m(x)[LABELS > 0].square().mean()))(PLAIN)
 
 

@@ -57,9 +57,7 @@ class Slots:
         self.scale, self.skipped = 1.0, {1, 2}
 
 
-row("number on an attribute", {"k": 1.0}, change=setting("k", 1.0, 3.0, 0.5), inductor=True)(
-    lambda m, x: m.fc(x) * m.k
-)
+row("number on an attribute", {"k": 1.0}, change=setting("k", 1.0, 3.0, 0.5), inductor=True)(lambda m, x: m.fc(x) * m.k)
 row("annealed number: twelve values", {"k": 1.0}, calls=((X,),) * 12, change=lambda m, n: setattr(m, "k", 2 + n / 3))(
     lambda m, x: m.fc(x) * m.k
 )
@@ -133,11 +131,13 @@ def catches_zero(m, x):
         return m.fc(x) * 7
 
 
-row("number as an argument", calls=((X, 0.5), (X, 2.0), (X, 4.0), (X, 0.25)), inductor=True)(lambda m, x, k: m.fc(x) * k)
-row("number as a keyword", calls=((X, {"k": 0.5}), (X, {"k": 2.0}), (X, {"k": 4.0})))(lambda m, x, k=1.0: m.fc(x) * k)
-row("sizes and numbers together", {"k": 1.0}, calls=rows_of(2, 3, 4, 5, 6), change=lambda m, n: setattr(m, "k", 1.5 + n))(
-    lambda m, x: m.fc(x) * m.k + m.k
+row("number as an argument", calls=((X, 0.5), (X, 2.0), (X, 4.0), (X, 0.25)), inductor=True)(
+    lambda m, x, k: m.fc(x) * k
 )
+row("number as a keyword", calls=((X, {"k": 0.5}), (X, {"k": 2.0}), (X, {"k": 4.0})))(lambda m, x, k=1.0: m.fc(x) * k)
+row(
+    "sizes and numbers together", {"k": 1.0}, calls=rows_of(2, 3, 4, 5, 6), change=lambda m, n: setattr(m, "k", 1.5 + n)
+)(lambda m, x: m.fc(x) * m.k + m.k)
 row("item of a list", {"items": [1.0, 0.5]}, calls=SIX, change=lambda m, n: m.items.__setitem__(1, 1.0 + n))(
     lambda m, x: m.fc(x) * m.items[1]
 )
@@ -162,9 +162,11 @@ row("key that a dict comes to have", {"table": {}}, change=at(1, lambda m: m.tab
 row("order of a dict", {"table": {"a": 1.0, "b": 5.0}}, change=at(1, lambda m: m.table.update(a=m.table.pop("a"))))(
     lambda m, x: m.fc(x) * next(iter(m.table.values()))
 )
-row("chained dicts", {"chain": collections.ChainMap({}, {"k": 1.0})}, change=lambda m, n: m.chain.maps[1].update(k=1.0 + n))(
-    lambda m, x: m.fc(x) * m.chain["k"]
-)
+row(
+    "chained dicts",
+    {"chain": collections.ChainMap({}, {"k": 1.0})},
+    change=lambda m, n: m.chain.maps[1].update(k=1.0 + n),
+)(lambda m, x: m.fc(x) * m.chain["k"])
 row("deque", {"last": collections.deque([1.0], 3)}, change=lambda m, n: m.last.append(1.0 + n))(
     lambda m, x: m.fc(x) * m.last[-1]
 )
@@ -197,18 +199,20 @@ row("field of a dataclass", {"options": Options()}, change=setting("options.widt
 row("fields of a dataclass by name", {"options": Options()}, change=setting("options.width", 1.0, 3.0, 9.0))(
     lambda m, x: m.fc(x) * dataclasses.asdict(m.options)["width"]
 )
-row("copy of a dataclass", {"options": Options(), "calls": 0}, change=lambda m, n: setattr(m, "calls", n), settles=False)(
-    lambda m, x: m.fc(x) * dataclasses.replace(m.options, width=2.0).width * (1 + m.calls)
-)
+row(
+    "copy of a dataclass", {"options": Options(), "calls": 0}, change=lambda m, n: setattr(m, "calls", n), settles=False
+)(lambda m, x: m.fc(x) * dataclasses.replace(m.options, width=2.0).width * (1 + m.calls))
 row("frozen dataclass", {"options": Frozen(1.0)}, change=setting("options", Frozen(1.0), Frozen(3.0), Frozen(9.0)))(
     lambda m, x: m.fc(x) * m.options.scale
 )
 row("namespace", {"settings": types.SimpleNamespace(k=1.0)}, change=setting("settings.k", 1.0, 3.0, 9.0))(
     lambda m, x: m.fc(x) * m.settings.k
 )
-row("named tuple", {"pair": collections.namedtuple("Pair", "a b")(1.0, 2.0)}, change=lambda m, n: setattr(m, "pair", m.pair._replace(a=1.0 + n)))(
-    lambda m, x: m.fc(x) * m.pair.a
-)
+row(
+    "named tuple",
+    {"pair": collections.namedtuple("Pair", "a b")(1.0, 2.0)},
+    change=lambda m, n: setattr(m, "pair", m.pair._replace(a=1.0 + n)),
+)(lambda m, x: m.fc(x) * m.pair.a)
 row("computed name", {"kind": "wide", "scale_wide": 1.0}, change=setting("scale_wide", 1.0, 3.0, 9.0), inductor=True)(
     lambda m, x: m.fc(x) * getattr(m, f"scale_{m.kind}")
 )
@@ -230,25 +234,32 @@ row("attribute by a getter", {"k": 1.0, "get": operator.attrgetter("k")}, change
 row("attribute of the class", change=lambda m, n: setattr(type(m), "shared", 1.0 + 2 * n))(
     lambda m, x: m.fc(x) * m.shared
 )
-row("attribute of the class, then on the module", change=lambda m, n: setattr(type(m) if n == 0 else m, "k", 1.0 + 2 * n))(
-    lambda m, x: m.fc(x) * m.k
-)
-row("method of the class that changes", change=lambda m, n: setattr(type(m), "last", lambda self, x: x * (1.0 + 2 * n)))(
-    lambda m, x: m.last(m.fc(x))
-)
+row(
+    "attribute of the class, then on the module",
+    change=lambda m, n: setattr(type(m) if n == 0 else m, "k", 1.0 + 2 * n),
+)(lambda m, x: m.fc(x) * m.k)
+row(
+    "method of the class that changes", change=lambda m, n: setattr(type(m), "last", lambda self, x: x * (1.0 + 2 * n))
+)(lambda m, x: m.last(m.fc(x)))
 row("instance attribute that shadows a method", change=at(1, lambda m: setattr(m, "extra_repr", lambda: "xxxxxx")))(
     lambda m, x: m.fc(x) * (1 + len(m.extra_repr()))
 )
-row("forward of a layer", change=at(1, lambda m: setattr(m.fc, "forward", lambda x: x * 3.0)))(lambda m, x: m.out(m.fc(x)))
+row("forward of a layer", change=at(1, lambda m: setattr(m.fc, "forward", lambda x: x * 3.0)))(
+    lambda m, x: m.out(m.fc(x))
+)
 row("function on an attribute", {"act": torch.relu}, change=setting("act", torch.relu, torch.tanh, torch.exp))(
     lambda m, x: m.act(m.fc(x))
 )
-row("partial", {"part": functools.partial(torch.mul, other=1.0)}, change=lambda m, n: setattr(m, "part", functools.partial(torch.mul, other=1.0 + 2 * n)))(
-    lambda m, x: m.part(m.fc(x))
-)
-row("keyword of a partial", {"part": functools.partial(torch.mul, other=1.0)}, change=lambda m, n: m.part.keywords.update(other=1.0 + 2 * n))(
-    lambda m, x: m.part(m.fc(x))
-)
+row(
+    "partial",
+    {"part": functools.partial(torch.mul, other=1.0)},
+    change=lambda m, n: setattr(m, "part", functools.partial(torch.mul, other=1.0 + 2 * n)),
+)(lambda m, x: m.part(m.fc(x)))
+row(
+    "keyword of a partial",
+    {"part": functools.partial(torch.mul, other=1.0)},
+    change=lambda m, n: m.part.keywords.update(other=1.0 + 2 * n),
+)(lambda m, x: m.part(m.fc(x)))
 row("global", change=set_global)(lambda m, x: m.fc(x) * FACTOR)
 row("global by its name", change=set_global)(lambda m, x: m.fc(x) * globals()["FACTOR"])
 row("context variable", change=lambda m, n: CONTEXT.set(1.0 + 2 * n))(lambda m, x: m.fc(x) * CONTEXT.get())
@@ -256,19 +267,24 @@ row("context variable that was not set", change=at(1, lambda m: UNSET.set(4.0)))
 row("environment", change=lambda m, n: os.environ.update(AMP_TEST_SCALE=str(1 + 2 * n)))(
     lambda m, x: m.fc(x) * float(os.environ["AMP_TEST_SCALE"])
 )
-row("environment, absent at first", change=lambda m, n: os.environ.update(AMP_TEST_LATE="3") if n else os.environ.pop("AMP_TEST_LATE", None))(
-    lambda m, x: m.fc(x) * float(os.getenv("AMP_TEST_LATE", "1"))
+row(
+    "environment, absent at first",
+    change=lambda m, n: os.environ.update(AMP_TEST_LATE="3") if n else os.environ.pop("AMP_TEST_LATE", None),
+)(lambda m, x: m.fc(x) * float(os.getenv("AMP_TEST_LATE", "1")))
+row("variable of a thread", change=lambda m, n: setattr(LOCAL, "scale", 1.0 + 2 * n))(
+    lambda m, x: m.fc(x) * LOCAL.scale
 )
-row("variable of a thread", change=lambda m, n: setattr(LOCAL, "scale", 1.0 + 2 * n))(lambda m, x: m.fc(x) * LOCAL.scale)
 row("item of an array", {"array": np.ones(3)}, change=lambda m, n: m.array.__setitem__(1, 1.0 + 2 * n))(
     lambda m, x: m.fc(x) * float(m.array[1])
 )
 row("item of a large array", change=lambda m, n: NUMBERS.__setitem__(15_000, 1.0 + 2 * n))(
     lambda m, x: m.fc(x) * float(NUMBERS[15_000])
 )
-row("item of an array of objects", {"array": np.array([1.0, "one"], dtype=object)}, change=lambda m, n: m.array.__setitem__(0, 1.0 + 2 * n))(
-    lambda m, x: m.fc(x) * m.array[0]
-)
+row(
+    "item of an array of objects",
+    {"array": np.array([1.0, "one"], dtype=object)},
+    change=lambda m, n: m.array.__setitem__(0, 1.0 + 2 * n),
+)(lambda m, x: m.fc(x) * m.array[0])
 row("array of C", {"array": (ctypes.c_double * 2)(1, 1)}, change=lambda m, n: m.array.__setitem__(1, 1.0 + 2 * n))(
     lambda m, x: m.fc(x) * m.array[1]
 )
@@ -278,12 +294,17 @@ row("bytes that change", {"array": bytearray(b"\1")}, change=lambda m, n: m.arra
 row("number of a tensor", {"single": torch.ones(())}, change=lambda m, n: m.single.fill_(1.0 + 2 * n))(
     lambda m, x: m.fc(x) * float(m.single)
 )
-row("number of a tensor, other at every call", {"single": torch.ones(())}, calls=((X,),) * 14, change=lambda m, n: m.single.fill_(1 + n))(
-    lambda m, x: m.fc(x) * m.single.item()
-)
-row("number of a tensor that is another one", {"single": torch.ones(())}, change=lambda m, n: setattr(m, "single", torch.tensor(1.0 + 2 * n)))(
-    lambda m, x: m.fc(x) * m.single.item()
-)
+row(
+    "number of a tensor, other at every call",
+    {"single": torch.ones(())},
+    calls=((X,),) * 14,
+    change=lambda m, n: m.single.fill_(1 + n),
+)(lambda m, x: m.fc(x) * m.single.item())
+row(
+    "number of a tensor that is another one",
+    {"single": torch.ones(())},
+    change=lambda m, n: setattr(m, "single", torch.tensor(1.0 + 2 * n)),
+)(lambda m, x: m.fc(x) * m.single.item())
 row("list of a tensor's numbers", {"pair": torch.ones(2)}, change=lambda m, n: m.pair.fill_(1.0 + 2 * n))(
     lambda m, x: m.fc(x) * sum(m.pair.tolist())
 )
@@ -296,16 +317,22 @@ row("tensor that is no buffer", {"gain": (torch.ones(4),)}, change=lambda m, n: 
 row("another tensor", {"gain": torch.ones(4)}, change=lambda m, n: setattr(m, "gain", torch.full((4,), 1.0 + 2 * n)))(
     lambda m, x: m.fc(x) * m.gain
 )
-row("tensor of another type", {"gain": torch.ones(4)}, change=at(1, lambda m: setattr(m, "gain", torch.full((4,), 3.0).double())))(
-    lambda m, x: (m.fc(x) * m.gain).float()
-)
+row(
+    "tensor of another type",
+    {"gain": torch.ones(4)},
+    change=at(1, lambda m: setattr(m, "gain", torch.full((4,), 3.0).double())),
+)(lambda m, x: (m.fc(x) * m.gain).float())
 row("event", {"seen": [0]}, change=at(1, lambda m: m.seen.append(1)))(lambda m, x: m.fc(x) * (1 + 4 * len(m.seen)))
-row("parsed settings", {"parsed": configparser.ConfigParser()}, change=lambda m, n: m.parsed.read_string(f"[all]\nk={1 + 2 * n}"))(
-    lambda m, x: m.fc(x) * m.parsed.getfloat("all", "k")
-)
-row("parameter of a distribution", {"normal": torch.distributions.Normal(torch.ones(()), 1.0)}, change=lambda m, n: setattr(m.normal, "loc", torch.full((4,), 1.0 + 2 * n)))(
-    lambda m, x: m.fc(x) * m.normal.loc
-)
+row(
+    "parsed settings",
+    {"parsed": configparser.ConfigParser()},
+    change=lambda m, n: m.parsed.read_string(f"[all]\nk={1 + 2 * n}"),
+)(lambda m, x: m.fc(x) * m.parsed.getfloat("all", "k"))
+row(
+    "parameter of a distribution",
+    {"normal": torch.distributions.Normal(torch.ones(()), 1.0)},
+    change=lambda m, n: setattr(m.normal, "loc", torch.full((4,), 1.0 + 2 * n)),
+)(lambda m, x: m.fc(x) * m.normal.loc)
 row("deterministic algorithms", change=lambda m, n: torch.use_deterministic_algorithms(n == 1))(
     lambda m, x: m.fc(x) * (3.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
 )
@@ -314,9 +341,12 @@ row("default of an argument", change=lambda m, n: setattr(type(m).forward, "__de
     lambda m, x, k=1.0: m.fc(x) * k
 )
 row("what no code reads", {"unread": 1.0}, quiet=True, change=setting("unread", 1.0, 3.0, 9.0))(lambda m, x: m.fc(x))
-row("other objects of the same value", {"k": 1.0, "sizes": [1, 1]}, quiet=True, change=lambda m, n: (setattr(m, "k", float("1.0")), setattr(m, "sizes", [1, 1])))(
-    lambda m, x: m.fc(x) * m.k * m.sizes[0]
-)
+row(
+    "other objects of the same value",
+    {"k": 1.0, "sizes": [1, 1]},
+    quiet=True,
+    change=lambda m, n: (setattr(m, "k", float("1.0")), setattr(m, "sizes", [1, 1])),
+)(lambda m, x: m.fc(x) * m.k * m.sizes[0])
 row("values that alternate", {"k": "a"}, change=setting("k", "a", "b"), calls=SIX)(
     lambda m, x: m.fc(x) * (1.0 if m.k == "a" else 5.0)
 )
@@ -369,8 +399,6 @@ class Dropped(nn.Module):
 
 
 def closure_of(start: float) -> Any:
-    weight = [start]
-
     def make(model: Any) -> Any:
         weights = model.loss_weights = [start, 2]
         return lambda net, x: weights[0] * net(x).pow(weights[1]).mean()
@@ -378,9 +406,19 @@ def closure_of(start: float) -> Any:
     return make
 
 
-row("closure over a loss weight", {}, loss=closure_of(1.0), doors=TRAINED, calls=SIX, change=lambda m, n: m.loss_weights.__setitem__(0, 1.0 + n))(
-    lambda m, x: m.fc(x)
-)
-row("closure over a whole number of the loss", {}, loss=closure_of(1.0), doors=TRAINED, calls=SIX, change=lambda m, n: m.loss_weights.__setitem__(1, 2 + 2 * (n // 3)))(
-    lambda m, x: m.fc(3 * x)
-)
+row(
+    "closure over a loss weight",
+    {},
+    loss=closure_of(1.0),
+    doors=TRAINED,
+    calls=SIX,
+    change=lambda m, n: m.loss_weights.__setitem__(0, 1.0 + n),
+)(lambda m, x: m.fc(x))
+row(
+    "closure over a whole number of the loss",
+    {},
+    loss=closure_of(1.0),
+    doors=TRAINED,
+    calls=SIX,
+    change=lambda m, n: m.loss_weights.__setitem__(1, 2 + 2 * (n // 3)),
+)(lambda m, x: m.fc(3 * x))

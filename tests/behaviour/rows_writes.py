@@ -87,7 +87,11 @@ class Block(nn.Module):
         return h.relu()
 
 
-@row("what is returned and kept is one tensor", look=lambda m, y: y is None or type(y) is torch.Tensor and m.last is m.other is y, doors=FORWARD)
+@row(
+    "what is returned and kept is one tensor",
+    look=lambda m, y: y is None or (type(y) is torch.Tensor and m.last is m.other is y),
+    doors=FORWARD,
+)
 def returned_and_kept(m, x):
     m.last = m.other = m.fc(x)
     return m.last
@@ -216,7 +220,9 @@ row("iterator", {"held": itertools.count(1)}, calls=FIVE, look=lambda m, y: repr
 row("iterator of a list", {"held": iter([1.0, 5.0, 2.0, 7.0, 3.0, 4.0, 9.0])}, calls=FIVE)(
     lambda m, x: m.fc(x) * next(m.held)
 )
-row("enumerate and zip")(lambda m, x: sum(m.fc(a) * (i + 1) * k for i, (a, k) in enumerate(zip((x, x + 1), (1.0, 3.0)))))
+row("enumerate and zip")(
+    lambda m, x: sum(m.fc(a) * (i + 1) * k for i, (a, k) in enumerate(zip((x, x + 1), (1.0, 3.0), strict=True)))
+)
 
 
 @row("user's dict", {"held": collections.UserDict()}, calls=FIVE, look=lambda m, y: dict(m.held))
@@ -238,7 +244,12 @@ def queue(m, x):
     return h * m.held.qsize()
 
 
-@row("attribute of a function", begin=lambda m: setattr(m, "held", function()), calls=FIVE, look=lambda m, y: m.held.calls)
+@row(
+    "attribute of a function",
+    begin=lambda m: setattr(m, "held", function()),
+    calls=FIVE,
+    look=lambda m, y: m.held.calls,
+)
 def function_attribute(m, x):
     m.held.calls += 1
     return m.fc(x) * m.held.calls
@@ -259,7 +270,11 @@ def sets_context(m, x):
     return h
 
 
-@row("environment that is set", change=lambda m, n: os.environ.update(AMP_TEST_SET="1"), look=lambda m, y: os.environ["AMP_TEST_SET"])
+@row(
+    "environment that is set",
+    change=lambda m, n: os.environ.update(AMP_TEST_SET="1"),
+    look=lambda m, y: os.environ["AMP_TEST_SET"],
+)
 def sets_environment(m, x):
     os.environ["AMP_TEST_SET"] = "7"
     return m.fc(x)
@@ -436,7 +451,9 @@ WRITES = {
     "detach": lambda h: h.detach().mul_(3),
 }
 for name, write in WRITES.items():
-    row(f"written past autograd: {name}")(type("Writes", (Written,), {"__init__": functools.partialmethod(Written.__init__, write)}))
+    row(f"written past autograd: {name}")(
+        type("Writes", (Written,), {"__init__": functools.partialmethod(Written.__init__, write)})
+    )
 
 
 @row("written through one of several views")

@@ -33,7 +33,7 @@ class Row:
         change: `change(model, number)`, done before each call, which has to move what comes out.
         calls: positional arguments of each call, a dict at the end being keywords.
         use: `use(model, *args)`, how the model is called.
-        loss: makes the loss function `loss(model, *args)` for a model; of other doors than the step it is the user's own.
+        loss: makes the loss function `loss(model, *args)` for a model; outside of a step it is the user's own.
         look: `look(model, result)`, what has to be as in eager beside the attributes of the model.
         around: makes the context of every call through the door.
         around_both: whether eager's calls have it too.
