@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import io
+import itertools
 import logging
 import random
 import time
@@ -396,7 +397,7 @@ def of_all(row: Row, actual: list[Seen], expected: list[Seen], said: list[str]) 
                   for one, seen in zip(numbers(good), good, strict=True)]  # fmt: skip
         moved = max(
             float((a - b).norm() / (b.norm() + 1e-9)) if a.shape == b.shape else 1.0
-            for a, b in zip(values, values[1:], strict=False)
+            for a, b in itertools.pairwise(values)
         )
         sides = {str(leaves([one.state, one.looked, one.printed])) for one in good}
         if moved < 5 * row.tolerance and len(sides) == 1:

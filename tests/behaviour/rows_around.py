@@ -274,12 +274,18 @@ row("module added", change=at(1, lambda m: m.body.append(nn.ReLU())))(Body)
 row("modules in another order", change=at(1, lambda m: m.body._modules.update({"0": m.body._modules.pop("0")})))(Body)
 row("options of a layer", change=setting("norm.eps", 1e-5, 0.5, 3.0))(Body)
 row("model moved to another type and back", change=at(1, lambda m: m.double().float()))(Body)
-row("ModuleDict and ParameterList")(
-    type("Held", (nn.Module,), {
-        "__init__": lambda self: (nn.Module.__init__(self), setattr(self, "by", nn.ModuleDict({"a": nn.Linear(4, 4)})), setattr(self, "gains", nn.ParameterList([torch.ones(4)])))[0],
-        "forward": lambda self, x: self.by["a"](x) * self.gains[0],
-    })
-)  # fmt: skip
+
+
+@row("ModuleDict and ParameterList")
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by, self.gains = nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x):
+        return self.by["a"](x) * self.gains[0]
+
+
 row("module in a plain list", begin=lambda m: setattr(m, "hidden", [m.out]))(lambda m, x: m.hidden[0](m.fc(x)))
 row("modules by name", {"names": ["fc", "out"]})(lambda m, x: [x := m.get_submodule(name)(x) for name in m.names][-1])
 row("loop over named_children")(lambda m, x: [x := child(x) for _, child in m.named_children()][-1])

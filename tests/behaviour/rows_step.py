@@ -1,4 +1,4 @@
-"""What concerns a training loop: loss functions, parameters beside the model, a teacher, optimizers, nests of models."""
+"""What concerns a training loop: loss functions, parameters beside the model, a teacher, nests of models."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ for path in sorted(Path(__file__).parent.glob("rows_*.py")):
     importlib.import_module(path.stem)
 
 CASES = [(name, door) for name, row in ROWS.items() for door in row.doors]
-# The rows that are compiled too stand for their kinds, and go through every door by default; each other row through one.
+# Rows that are compiled too stand for their kinds, and go through every door by default; each other row through one.
 QUICK = {(name, row.doors[number % len(row.doors)]) for number, (name, row) in enumerate(ROWS.items())}
 
 
