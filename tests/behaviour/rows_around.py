@@ -389,3 +389,24 @@ row("scatter_reduce")(
     lambda m, x: torch.eye(4).scatter_reduce(0, LABELS[:, None].expand(6, 4), m.fc(x).float(), "mean")
 )
 row("convolution", calls=((IMAGE,),) * 3)(lambda m, x: F.conv2d(x, m.fc.weight[:, :, None, None], padding=1))
+
+
+def with_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    grad = torch.is_grad_enabled()
+
+    def one(number: int) -> torch.Tensor:
+        with torch.set_grad_enabled(grad):
+            return m(x, 0.5 + number % 4)
+
+    with ThreadPoolExecutor(4) as pool:
+        return torch.cat(list(pool.map(one, range(80))))
+
+
+row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD)(
+    lambda m, x, k: m.out(m.fc(x) * k)
+)
+row(
+    "forward of the model's own, with gathered keywords",
+    begin=lambda m: setattr(m, "forward", lambda x, **others: 3 * type(m).forward(m, x, **others)),
+    calls=tuple((x, {"k": 2.0}) for (x,) in rows_of(4, 3, 7)),
+)(lambda m, x, k=1.0, **others: m.fc(x) * k)

@@ -462,3 +462,13 @@ row(
     change=lambda m, n: m.load_state_dict({k: (1 + n) * v for k, v in m.state_dict().items()}),
     doors=(*TRAINED, "inference"),
 )(lambda m, x: m.out(m.fc(x)))
+
+
+@row("exception within a transform", change=lambda m, n: setattr(m, "fail", n == 1))
+def within(m, x):
+    def inner(t):
+        if m.fail:
+            raise ValueError("in the middle")
+        return m.fc(t).sin()
+
+    return torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]

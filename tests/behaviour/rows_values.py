@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
+import multiprocessing
 import operator
 import os
 import threading
@@ -422,3 +423,63 @@ row(
     calls=SIX,
     change=lambda m, n: m.loss_weights.__setitem__(1, 2 + 2 * (n // 3)),
 )(lambda m, x: m.fc(3 * x))
+
+
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+SHARED = multiprocessing.Value("d", 1.0)
+MEMORY = memoryview(bytearray(b"\1"))
+
+
+class Nearer(Slots):
+    pass
+
+
+class Meta(type):
+    @property
+    def scale(cls) -> float:
+        return cls.given
+
+
+class WithMeta(metaclass=Meta):
+    given = 1.0
+
+
+class PerThread(threading.local):
+    def __init__(self) -> None:
+        self.held = {1}
+
+    @property
+    def skipped(self) -> set[int]:
+        return set(self.held)
+
+
+class Doubles(dict):
+    """Computes what it keeps."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, 2 * value)
+
+
+OF_THREAD = PerThread()
+row("learning rate", change=lambda m, n: OPTIMIZER.param_groups[0].update(lr=1.0 + 2 * n))(
+    lambda m, x: m.fc(x) * OPTIMIZER.param_groups[0]["lr"]
+)
+row("number that processes share", change=lambda m, n: setattr(SHARED, "value", 1.0 + 2 * n))(
+    lambda m, x: m.fc(x) * SHARED.value
+)
+row("view of memory", change=lambda m, n: MEMORY.__setitem__(0, 1 + 2 * n))(lambda m, x: m.fc(x) * MEMORY[0])
+row("attribute of a class that one above has too", change=lambda m, n: setattr(Nearer, "factor", 1.0 + 2 * n))(
+    lambda m, x: m.fc(x) * Nearer.factor
+)
+row("property of a metaclass", change=lambda m, n: setattr(WithMeta, "given", 1.0 + 2 * n))(
+    lambda m, x: m.fc(x) * WithMeta.scale
+)
+row("number of threads", change=lambda m, n: torch.set_num_threads(1 + n % 2))(
+    lambda m, x: m.fc(x) * (1.0 + 2 * torch.get_num_threads())
+)
+row("set that a property of a thread gives", change=lambda m, n: setattr(OF_THREAD, "held", set(range(1 + n))))(
+    lambda m, x: m.fc(x) * len(OF_THREAD.skipped)
+)
+row("dict that computes what it keeps", {"table": Doubles(k=1.0)}, change=lambda m, n: dict.update(m.table, k=1.0 + n))(
+    lambda m, x: m.fc(x) * m.table["k"]
+)
