@@ -164,7 +164,7 @@ def gathers(m, x):
 
 @row("list that is kept short", {"last": []}, calls=FIVE)
 def short_list(m, x):
-    m.last = [*m.last, m.fc(x).detach().mean()][-2:]
+    m.last = [*m.last, m.fc(x).detach().square().mean()][-2:]
     return m.fc(x) * (1 + len(m.last))
 
 
@@ -272,6 +272,7 @@ def sets_context(m, x):
 
 @row(
     "environment that is set",
+    quiet=True,
     change=lambda m, n: os.environ.update(AMP_TEST_SET="1"),
     look=lambda m, y: os.environ["AMP_TEST_SET"],
 )
