@@ -17,6 +17,121 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_compiler as amp
 
+# Where rows that are made in a loop stand.
+STANDING: dict[str, dict[str, Any]] = {
+    "around a call: FLOP counter": {
+        "builds": {"inference": 5, "compile": 0, "step": 0, "backend": 0},
+        "today": {
+            "inference": "a call like the last one builds",
+            "backend": "FP32 without a word",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        },
+    },
+    "around a call: dispatch mode": {"today": {"backend": "FP32 without a word"}},
+    "around a call: TORCHDYNAMO_DISABLE": {"today": {"backend": "FP32 without a word"}},
+    'around a call: set_stance("force_eager")': {"today": {"backend": "FP32 without a word"}},
+    "around a later call: FLOP counter": {
+        "builds": {"compile": 1, "step": 4, "backend": 1},
+        "today": {
+            "backend": "FP32 without a word",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        },
+    },
+    'around a later call: set_stance("force_eager")': {
+        "builds": {"compile": 1, "step": 5, "backend": 1},
+        "today": {"step": "a call like the last one builds", "backend": "FP32 without a word"},
+    },
+    "LSTM": {"today": {"backend": "FP32 without a word"}},
+    "RNN": {"today": {"backend": "FP32 without a word"}},
+    "multi_margin_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "multilabel_margin_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "nll_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "cross_entropy of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "checkpoint of a module": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a closure": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func around: jvp": {"broken": "inference compile backend"},
+    "torch.func around: grad": {"broken": "inference compile backend"},
+    "torch.func around: vjp": {"broken": "inference compile backend"},
+    "torch.func around: jacrev": {"broken": "inference compile backend"},
+    "torch.func around: jacfwd": {"broken": "inference compile backend"},
+    "torch.func around: vmap": {"broken": "inference compile backend"},
+    "torch.func around: vmap of grad": {"broken": "inference compile backend"},
+    "torch.func around: hessian": {"broken": "inference compile backend"},
+    "torch.func around: forward_ad": {"broken": "inference compile"},
+    "around a call of a model that breaks: FLOP counter": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: dispatch mode": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: TORCHDYNAMO_DISABLE": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    'around a call of a model that breaks: set_stance("force_eager")': {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: profiler": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: detect_anomaly": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: deterministic": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: default device": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: inference_mode": {"builds": 2, "broken": "inference"},
+    "around a later call: TORCHDYNAMO_DISABLE": {
+        "builds": {"compile": 1, "step": 5, "backend": 1},
+        "today": {"step": "a call like the last one builds"},
+    },
+    "GRU": {"today": {"backend": "FP32 without a word"}},
+    "checkpoint of a method": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a partial": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func inside: jvp": {"builds": 2, "broken": "step"},
+    "torch.func inside: grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: vjp": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacrev": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacfwd": {"builds": 2, "broken": "step"},
+    "torch.func inside: vmap": {"today": {"backend": "raises LoweringError: node '_tensor_constant0'"}},
+    "torch.func inside: vmap of grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: hessian": {"builds": 2, "broken": "step"},
+    "torch.func inside: forward_ad": {"builds": 2, "broken": "step"},
+}
+
+
 CALLED = ("compile", "backend")
 LOW, OTHER = torch.bfloat16, torch.float16
 
@@ -49,7 +164,7 @@ def nested(m, x):
     return m.out(y), y
 
 
-@row("autocast region cut by a graph break", autocast=True)
+@row("autocast region cut by a graph break", autocast=True, builds=4, broken="compile step backend")
 def cut(m, x):
     y = m.fc(x)
     with torch.autocast("cpu", dtype=OTHER):
@@ -62,7 +177,7 @@ def cut(m, x):
     return m.out(y), y
 
 
-@row("autocast region behind a graph break", autocast=True)
+@row("autocast region behind a graph break", autocast=True, builds=4, broken="compile step backend")
 def behind(m, x):
     y = m.fc(x)
     if y.sum() > 1e9:
@@ -71,7 +186,15 @@ def behind(m, x):
         return m.out(y).float()
 
 
-@row("gradients switched in an autocast region", autocast=True)
+@row(
+    "gradients switched in an autocast region",
+    autocast=True,
+    today={
+        "compile": "gradient 0 is wrong",
+        "step": "gradient 0 is wrong",
+        "backend": "raises LoweringError: the model switches gradients within",
+    },
+)
 def switched(m, x):
     y = m.fc(x)
     with torch.autocast("cpu", dtype=OTHER):
@@ -80,7 +203,15 @@ def switched(m, x):
         return m.fc(y).float()
 
 
-@row("gradients switched in an autocast region behind a graph break", autocast=True)
+@row(
+    "gradients switched in an autocast region behind a graph break",
+    autocast=True,
+    refused={
+        "compile": "the model switches gradients within torch.autocast('cpu'",
+        "step": "the model switches gradients within torch.autocast('cpu'",
+    },
+    today={"backend": "raises LoweringError: the model switches gradients within"},
+)
 def switched_behind(m, x):
     y = m.fc(x)
     if y.sum() > 1e9:
@@ -98,10 +229,19 @@ for name, context in {
     "the other 16-bit type": lambda: torch.autocast("cpu", OTHER),
     "off": lambda: torch.autocast("cpu", enabled=False),
 }.items():
-    row(f"autocast around the call: {name}", around=context, doors=DOORS)(lambda m, x: m.out(m.fc(x).tanh()))
-row("autocast around the call of a model that breaks", around=lambda: torch.autocast("cpu", LOW), doors=DOORS)(
-    lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y
-)
+    row(
+        f"autocast around the call: {name}",
+        around=context,
+        doors=DOORS,
+        **STANDING.get(f"autocast around the call: {name}", {}),
+    )(lambda m, x: m.out(m.fc(x).tanh()))
+row(
+    "autocast around the call of a model that breaks",
+    around=lambda: torch.autocast("cpu", LOW),
+    doors=DOORS,
+    builds=4,
+    broken="inference compile step backend",
+)(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
 
 
 # Modes: 16 bits or a word
@@ -125,10 +265,15 @@ MODES: dict[str, Any] = {
 }
 for name, mode in MODES.items():
     doors = ("inference",) if name == "inference_mode" else DOORS
-    row(f"around a call: {name}", around=mode, doors=doors)(lambda m, x: m.out(m.fc(x).tanh()))
-    row(f"around a call of a model that breaks: {name}", around=mode, doors=doors)(
-        lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y
+    row(f"around a call: {name}", around=mode, doors=doors, **STANDING.get(f"around a call: {name}", {}))(
+        lambda m, x: m.out(m.fc(x).tanh())
     )
+    row(
+        f"around a call of a model that breaks: {name}",
+        around=mode,
+        doors=doors,
+        **STANDING.get(f"around a call of a model that breaks: {name}", {}),
+    )(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
 
 
 class Once:
@@ -143,22 +288,33 @@ class Once:
 
 
 for name in ("FLOP counter", "TORCHDYNAMO_DISABLE", 'set_stance("force_eager")'):
-    row(f"around a later call: {name}", around=Once(2, MODES[name]))(lambda m, x: m.out(m.fc(x).tanh()))
-row("torch.compiler.disable around", use=lambda m, x: torch.compiler.disable(m)(x), doors=FORWARD)(
-    lambda m, x: m.out(m.fc(x))
-)
+    row(
+        f"around a later call: {name}", around=Once(2, MODES[name]), **STANDING.get(f"around a later call: {name}", {})
+    )(lambda m, x: m.out(m.fc(x).tanh()))
+row(
+    "torch.compiler.disable around",
+    use=lambda m, x: torch.compiler.disable(m)(x),
+    doors=FORWARD,
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.out(m.fc(x)))
 row(
     "torch.compiler.disable on a layer",
     begin=lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward)),
     autocast=True,
 )(lambda m, x: m.out(m.fc(x)))
-row("past the limit of recompilations", calls=tuple((X, f"kind {n}") for n in range(11)), builds=11, settles=False)(
-    lambda m, x, kind: m.fc(x) + len(kind) + ord(kind[-1])
-)
+row(
+    "past the limit of recompilations",
+    calls=tuple((X, f"kind {n}") for n in range(11)),
+    builds=11,
+    settles=False,
+    today={"backend": "FP32 without a word"},
+)(lambda m, x, kind: m.fc(x) + len(kind) + ord(kind[-1]))
 row(
     "past the limit of recompilations, in a model that breaks",
     calls=tuple((X, f"kind {n}") for n in range(11)),
     settles=False,
+    builds={"compile": 12, "step": 14, "backend": 9},
+    broken="compile step backend",
 )(lambda m, x, kind: (y if (y := m.fc(x)).sum() > 1e9 else -y) + ord(kind[-1]))
 
 
@@ -169,18 +325,38 @@ def scripted_away(module: Any, x: torch.Tensor) -> Any:
     return torch.jit.trace(module, x, check_trace=False)(x)
 
 
-row("torch.jit.trace of the compiled module", use=scripted_away, doors=FORWARD)(lambda m, x: m.out(m.fc(x)))
-row("symbolic_trace of the compiled module", use=lambda m, x: fx.symbolic_trace(m)(x), doors=FORWARD)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "torch.jit.trace of the compiled module",
+    use=scripted_away,
+    doors=FORWARD,
+    today={
+        "backend": "raises RuntimeError: Detected that you are using FX to torch.jit.trace",
+        "inference": "refused: the model has not been called yet",
+        "compile": "refused: the model has not been called yet",
+    },
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "symbolic_trace of the compiled module",
+    use=lambda m, x: fx.symbolic_trace(m)(x),
+    doors=FORWARD,
+    today={
+        "inference": "raises TraceError: Proxy object cannot be iterated. This can be",
+        "compile": "raises TraceError: Proxy object cannot be iterated. This can be",
+        "backend": "raises NotImplementedError: Module [OptimizedModule] is missing the",
+    },
+)(lambda m, x: m.out(m.fc(x)))
 row(
     "make_fx of the compiled module",
     use=lambda m, x: fx.experimental.proxy_tensor.make_fx(m)(x)(x),
     doors=("inference",),
 )(lambda m, x: m.out(m.fc(x)))
-row("copy of the compiled module", use=lambda m, x: copy.deepcopy(m)(x), doors=("inference", "compile"), settles=False)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "copy of the compiled module",
+    use=lambda m, x: copy.deepcopy(m)(x),
+    doors=("inference", "compile"),
+    settles=False,
+    builds=5,
+)(lambda m, x: m.out(m.fc(x)))
 row("compiled module inside another", use=lambda m, x: nn.Sequential(m, nn.Tanh())(x), doors=FORWARD)(
     lambda m, x: m.out(m.fc(x))
 )
@@ -189,12 +365,18 @@ row(
     use=lambda m, x: torch.compile(lambda t: m(t) * 2, backend="eager")(x),
     doors=FORWARD,
     settles=False,
+    today={
+        "inference": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no",
+        "compile": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no",
+        "backend": "FP32 without a word",
+    },
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "checkpoint around",
     use=lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False),
     doors=CALLED,
     inside=1,
+    today={"compile": "raises CheckpointError: torch.utils.checkpoint: A different number of"},
 )(lambda m, x: m.out(m.fc(x).tanh()))
 row("hooks for saved tensors around", use=lambda m, x: kept_on_cpu(m, x), doors=CALLED)(
     lambda m, x: m.out(m.fc(x).tanh())
@@ -220,6 +402,7 @@ row(
     use=lambda m, x: pickle.loads(pickle.dumps(m))(x),
     doors=("inference", "compile"),
     settles=False,
+    builds=5,
 )(Pickled)
 
 
@@ -233,9 +416,19 @@ def inner(change: Any) -> Any:
 
 
 row("module that torch.compile has made, inside")(inner(lambda one: torch.compile(one, backend="eager")))
-row("module that amp.compile has made, inside")(inner(lambda one: amp.compile(one, dtype="bf16", backend="eager")))
-row("scripted module inside", autocast=True)(inner(torch.jit.script))
-row("traced module inside", autocast=True)(inner(lambda one: torch.jit.trace(one, X)))
+row(
+    "module that amp.compile has made, inside",
+    today={"backend": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no"},
+)(inner(lambda one: amp.compile(one, dtype="bf16", backend="eager")))
+row(
+    "scripted module inside",
+    autocast=True,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step backend",
+)(inner(torch.jit.script))
+row("traced module inside", autocast=True, builds={"compile": 1, "step": 3, "backend": 0}, broken="step backend")(
+    inner(lambda one: torch.jit.trace(one, X))
+)
 row("module in DataParallel of one device", doors=("compile", "backend"))(inner(nn.DataParallel))
 
 
@@ -260,19 +453,28 @@ def other_linear(factor: float) -> nn.Linear:
     return made
 
 
-row("train and eval", change=lambda m, n: m.train(n % 2 == 0), calls=((X,),) * 4, inductor=True)(Body)
-row("one module in eval", change=at(1, lambda m: m.norm.eval()))(Body)
-row("module replaced", change=at(1, lambda m: m.body.__setitem__(1, nn.ReLU())))(Body)
-row("layer with weights replaced", change=at(1, lambda m: setattr(m, "head", other_linear(0.3))), doors=FORWARD)(Body)
+row("train and eval", change=lambda m, n: m.train(n % 2 == 0), calls=((X,),) * 4, inductor=True, builds=2)(Body)
+row("one module in eval", change=at(1, lambda m: m.norm.eval()), builds=2)(Body)
+row("module replaced", change=at(1, lambda m: m.body.__setitem__(1, nn.ReLU())), builds=2)(Body)
+row(
+    "layer with weights replaced",
+    change=at(1, lambda m: setattr(m, "head", other_linear(0.3))),
+    doors=FORWARD,
+    builds=2,
+)(Body)
 row(
     "weight replaced",
     change=at(1, lambda m: setattr(m.head, "weight", nn.Parameter(torch.full((4, 4), 0.3)))),
     doors=FORWARD,
 )(Body)
-row("module removed", change=at(1, lambda m: m.body.__delitem__(1)))(Body)
-row("module added", change=at(1, lambda m: m.body.append(nn.ReLU())))(Body)
-row("modules in another order", change=at(1, lambda m: m.body._modules.update({"0": m.body._modules.pop("0")})))(Body)
-row("options of a layer", change=setting("norm.eps", 1e-5, 0.5, 3.0))(Body)
+row("module removed", change=at(1, lambda m: m.body.__delitem__(1)), builds=2)(Body)
+row("module added", change=at(1, lambda m: m.body.append(nn.ReLU())), builds=2)(Body)
+row(
+    "modules in another order",
+    change=at(1, lambda m: m.body._modules.update({"0": m.body._modules.pop("0")})),
+    builds=2,
+)(Body)
+row("options of a layer", change=setting("norm.eps", 1e-5, 0.5, 3.0), builds=3)(Body)
 row("model moved to another type and back", change=at(1, lambda m: m.double().float()))(Body)
 
 
@@ -293,7 +495,7 @@ row("loop over parameters")(lambda m, x: m.fc(x) + sum(p.square().sum() for p in
 row("state_dict in forward")(lambda m, x: m.fc(x) * len(m.state_dict()))
 
 BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
-row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED)(
+row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED, builds=2)(
     lambda m, x: m.fc(x) + 3 * BESIDE(x)
 )
 
@@ -313,7 +515,9 @@ class Recurrent(nn.Module):
 
 
 for kind in (nn.LSTM, nn.GRU, nn.RNN):
-    row(f"{kind.__name__}", doors=DOORS, tolerance=4e-2)(type("Recurrent", (Recurrent,), {"kind": kind}))
+    row(f"{kind.__name__}", doors=DOORS, tolerance=4e-2, **STANDING.get(f"{kind.__name__}", {}))(
+        type("Recurrent", (Recurrent,), {"kind": kind})
+    )
 
 
 class Encoder(nn.Module):
@@ -345,7 +549,7 @@ def many(calls: int, threads: int) -> Any:
     return use
 
 
-row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD)(
+row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD, builds=8)(
     lambda m, x: m.out(m.fc(x))
 )
 row(
@@ -354,32 +558,48 @@ row(
     use=many(80, 8),
     inside=80,
     doors=("inference", "compile"),
+    builds=8,
 )(lambda m, x: m.out(m.fc(x)))
-row("calls of a model that breaks from 8 threads", calls=((X,),), use=many(40, 8), inside=40, doors=FORWARD)(
-    lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y
-)
+row(
+    "calls of a model that breaks from 8 threads",
+    calls=((X,),),
+    use=many(40, 8),
+    inside=40,
+    doors=FORWARD,
+    builds=8,
+    broken="inference compile backend",
+)(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
 
 
 # Kernels that autocast and we have to agree on
 
 IMAGE, VOLUME, LABELS = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 4, 4), torch.tensor([0, 1, 3, 2, 0, 1])
 row("avg_pool3d of 16 bits", calls=((VOLUME,),) * 3, autocast=True)(lambda m, x: F.avg_pool3d(m.fc(x), 2))
-row("avg_pool3d of 16 bits behind a graph break", calls=((VOLUME,),) * 3, autocast=True)(
-    lambda m, x: F.avg_pool3d(y if (y := m.fc(x)).sum() < 1e9 else -y, 2)
-)
+row(
+    "avg_pool3d of 16 bits behind a graph break",
+    calls=((VOLUME,),) * 3,
+    autocast=True,
+    builds=4,
+    broken="compile step backend",
+)(lambda m, x: F.avg_pool3d(y if (y := m.fc(x)).sum() < 1e9 else -y, 2))
 for name in ("multi_margin_loss", "multilabel_margin_loss", "nll_loss", "cross_entropy"):
     target = LABELS.repeat(4, 1).t().contiguous() if name == "multilabel_margin_loss" else LABELS
     function = getattr(F, name)
-    row(f"{name} of 16 bits", autocast=True, calls=((X,),))(lambda m, x, f=function, t=target: f(m.fc(x), t))
-    row(f"{name} of 16 bits behind a graph break", autocast=True, calls=((X,),))(
-        lambda m, x, f=function, t=target: f(y if (y := m.fc(x)).sum() < 1e9 else -y, t)
+    row(f"{name} of 16 bits", autocast=True, calls=((X,),), **STANDING.get(f"{name} of 16 bits", {}))(
+        lambda m, x, f=function, t=target: f(m.fc(x), t)
     )
+    row(
+        f"{name} of 16 bits behind a graph break",
+        autocast=True,
+        calls=((X,),),
+        **STANDING.get(f"{name} of 16 bits behind a graph break", {}),
+    )(lambda m, x, f=function, t=target: f(y if (y := m.fc(x)).sum() < 1e9 else -y, t))
 row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(
     lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x)
 )
 row("int() of 16 bits", calls=((X,), (9 * X,)), autocast=True)(lambda m, x: (m.fc(x) * 40).int().float() + 0 * m.fc(x))
 row("pow_ in place", inductor=True)(lambda m, x: (m.fc(x).abs() + 1).pow_(-0.5) * x)
-row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5))(
+row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5), builds=3)(
     lambda m, x: (m.fc(x).abs() + 1) ** m.n
 )
 row("bessel functions")(lambda m, x: torch.special.i0(m.fc(x)) + torch.special.i1e(m.out(x)))
@@ -402,11 +622,12 @@ def with_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(list(pool.map(one, range(80))))
 
 
-row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD)(
+row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD, builds=8)(
     lambda m, x, k: m.out(m.fc(x) * k)
 )
 row(
     "forward of the model's own, with gathered keywords",
     begin=lambda m: setattr(m, "forward", lambda x, **others: 3 * type(m).forward(m, x, **others)),
     calls=tuple((x, {"k": 2.0}) for (x,) in rows_of(4, 3, 7)),
+    builds=2,
 )(lambda m, x, k=1.0, **others: m.fc(x) * k)

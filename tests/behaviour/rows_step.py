@@ -31,21 +31,42 @@ row(
 row("loss with labels", calls=((X, LABELS),) * 3, inductor=True, **loss(lambda m, x, y: F.cross_entropy(m(x), y)))(
     PLAIN
 )
-row("loss with a branch on itself", **loss(lambda m, x: y * 2 if (y := m(x).square().mean()) > 0.01 else y))(PLAIN)
-row("loss that prints", **loss(lambda m, x: (m(x).square().mean(), print("loss of", tuple(x.shape)))[0]))(PLAIN)
-row("loss with a gradient penalty", **loss(lambda m, x: penalized(m, x)))(PLAIN)
-row("loss with a hook", **loss(lambda m, x: hooked(m, x)))(PLAIN)
+row(
+    "loss with a branch on itself",
+    **loss(lambda m, x: y * 2 if (y := m(x).square().mean()) > 0.01 else y),
+    builds=3,
+    broken="step",
+)(PLAIN)
+row(
+    "loss that prints",
+    **loss(lambda m, x: (m(x).square().mean(), print("loss of", tuple(x.shape)))[0]),
+    builds=2,
+    broken="step",
+)(PLAIN)
+row(
+    "loss with a gradient penalty",
+    **loss(lambda m, x: penalized(m, x)),
+    builds={"compile": 1, "step": 4, "backend": 1},
+    broken="step",
+)(PLAIN)
+row("loss with a hook", **loss(lambda m, x: hooked(m, x)), builds=3, broken="step")(PLAIN)
 row("loss that raises", calls=((X,), (X[:3],), (X,)), **loss(lambda m, x: raising(m, x)))(PLAIN)
 row("loss of no gradient but zeros", **loss(lambda m, x: m(x).square().sum() * 0 + 1), fp32=True)(PLAIN)
-row("loss over two calls of the model", **loss(lambda m, x: (m(x) - m(2 * x)).square().mean()))(PLAIN)
 row(
-    "loss of several batch sizes", calls=((X,), (X[:4],), (X[:3],), (X[:2],)), **loss(lambda m, x: m(x).square().mean())
+    "loss over two calls of the model", **loss(lambda m, x: (m(x) - m(2 * x)).square().mean()), broken="compile backend"
+)(PLAIN)
+row(
+    "loss of several batch sizes",
+    calls=((X,), (X[:4],), (X[:3],), (X[:2],)),
+    **loss(lambda m, x: m(x).square().mean()),
+    builds=2,
 )(PLAIN)
 row(
     "loss of a dict",
     calls=(({"x": X},),) * 3,
     loss=lambda model: lambda m, batch: m(batch["x"]).square().mean(),
     doors=("step",),
+    broken="step",
 )(PLAIN)
 row("rows of a mask in the loss", **loss(lambda m, x: m(x)[LABELS > 0].square().mean()))(PLAIN)
 
@@ -147,8 +168,14 @@ def replaced(m: Any) -> None:
 
 
 row("teacher whose weights move", loss=taught, change=at(1, moved))(PLAIN)
-row("teacher whose weights are replaced", loss=taught, change=at(1, replaced))(PLAIN)
-row("accumulated losses in a list", loss=lambda model: logging_loss(model), settles=False)(PLAIN)
+row("teacher whose weights are replaced", loss=taught, change=at(1, replaced), builds=2)(PLAIN)
+row(
+    "accumulated losses in a list",
+    loss=lambda model: logging_loss(model),
+    settles=False,
+    builds={"compile": 1, "step": 6, "backend": 1},
+    broken="step",
+)(PLAIN)
 
 
 def logging_loss(model: Any) -> Any:
@@ -173,8 +200,10 @@ def noted(model: Any) -> Any:
     return loss_fn
 
 
-row("loss that is noted in a dict", loss=noted)(PLAIN)
-row("counter in the loss", {"n": 0}, calls=((X,),) * 5, loss=lambda model: counting(model))(PLAIN)
+row("loss that is noted in a dict", loss=noted, builds=2)(PLAIN)
+row("counter in the loss", {"n": 0}, calls=((X,),) * 5, loss=lambda model: counting(model), builds=3, broken="step")(
+    PLAIN
+)
 
 
 def counting(model: Any) -> Any:
@@ -185,7 +214,13 @@ def counting(model: Any) -> Any:
     return loss_fn
 
 
-@row("one of several models by data", calls=tuple((X, torch.tensor(n)) for n in (0, 1, 0)), doors=("step", "compile"))
+@row(
+    "one of several models by data",
+    calls=tuple((X, torch.tensor(n)) for n in (0, 1, 0)),
+    doors=("step", "compile"),
+    builds={"step": 5, "compile": 2},
+    broken="step",
+)
 class Several(nn.Module):
     def __init__(self) -> None:
         super().__init__()

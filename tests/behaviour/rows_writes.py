@@ -19,6 +19,10 @@ import torch
 from table import DOORS, FORWARD, X, at, row, rows_of
 from torch import nn
 
+# Where rows that are made in a loop stand.
+STANDING: dict[str, dict[str, Any]] = {}
+
+
 FIVE = ((X,),) * 5
 LOSS: contextvars.ContextVar[Any] = contextvars.ContextVar("LOSS", default=None)
 
@@ -97,103 +101,154 @@ def returned_and_kept(m, x):
     return m.last
 
 
-@row("state that goes from call to call", {"state": None}, calls=FIVE, doors=DOORS)
+@row("state that goes from call to call", {"state": None}, calls=FIVE, doors=DOORS, builds=2)
 def remembers(m, x):
     h = x if m.state is None else x + m.state[0]
     m.state = (torch.tanh(h).detach(), {"seen": x})
     return m.fc(h)
 
 
-@row("counter", {"n": 0}, calls=((X,),) * 12, doors=DOORS, inductor=True)
+@row(
+    "counter",
+    {"n": 0},
+    calls=((X,),) * 12,
+    doors=DOORS,
+    inductor=True,
+    builds={"inference": 2, "compile": 2, "step": 3, "backend": 8},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)
 def counts(m, x):
     m.n += 1
     return m.fc(x) * m.n
 
 
-@row("counter that nothing reads", {"n": 0}, calls=FIVE)
+@row(
+    "counter that nothing reads",
+    {"n": 0},
+    calls=FIVE,
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
 def counts_alone(m, x):
     m.n += 1
     return m.fc(x)
 
 
-@row("counter in a dict", {"table": {"calls": 0}}, calls=FIVE)
+@row(
+    "counter in a dict",
+    {"table": {"calls": 0}},
+    calls=FIVE,
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
 def counts_in_dict(m, x):
     m.table["calls"] += 1
     return m.fc(x) * m.table["calls"]
 
 
-@row("float that forward moves", {"scale": 0.5}, calls=FIVE, change=at(3, lambda m: setattr(m, "scale", 0.25)))
+@row(
+    "float that forward moves",
+    {"scale": 0.5},
+    calls=FIVE,
+    change=at(3, lambda m: setattr(m, "scale", 0.25)),
+    builds=3,
+    broken="step",
+)
 def moves_float(m, x):
     m.scale += 0.125
     return m.fc(x) * m.scale
 
 
-@row("shape that is noted", calls=rows_of(6, 3, 6), look=lambda m, y: (m.rows, m.kind))
+@row("shape that is noted", calls=rows_of(6, 3, 6), look=lambda m, y: (m.rows, m.kind), builds=4, broken="step")
 def notes_shape(m, x):
     m.rows, m.kind = x.shape[0], "two" if x.dim() == 2 else "other"
     return m.fc(x)
 
 
-@row("list that grows by tensors", {"maps": []}, calls=FIVE, settles=False)
+@row("list that grows by tensors", {"maps": []}, calls=FIVE, settles=False, builds=8, broken="step")
 def grows(m, x):
     h = m.fc(x)
     m.maps.append(h)
     return h.relu()
 
 
-@row("list that grows and is read", {"maps": []}, calls=FIVE, settles=False)
+@row("list that grows and is read", {"maps": []}, calls=FIVE, settles=False, builds=8, broken="step")
 def grows_and_reads(m, x):
     h = m.fc(x)
     m.maps.append(1)
     return h * len(m.maps)
 
 
-@row("list that is cleared between calls", {"maps": []}, change=lambda m, n: m.maps.clear(), settles=False)
+@row(
+    "list that is cleared between calls",
+    {"maps": []},
+    change=lambda m, n: m.maps.clear(),
+    settles=False,
+    builds=4,
+    broken="step",
+)
 def cleared(m, x):
     h = m.fc(x)
     m.maps.append(h)
     return h * len(m.maps)
 
 
-@row("list that grows by numbers", {"seen": []}, calls=FIVE, settles=False)
+@row("list that grows by numbers", {"seen": []}, calls=FIVE, settles=False, builds=9, broken="step")
 def gathers(m, x):
     y = m.fc(x)
     m.seen.append(y.sum().item())
     return y
 
 
-@row("list that is kept short", {"last": []}, calls=FIVE)
+@row("list that is kept short", {"last": []}, calls=FIVE, builds=4, broken="step")
 def short_list(m, x):
     m.last = [*m.last, m.fc(x).detach().square().mean()][-2:]
     return m.fc(x) * (1 + len(m.last))
 
 
-@row("deque that forward fills", {"last": collections.deque(maxlen=2)}, calls=FIVE)
+@row(
+    "deque that forward fills",
+    {"last": collections.deque(maxlen=2)},
+    calls=FIVE,
+    builds=5,
+    today={"compile": "result is wrong", "step": "result is wrong", "backend": "result is wrong"},
+)
 def fills_deque(m, x):
     m.last.append(len(m.last))
     return m.fc(x) * (1 + len(m.last))
 
 
-@row("set that forward changes", {"seen": {1, 2}}, look=lambda m, y: sorted(m.seen))
+@row("set that forward changes", {"seen": {1, 2}}, look=lambda m, y: sorted(m.seen), builds=3, broken="step")
 def changes_set(m, x):
     m.seen.add(3)
     return m.fc(x) * len(m.seen)
 
 
-@row("objects that are written to", {"log": Log(), "table": {"norm": None}})
+@row("objects that are written to", {"log": Log(), "table": {"norm": None}}, builds=2)
 def writes_objects(m, x):
     h = m.fc(x)
     m.log.loss, m.table["norm"] = h.sum(), h.norm()
     return h
 
 
-@row("object that no graph makes", look=lambda m, y: type(m.box).__name__)
+@row("object that no graph makes", look=lambda m, y: type(m.box).__name__, builds=3, broken="step")
 def makes_object(m, x):
     m.box = object()
     return m.fc(x)
 
 
-@row("object with slots", {"held": Counter()}, calls=FIVE, look=lambda m, y: (m.held.n, m.held.last))
+@row(
+    "object with slots",
+    {"held": Counter()},
+    calls=FIVE,
+    look=lambda m, y: (m.held.n, m.held.last),
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
 def slots(m, x):
     h = m.fc(x)
     return h * m.held.count(h)
@@ -202,42 +257,77 @@ def slots(m, x):
 row("cached results", {"held": Cached()})(lambda m, x: m.fc(x) * m.held.table(4))
 
 
-@row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE)
+@row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE, builds=5, broken="compile step backend")
 def writes_array(m, x):
     m.held[0] += 1
     return m.fc(x) * float(m.held[0])
 
 
-@row("bytes that forward writes", {"held": bytearray(2)}, calls=FIVE)
+@row("bytes that forward writes", {"held": bytearray(2)}, calls=FIVE, builds=6, broken="compile step backend")
 def writes_bytes(m, x):
     m.held[0] += 1
     return m.fc(x) * m.held[0]
 
 
-row("iterator", {"held": itertools.count(1)}, calls=FIVE, look=lambda m, y: repr(m.held))(
-    lambda m, x: m.fc(x) * next(m.held)
-)
-row("iterator of a list", {"held": iter([1.0, 5.0, 2.0, 7.0, 3.0, 4.0, 9.0])}, calls=FIVE)(
-    lambda m, x: m.fc(x) * next(m.held)
-)
+row(
+    "iterator",
+    {"held": itertools.count(1)},
+    calls=FIVE,
+    look=lambda m, y: repr(m.held),
+    builds=8,
+    today={
+        "compile": "a call like the last one builds",
+        "step": "a call like the last one builds",
+        "backend": "a call like the last one builds",
+    },
+)(lambda m, x: m.fc(x) * next(m.held))
+row(
+    "iterator of a list",
+    {"held": iter([1.0, 5.0, 2.0, 7.0, 3.0, 4.0, 9.0])},
+    calls=FIVE,
+    builds=5,
+    broken="compile step backend",
+)(lambda m, x: m.fc(x) * next(m.held))
 row("enumerate and zip")(
     lambda m, x: sum(m.fc(a) * (i + 1) * k for i, (a, k) in enumerate(zip((x, x + 1), (1.0, 3.0), strict=True)))
 )
 
 
-@row("user's dict", {"held": collections.UserDict()}, calls=FIVE, look=lambda m, y: dict(m.held))
+@row(
+    "user's dict",
+    {"held": collections.UserDict()},
+    calls=FIVE,
+    look=lambda m, y: dict(m.held),
+    builds={"compile": 3, "step": 4, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
 def user_dict(m, x):
     m.held["n"] = m.held.get("n", 0) + 1
     return m.fc(x) * m.held["n"]
 
 
-@row("default dict", {"held": collections.defaultdict(int)}, calls=FIVE)
+@row(
+    "default dict",
+    {"held": collections.defaultdict(int)},
+    calls=FIVE,
+    builds={"compile": 3, "step": 4, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
 def default_dict(m, x):
     m.held["n"] += 1
     return m.fc(x) * m.held["n"]
 
 
-@row("queue", calls=FIVE, begin=lambda m: setattr(m, "held", Queue()), look=lambda m, y: m.held.qsize())
+@row(
+    "queue",
+    calls=FIVE,
+    begin=lambda m: setattr(m, "held", Queue()),
+    look=lambda m, y: m.held.qsize(),
+    builds=5,
+    broken="compile step backend",
+)
 def queue(m, x):
     h = m.fc(x)
     m.held.put(h.detach())
@@ -249,6 +339,9 @@ def queue(m, x):
     begin=lambda m: setattr(m, "held", function()),
     calls=FIVE,
     look=lambda m, y: m.held.calls,
+    builds={"compile": 3, "step": 5, "backend": 7},
+    broken="compile step",
+    today={"backend": "a call like the last one builds"},
 )
 def function_attribute(m, x):
     m.held.calls += 1
@@ -305,7 +398,7 @@ class Writing(Averaging):
         return h + self.mean
 
 
-@row("buffer that is made late")
+@row("buffer that is made late", builds=3, broken="step")
 class Late(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +426,7 @@ class Normed(nn.Module):
         return self.norm(self.fc(x))
 
 
-@row("batch norm without momentum", autocast=True)
+@row("batch norm without momentum", autocast=True, builds=3, broken="step")
 class Cumulative(Normed):
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +452,7 @@ class Nested(nn.Module):
         return self(h, again=False) if again else h
 
 
-@row("print at every call")
+@row("print at every call", builds=3, broken="step")
 def prints(m, x):
     h = m.fc(x)
     print("shape", tuple(h.shape))
@@ -373,7 +466,7 @@ def quiet(m, x):
     return m.fc(x)
 
 
-@row("warning at every call")
+@row("warning at every call", today={"backend": "FP32 without a word"})
 def warns(m, x):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -387,21 +480,41 @@ def logs(m, x):
     return m.fc(x)
 
 
-row("random numbers of Python", calls=FIVE)(lambda m, x: m.fc(x) * (1 + random.random()))
-row("random numbers of NumPy", calls=FIVE)(lambda m, x: m.fc(x) * (1 + float(np.random.rand())))
+row("random numbers of Python", calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + random.random())
+)
+row("random numbers of NumPy", calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + float(np.random.rand()))
+)
 row("random numbers of torch", doors=DOORS)(lambda m, x: m.fc(x) + torch.rand(4))
 row("dropout", autocast=True)(lambda m, x: nn.functional.dropout(m.fc(x), 0.5, m.training))
-row("generator of NumPy", {"held": np.random.default_rng(0)}, calls=FIVE)(lambda m, x: m.fc(x) * (1 + m.held.random()))
-row("generator of Python", {"held": random.Random(0)}, calls=FIVE)(lambda m, x: m.fc(x) * (1 + m.held.random()))
+row("generator of NumPy", {"held": np.random.default_rng(0)}, calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + m.held.random())
+)
+row(
+    "generator of Python",
+    {"held": random.Random(0)},
+    calls=FIVE,
+    refused={
+        "compile": "forward draws from Python's or NumPy's random numbers",
+        "step": "forward draws from Python's or NumPy's random numbers",
+    },
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.fc(x) * (1 + m.held.random()))
 
 
-@row("seed that forward sets")
+@row("seed that forward sets", builds=3, broken="step")
 def seeds(m, x):
     torch.manual_seed(7)
     return m.fc(x) + torch.rand_like(x)
 
 
-@row("fork of the generators")
+@row(
+    "fork of the generators",
+    builds={"compile": 1, "step": 3, "backend": 0},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)
 def forks(m, x):
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -452,7 +565,7 @@ WRITES = {
     "detach": lambda h: h.detach().mul_(3),
 }
 for name, write in WRITES.items():
-    row(f"written past autograd: {name}")(
+    row(f"written past autograd: {name}", **STANDING.get(f"written past autograd: {name}", {}))(
         type("Writes", (Written,), {"__init__": functools.partialmethod(Written.__init__, write)})
     )
 
