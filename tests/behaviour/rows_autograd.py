@@ -15,7 +15,46 @@ from torch.nn.modules import module as all_modules
 from torch.utils.checkpoint import checkpoint
 
 # Where rows that are made in a loop stand.
-STANDING: dict[str, dict[str, Any]] = {}
+STANDING: dict[str, dict[str, Any]] = {
+    "checkpoint of a module": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a closure": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func around: jvp": {"broken": "inference compile backend"},
+    "torch.func around: grad": {"broken": "inference compile backend"},
+    "torch.func around: vjp": {"broken": "inference compile backend"},
+    "torch.func around: jacrev": {"broken": "inference compile backend"},
+    "torch.func around: jacfwd": {"broken": "inference compile backend"},
+    "torch.func around: vmap": {"broken": "inference compile backend"},
+    "torch.func around: vmap of grad": {"broken": "inference compile backend"},
+    "torch.func around: hessian": {"broken": "inference compile backend"},
+    "torch.func around: forward_ad": {"broken": "inference compile"},
+    "checkpoint of a method": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a partial": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func inside: jvp": {"builds": 2, "broken": "step"},
+    "torch.func inside: grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: vjp": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacrev": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacfwd": {"builds": 2, "broken": "step"},
+    "torch.func inside: vmap": {"today": {"backend": "raises LoweringError: node '_tensor_constant0'"}},
+    "torch.func inside: vmap of grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: hessian": {"builds": 2, "broken": "step"},
+    "torch.func inside: forward_ad": {"builds": 2, "broken": "step"},
+}
 
 
 DIFFERENTIATED = ("compile", "backend")  # by autograd outside of the graph

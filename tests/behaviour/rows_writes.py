@@ -19,9 +19,6 @@ import torch
 from table import DOORS, FORWARD, X, at, row, rows_of
 from torch import nn
 
-# Where rows that are made in a loop stand.
-STANDING: dict[str, dict[str, Any]] = {}
-
 
 FIVE = ((X,),) * 5
 LOSS: contextvars.ContextVar[Any] = contextvars.ContextVar("LOSS", default=None)
@@ -565,7 +562,7 @@ WRITES = {
     "detach": lambda h: h.detach().mul_(3),
 }
 for name, write in WRITES.items():
-    row(f"written past autograd: {name}", **STANDING.get(f"written past autograd: {name}", {}))(
+    row(f"written past autograd: {name}")(
         type("Writes", (Written,), {"__init__": functools.partialmethod(Written.__init__, write)})
     )
 
