@@ -511,7 +511,7 @@ def many(calls: int, threads: int) -> Any:
     return use
 
 
-row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD, builds=8)(
+row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD, builds=64)(
     lambda m, x: m.out(m.fc(x))
 )
 row(
@@ -520,7 +520,7 @@ row(
     use=many(80, 8),
     inside=80,
     doors=("inference", "compile"),
-    builds=8,
+    builds=64,  # any thread may build
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "calls of a model that breaks from 8 threads",
@@ -528,7 +528,7 @@ row(
     use=many(40, 8),
     inside=40,
     doors=FORWARD,
-    builds=8,
+    builds=64,  # any thread may build
     broken="inference compile backend",
 )(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
 
@@ -584,7 +584,7 @@ def with_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(list(pool.map(one, range(80))))
 
 
-row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD, builds=8)(
+row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD, builds=64)(
     lambda m, x, k: m.out(m.fc(x) * k)
 )
 row(

@@ -19,7 +19,6 @@ import torch
 from table import DOORS, FORWARD, X, at, row, rows_of
 from torch import nn
 
-
 FIVE = ((X,),) * 5
 LOSS: contextvars.ContextVar[Any] = contextvars.ContextVar("LOSS", default=None)
 
