@@ -1,0 +1,595 @@
+"""What stands around a call or inside of a model: autocast, modes, tracers, threads, compiled and scripted modules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from table import DOORS, FORWARD, X, at, row, rows_of, setting
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import amp_compiler as amp
+
+# Where rows that are made in a loop stand.
+STANDING: dict[str, dict[str, Any]] = {
+    "around a call: FLOP counter": {
+        "builds": {"inference": 5, "compile": 0, "step": 0, "backend": 0},
+        "today": {
+            "inference": "a call like the last one builds",
+            "backend": "FP32 without a word",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        },
+    },
+    "around a call: dispatch mode": {"today": {"backend": "FP32 without a word"}},
+    "around a call: TORCHDYNAMO_DISABLE": {"today": {"backend": "FP32 without a word"}},
+    'around a call: set_stance("force_eager")': {"today": {"backend": "FP32 without a word"}},
+    "around a later call: FLOP counter": {
+        "builds": {"compile": 1, "step": 4, "backend": 1},
+        "today": {
+            "backend": "FP32 without a word",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        },
+    },
+    'around a later call: set_stance("force_eager")': {
+        "builds": {"compile": 1, "step": 5, "backend": 1},
+        "today": {"step": "a call like the last one builds", "backend": "FP32 without a word"},
+    },
+    "LSTM": {"today": {"backend": "FP32 without a word"}},
+    "RNN": {"today": {"backend": "FP32 without a word"}},
+    "multi_margin_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "multilabel_margin_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "nll_loss of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "cross_entropy of 16 bits behind a graph break": {"builds": 4, "broken": "compile step backend"},
+    "around a call of a model that breaks: FLOP counter": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: dispatch mode": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: TORCHDYNAMO_DISABLE": {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    'around a call of a model that breaks: set_stance("force_eager")': {
+        "today": {
+            "backend": "FP32 without a word",
+            "inference": "refused: nothing of Model was captured",
+            "compile": "refused: nothing of Model was captured",
+            "step": "refused: nothing of the loss function was captured",
+        }
+    },
+    "around a call of a model that breaks: profiler": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: detect_anomaly": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: deterministic": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: default device": {"builds": 4, "broken": "inference compile step backend"},
+    "around a call of a model that breaks: inference_mode": {"builds": 2, "broken": "inference"},
+    "around a later call: TORCHDYNAMO_DISABLE": {
+        "builds": {"compile": 1, "step": 5, "backend": 1},
+        "today": {"step": "a call like the last one builds"},
+    },
+    "GRU": {"today": {"backend": "FP32 without a word"}},
+}
+
+
+CALLED = ("compile", "backend")
+LOW, OTHER = torch.bfloat16, torch.float16
+
+
+def region(**options: Any) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.fc(x)
+        with torch.autocast("cpu", **options):
+            y = m.out(y.float()).float()
+        return m.fc(y)
+
+    return forward
+
+
+row("autocast region without a type", inductor=True)(region())
+row("autocast region of the type")(region(dtype=LOW))
+row("autocast region of the other 16-bit type", autocast=True)(region(dtype=OTHER))
+row("autocast region that is off", autocast=True)(region(enabled=False))
+row("autocast region that is off, of another type")(region(dtype=OTHER, enabled=False))
+
+
+@row("autocast regions, nested", autocast=True)
+def nested(m, x):
+    y = m.fc(x)
+    with torch.autocast("cpu", dtype=OTHER):
+        y = m.out(y).softmax(-1)
+        with torch.autocast("cpu", enabled=False):
+            y = m.fc(y.float())
+        y = m.out(y)
+    return m.out(y), y
+
+
+@row("autocast region cut by a graph break", autocast=True, builds=4, broken="compile step backend")
+def cut(m, x):
+    y = m.fc(x)
+    with torch.autocast("cpu", dtype=OTHER):
+        y = m.out(y).softmax(-1)
+        if y.sum() > 1e9:
+            y = -y
+        with torch.autocast("cpu", enabled=False):
+            y = m.fc(y.float())
+        y = m.out(y)
+    return m.out(y), y
+
+
+@row("autocast region behind a graph break", autocast=True, builds=4, broken="compile step backend")
+def behind(m, x):
+    y = m.fc(x)
+    if y.sum() > 1e9:
+        y = -y
+    with torch.autocast("cpu", dtype=OTHER):
+        return m.out(y).float()
+
+
+@row(
+    "gradients switched in an autocast region",
+    autocast=True,
+    today={
+        "compile": "gradient 0 is wrong",
+        "step": "gradient 0 is wrong",
+        "backend": "raises LoweringError: the model switches gradients within",
+    },
+)
+def switched(m, x):
+    y = m.fc(x)
+    with torch.autocast("cpu", dtype=OTHER):
+        with torch.no_grad():
+            y = m.out(y)
+        return m.fc(y).float()
+
+
+@row(
+    "gradients switched in an autocast region behind a graph break",
+    autocast=True,
+    refused={
+        "compile": "the model switches gradients within torch.autocast('cpu'",
+        "step": "the model switches gradients within torch.autocast('cpu'",
+    },
+    today={"backend": "raises LoweringError: the model switches gradients within"},
+)
+def switched_behind(m, x):
+    y = m.fc(x)
+    if y.sum() > 1e9:
+        y = -y
+    with torch.autocast("cpu", dtype=OTHER):
+        with torch.no_grad():
+            y = m.out(y)
+        return m.fc(y).float()
+
+
+row("autocast as a decorator", fp32=True)(torch.autocast("cpu", enabled=False)(lambda m, x: m.out(x).float() + m.fc(x)))
+row("FP32 by the model's own cast")(lambda m, x: m.out(m.fc(x).float().exp()))
+for name, context in {
+    "the same type": lambda: torch.autocast("cpu", LOW),
+    "the other 16-bit type": lambda: torch.autocast("cpu", OTHER),
+    "off": lambda: torch.autocast("cpu", enabled=False),
+}.items():
+    row(
+        f"autocast around the call: {name}",
+        around=context,
+        doors=DOORS,
+        **STANDING.get(f"autocast around the call: {name}", {}),
+    )(lambda m, x: m.out(m.fc(x).tanh()))
+row(
+    "autocast around the call of a model that breaks",
+    around=lambda: torch.autocast("cpu", LOW),
+    doors=DOORS,
+    builds=4,
+    broken="inference compile step backend",
+)(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
+
+
+# Modes: 16 bits or a word
+
+
+class Counts(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Any] = {
+    "FLOP counter": lambda: FlopCounterMode(display=False),
+    "dispatch mode": Counts,
+    "TORCHDYNAMO_DISABLE": lambda: torch._dynamo.config.patch(disable=True),
+    'set_stance("force_eager")': lambda: torch.compiler.set_stance("force_eager"),
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    "detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "deterministic": lambda: torch.backends.cudnn.flags(deterministic=True),
+    "default device": lambda: torch.device("cpu"),
+    "inference_mode": torch.inference_mode,
+}
+for name, mode in MODES.items():
+    doors = ("inference",) if name == "inference_mode" else DOORS
+    row(f"around a call: {name}", around=mode, doors=doors, **STANDING.get(f"around a call: {name}", {}))(
+        lambda m, x: m.out(m.fc(x).tanh())
+    )
+    row(
+        f"around a call of a model that breaks: {name}",
+        around=mode,
+        doors=doors,
+        **STANDING.get(f"around a call of a model that breaks: {name}", {}),
+    )(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
+
+
+class Once:
+    """A context for one of the calls alone."""
+
+    def __init__(self, number: int, context: Any) -> None:
+        self.number, self.context, self.now = number, context, -1
+
+    def __call__(self) -> Any:
+        self.now += 1
+        return self.context() if self.now % 5 == self.number else contextlib.nullcontext()
+
+
+for name in ("FLOP counter", "TORCHDYNAMO_DISABLE", 'set_stance("force_eager")'):
+    row(
+        f"around a later call: {name}", around=Once(2, MODES[name]), **STANDING.get(f"around a later call: {name}", {})
+    )(lambda m, x: m.out(m.fc(x).tanh()))
+row(
+    "torch.compiler.disable around",
+    use=lambda m, x: torch.compiler.disable(m)(x),
+    doors=FORWARD,
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "torch.compiler.disable on a layer",
+    begin=lambda m: setattr(m.fc, "forward", torch.compiler.disable(m.fc.forward)),
+    autocast=True,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "past the limit of recompilations",
+    calls=tuple((X, f"kind {n}") for n in range(11)),
+    builds=11,
+    settles=False,
+    today={"backend": "FP32 without a word"},
+)(lambda m, x, kind: m.fc(x) + len(kind) + ord(kind[-1]))
+row(
+    "past the limit of recompilations, in a model that breaks",
+    calls=tuple((X, f"kind {n}") for n in range(11)),
+    settles=False,
+    builds={"compile": 12, "step": 14, "backend": 9},
+    broken="compile step backend",
+)(lambda m, x, kind: (y if (y := m.fc(x)).sum() > 1e9 else -y) + ord(kind[-1]))
+
+
+# Tracers, copies, wrappers
+
+
+def scripted_away(module: Any, x: torch.Tensor) -> Any:
+    return torch.jit.trace(module, x, check_trace=False)(x)
+
+
+row(
+    "torch.jit.trace of the compiled module",
+    use=scripted_away,
+    doors=FORWARD,
+    today={
+        "backend": "raises RuntimeError: Detected that you are using FX to torch.jit.trace",
+        "inference": "refused: the model has not been called yet",
+        "compile": "refused: the model has not been called yet",
+    },
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "symbolic_trace of the compiled module",
+    use=lambda m, x: fx.symbolic_trace(m)(x),
+    doors=FORWARD,
+    today={
+        "inference": "raises TraceError: Proxy object cannot be iterated. This can be",
+        "compile": "raises TraceError: Proxy object cannot be iterated. This can be",
+        "backend": "raises NotImplementedError: Module [OptimizedModule] is missing the",
+    },
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "make_fx of the compiled module",
+    use=lambda m, x: fx.experimental.proxy_tensor.make_fx(m)(x)(x),
+    doors=("inference",),
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "copy of the compiled module",
+    use=lambda m, x: copy.deepcopy(m)(x),
+    doors=("inference", "compile"),
+    settles=False,
+    builds=5,
+)(lambda m, x: m.out(m.fc(x)))
+row("compiled module inside another", use=lambda m, x: nn.Sequential(m, nn.Tanh())(x), doors=FORWARD)(
+    lambda m, x: m.out(m.fc(x))
+)
+row(
+    "torch.compile around",
+    use=lambda m, x: torch.compile(lambda t: m(t) * 2, backend="eager")(x),
+    doors=FORWARD,
+    settles=False,
+    today={
+        "inference": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no",
+        "compile": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no",
+        "backend": "FP32 without a word",
+    },
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "checkpoint around",
+    use=lambda m, x: torch.utils.checkpoint.checkpoint(m, x, use_reentrant=False),
+    doors=CALLED,
+    inside=1,
+    today={"compile": "raises CheckpointError: torch.utils.checkpoint: A different number of"},
+)(lambda m, x: m.out(m.fc(x).tanh()))
+row("hooks for saved tensors around", use=lambda m, x: kept_on_cpu(m, x), doors=CALLED)(
+    lambda m, x: m.out(m.fc(x).tanh())
+)
+
+
+def kept_on_cpu(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return m(x)
+
+
+class Pickled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+row(
+    "pickled copy of the compiled module",
+    use=lambda m, x: pickle.loads(pickle.dumps(m))(x),
+    doors=("inference", "compile"),
+    settles=False,
+    builds=5,
+)(Pickled)
+
+
+def inner(change: Any) -> Any:
+    class Holds(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+            self[0] = change(self[0])
+
+    return Holds
+
+
+row("module that torch.compile has made, inside")(inner(lambda one: torch.compile(one, backend="eager")))
+row(
+    "module that amp.compile has made, inside",
+    today={"backend": "raises InternalTorchDynamoError: AttributeError: 'dict' object has no"},
+)(inner(lambda one: amp.compile(one, dtype="bf16", backend="eager")))
+row(
+    "scripted module inside",
+    autocast=True,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step backend",
+)(inner(torch.jit.script))
+row("traced module inside", autocast=True, builds={"compile": 1, "step": 3, "backend": 0}, broken="step backend")(
+    inner(lambda one: torch.jit.trace(one, X))
+)
+row("module in DataParallel of one device", doors=("compile", "backend"))(inner(nn.DataParallel))
+
+
+# Modules that change
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.drop = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4), nn.Dropout(0.9)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x)))
+
+
+def other_linear(factor: float) -> nn.Linear:
+    made = nn.Linear(4, 4)
+    with torch.no_grad():
+        made.weight.fill_(factor)
+        made.bias.copy_(torch.arange(4.0) * factor)
+    return made
+
+
+row("train and eval", change=lambda m, n: m.train(n % 2 == 0), calls=((X,),) * 4, inductor=True, builds=2)(Body)
+row("one module in eval", change=at(1, lambda m: m.norm.eval()), builds=2)(Body)
+row("module replaced", change=at(1, lambda m: m.body.__setitem__(1, nn.ReLU())), builds=2)(Body)
+row(
+    "layer with weights replaced",
+    change=at(1, lambda m: setattr(m, "head", other_linear(0.3))),
+    doors=FORWARD,
+    builds=2,
+)(Body)
+row(
+    "weight replaced",
+    change=at(1, lambda m: setattr(m.head, "weight", nn.Parameter(torch.full((4, 4), 0.3)))),
+    doors=FORWARD,
+)(Body)
+row("module removed", change=at(1, lambda m: m.body.__delitem__(1)), builds=2)(Body)
+row("module added", change=at(1, lambda m: m.body.append(nn.ReLU())), builds=2)(Body)
+row(
+    "modules in another order",
+    change=at(1, lambda m: m.body._modules.update({"0": m.body._modules.pop("0")})),
+    builds=2,
+)(Body)
+row("options of a layer", change=setting("norm.eps", 1e-5, 0.5, 3.0), builds=3)(Body)
+row("model moved to another type and back", change=at(1, lambda m: m.double().float()))(Body)
+
+
+@row("ModuleDict and ParameterList")
+class Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by, self.gains = nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ParameterList([torch.ones(4)])
+
+    def forward(self, x):
+        return self.by["a"](x) * self.gains[0]
+
+
+row("module in a plain list", begin=lambda m: setattr(m, "hidden", [m.out]))(lambda m, x: m.hidden[0](m.fc(x)))
+row("modules by name", {"names": ["fc", "out"]})(lambda m, x: [x := m.get_submodule(name)(x) for name in m.names][-1])
+row("loop over named_children")(lambda m, x: [x := child(x) for _, child in m.named_children()][-1])
+row("loop over parameters")(lambda m, x: m.fc(x) + sum(p.square().sum() for p in m.parameters()))
+row("state_dict in forward")(lambda m, x: m.fc(x) * len(m.state_dict()))
+
+BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
+row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED, builds=2)(
+    lambda m, x: m.fc(x) + 3 * BESIDE(x)
+)
+
+
+# Recurrent layers, attention
+
+
+class Recurrent(nn.Module):
+    kind: Any = nn.LSTM
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = self.kind(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.rnn(x[None])[0])
+
+
+for kind in (nn.LSTM, nn.GRU, nn.RNN):
+    row(f"{kind.__name__}", doors=DOORS, tolerance=4e-2, **STANDING.get(f"{kind.__name__}", {}))(
+        type("Recurrent", (Recurrent,), {"kind": kind})
+    )
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.body(x[None], src_mask=nn.Transformer.generate_square_subsequent_mask(len(x)), is_causal=True)[0]
+
+
+row("causal encoder layer", doors=DOORS)(Encoder)
+
+
+# Threads
+
+
+def many(calls: int, threads: int) -> Any:
+    def use(m: Any, *xs: torch.Tensor) -> torch.Tensor:
+        grad = torch.is_grad_enabled()
+
+        def one(number: int) -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                return m(xs[number % len(xs)])
+
+        with ThreadPoolExecutor(threads) as pool:
+            return torch.cat(list(pool.map(one, range(calls))))
+
+    return use
+
+
+row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD, builds=64)(
+    lambda m, x: m.out(m.fc(x))
+)
+row(
+    "calls of many sizes from 8 threads",
+    calls=(tuple(x for (x,) in rows_of(3, 4, 5, 6)),),
+    use=many(80, 8),
+    inside=80,
+    doors=("inference", "compile"),
+    builds=64,  # any thread may build
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "calls of a model that breaks from 8 threads",
+    calls=((X,),),
+    use=many(40, 8),
+    inside=40,
+    doors=FORWARD,
+    builds=64,  # any thread may build
+    broken="inference compile backend",
+)(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
+
+
+# Kernels that autocast and we have to agree on
+
+IMAGE, VOLUME, LABELS = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 4, 4), torch.tensor([0, 1, 3, 2, 0, 1])
+row("avg_pool3d of 16 bits", calls=((VOLUME,),) * 3, autocast=True)(lambda m, x: F.avg_pool3d(m.fc(x), 2))
+row(
+    "avg_pool3d of 16 bits behind a graph break",
+    calls=((VOLUME,),) * 3,
+    autocast=True,
+    builds=4,
+    broken="compile step backend",
+)(lambda m, x: F.avg_pool3d(y if (y := m.fc(x)).sum() < 1e9 else -y, 2))
+for name in ("multi_margin_loss", "multilabel_margin_loss", "nll_loss", "cross_entropy"):
+    target = LABELS.repeat(4, 1).t().contiguous() if name == "multilabel_margin_loss" else LABELS
+    function = getattr(F, name)
+    row(f"{name} of 16 bits", autocast=True, calls=((X,),), **STANDING.get(f"{name} of 16 bits", {}))(
+        lambda m, x, f=function, t=target: f(m.fc(x), t)
+    )
+    row(
+        f"{name} of 16 bits behind a graph break",
+        autocast=True,
+        calls=((X,),),
+        **STANDING.get(f"{name} of 16 bits behind a graph break", {}),
+    )(lambda m, x, f=function, t=target: f(y if (y := m.fc(x)).sum() < 1e9 else -y, t))
+row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(
+    lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x)
+)
+row("int() of 16 bits", calls=((X,), (9 * X,)), autocast=True)(lambda m, x: (m.fc(x) * 40).int().float() + 0 * m.fc(x))
+row("pow_ in place", inductor=True)(lambda m, x: (m.fc(x).abs() + 1).pow_(-0.5) * x)
+row("whole power of a number", {"n": 2}, tolerance=0.1, change=setting("n", 2, 3, 5), builds=3)(
+    lambda m, x: (m.fc(x).abs() + 1) ** m.n
+)
+row("bessel functions")(lambda m, x: torch.special.i0(m.fc(x)) + torch.special.i1e(m.out(x)))
+row("inverse of a matrix")(lambda m, x: torch.linalg.inv((h := m.fc(x).float()).t() @ h + torch.eye(4)))
+row("distribution")(lambda m, x: torch.distributions.Categorical(logits=m.fc(x), validate_args=False).log_prob(LABELS))
+row("scatter_reduce")(
+    lambda m, x: torch.eye(4).scatter_reduce(0, LABELS[:, None].expand(6, 4), m.fc(x).float(), "mean")
+)
+row("convolution", calls=((IMAGE,),) * 3)(lambda m, x: F.conv2d(x, m.fc.weight[:, :, None, None], padding=1))
+
+
+def with_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
+    grad = torch.is_grad_enabled()
+
+    def one(number: int) -> torch.Tensor:
+        with torch.set_grad_enabled(grad):
+            return m(x, 0.5 + number % 4)
+
+    with ThreadPoolExecutor(4) as pool:
+        return torch.cat(list(pool.map(one, range(80))))
+
+
+row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD, builds=64)(
+    lambda m, x, k: m.out(m.fc(x) * k)
+)
+row(
+    "forward of the model's own, with gathered keywords",
+    begin=lambda m: setattr(m, "forward", lambda x, **others: 3 * type(m).forward(m, x, **others)),
+    calls=tuple((x, {"k": 2.0}) for (x,) in rows_of(4, 3, 7)),
+    builds=2,
+)(lambda m, x, k=1.0, **others: m.fc(x) * k)

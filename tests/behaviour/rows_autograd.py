@@ -1,0 +1,622 @@
+"""What concerns gradients: hooks, checkpoints, functions of one's own, no_grad, torch.func inside and around."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from table import FORWARD, TRAINED, X, at, row
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
+from torch.nn.modules import module as all_modules
+from torch.utils.checkpoint import checkpoint
+
+# Where rows that are made in a loop stand.
+STANDING: dict[str, dict[str, Any]] = {
+    "checkpoint of a module": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a closure": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func around: jvp": {"broken": "inference compile backend"},
+    "torch.func around: grad": {"broken": "inference compile backend"},
+    "torch.func around: vjp": {"broken": "inference compile backend"},
+    "torch.func around: jacrev": {"broken": "inference compile backend"},
+    "torch.func around: jacfwd": {"broken": "inference compile backend"},
+    "torch.func around: vmap": {"broken": "inference compile backend"},
+    "torch.func around: vmap of grad": {"broken": "inference compile backend"},
+    "torch.func around: hessian": {"broken": "inference compile backend"},
+    "torch.func around: forward_ad": {"broken": "inference compile"},
+    "checkpoint of a method": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "checkpoint of a partial": {
+        "builds": {"compile": 3, "step": 5, "backend": 0},
+        "broken": "compile step",
+        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+    },
+    "torch.func inside: jvp": {"builds": 2, "broken": "step"},
+    "torch.func inside: grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: vjp": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacrev": {"builds": 2, "broken": "step"},
+    "torch.func inside: jacfwd": {"builds": 2, "broken": "step"},
+    "torch.func inside: vmap": {"today": {"backend": "raises LoweringError: node '_tensor_constant0'"}},
+    "torch.func inside: vmap of grad": {"builds": 2, "broken": "step"},
+    "torch.func inside: hessian": {"builds": 2, "broken": "step"},
+    "torch.func inside: forward_ad": {"builds": 2, "broken": "step"},
+}
+
+
+DIFFERENTIATED = ("compile", "backend")  # by autograd outside of the graph
+NEEDED = X.clone().requires_grad_()
+CALLED: list[int] = []
+
+
+def drained(*_: Any) -> int:
+    """How often something was called since this was asked last."""
+    count = len(CALLED)
+    CALLED.clear()
+    return count
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 6 + 0 * x
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (x * 4).round() / 4
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class NoContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x, scale):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 * ctx.scale, None
+
+
+row(
+    "autograd.Function",
+    inductor=True,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: the model applies a custom"},
+)(lambda m, x: m.out(Doubled.apply(m.fc(x))))
+row(
+    "autograd.Function with setup_context",
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: the model applies a custom"},
+)(lambda m, x: m.out(NoContext.apply(m.fc(x), 2.0)))
+row(
+    "autograd.Function and a counter",
+    {"n": 0},
+    calls=((X,),) * 4,
+    refused={
+        "compile": "neither torch.export nor Dynamo can take the model",
+        "step": "neither torch.export nor Dynamo can take the model",
+    },
+    today={"backend": "raises CaptureError: the model applies a custom"},
+)(lambda m, x: (setattr(m, "n", m.n + 1), m.out(Doubled.apply(m.fc(x))) * m.n)[1])
+row(
+    "straight-through estimator by a Function",
+    tolerance=0.3,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: the model applies a custom"},
+)(lambda m, x: m.out(Straight.apply(m.fc(x))))
+row("straight-through estimator by detach", tolerance=0.3)(
+    lambda m, x: m.out((h := m.fc(x)) + ((h * 4).round() / 4 - h).detach())
+)
+row("detach inside")(lambda m, x: m.out(m.fc(x).detach()) + m.fc(x))
+
+
+@row("no_grad inside", inductor=True)
+def without(m, x):
+    with torch.no_grad():
+        goal = m.out(x)
+    return m.fc(x) - goal
+
+
+@row("weight that is first read under no_grad")
+def first_under_no_grad(m, x):
+    with torch.no_grad():
+        h = m.fc(x)
+    return m.fc(x) * h
+
+
+@row(
+    "no_grad inside, and a counter",
+    {"n": 0},
+    calls=((X,),) * 4,
+    builds={"compile": 2, "step": 3, "backend": 6},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def without_and_counter(m, x):
+    m.n += 1
+    with torch.no_grad():
+        goal = m.out(x)
+    return m.fc(x) * m.n - goal.detach()
+
+
+@row("no_grad inside a model that breaks", builds=4, broken="compile step backend")
+def without_and_break(m, x):
+    y = m.fc(x)
+    if x.sum() > 1e9:
+        return y
+    with torch.no_grad():
+        goal = m.out(y)
+    return m.out(y) * goal
+
+
+@row("enable_grad under no_grad", doors=FORWARD)
+def enabled(m, x):
+    with torch.no_grad():
+        h = m.out(x)
+        with torch.enable_grad():
+            return m.fc(x) + h
+
+
+@row("inference_mode inside")
+def inference(m, x):
+    with torch.inference_mode():
+        h = m.fc(x)
+    return m.fc(x) + h.clone()
+
+
+row("set_grad_enabled by an argument", calls=((X, True), (X, False), (X, True)), doors=DIFFERENTIATED, builds=2)(
+    lambda m, x, on: grad_by(m, x, on)
+)
+
+
+def grad_by(m: Any, x: torch.Tensor, on: bool) -> torch.Tensor:
+    with torch.set_grad_enabled(on):
+        h = m.fc(x)
+    return m.out(h)
+
+
+row(
+    "requires_grad that is toggled", change=lambda m, n: m.fc.weight.requires_grad_(n != 1), calls=((X,),) * 4, builds=2
+)(lambda m, x: m.out(m.fc(x)))
+row("all weights frozen but one", begin=lambda m: [p.requires_grad_(False) for p in m.fc.parameters()])(
+    lambda m, x: m.out(m.fc(x))
+)
+row("gradient of the input", calls=((NEEDED,),) * 3, look=lambda m, y: taken(NEEDED), doors=DIFFERENTIATED)(
+    lambda m, x: m.out(m.fc(x))
+)
+
+
+def taken(tensor: torch.Tensor) -> Any:
+    grad, tensor.grad = tensor.grad, None
+    return grad
+
+
+# Hooks
+
+
+def hooked(work: Any) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.fc(x)
+        work(m, h)
+        return m.out(h)
+
+    return forward
+
+
+def keep(m: Any, h: torch.Tensor) -> None:
+    h.retain_grad()
+    m.kept = h
+
+
+row(
+    "hook on a tensor",
+    inductor=True,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+)(hooked(lambda m, h: h.register_hook(lambda gradient: 2 * gradient)))
+row("retain_grad", look=lambda m, y: m.kept.grad, doors=DIFFERENTIATED, builds=2, broken="compile backend")(
+    hooked(keep)
+)
+row("hook behind a node", builds=4, broken="compile step backend")(
+    hooked(lambda m, h: h.grad_fn.register_hook(lambda i, o: tuple(g if g is None else 2 * g for g in i)))
+)
+row("hook before a node", builds=4, broken="compile step backend")(
+    hooked(lambda m, h: h.grad_fn.register_prehook(lambda o: tuple(2 * g for g in o)))
+)
+row("hook on several gradients", {"seen": []}, settles=False, builds=4, broken="compile step backend")(
+    hooked(lambda m, h: register_multi_grad_hook([h], lambda g: m.seen.append(1)))
+)
+row(
+    "hook on a parameter",
+    change=at(1, lambda m: m.fc.weight.register_hook(lambda gradient: 3 * gradient)),
+    builds=3,
+    broken="step",
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "hook behind the gradient of a parameter",
+    {"seen": []},
+    change=at(1, lambda m: m.fc.bias.register_post_accumulate_grad_hook(lambda p: m.seen.append(1))),
+    settles=False,
+    builds=3,
+    broken="step",
+)(lambda m, x: m.out(m.fc(x)))
+row("forward hook", begin=lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3), inductor=True)(
+    lambda m, x: m.out(m.fc(x))
+)
+row(
+    "forward hook that is hung up later",
+    change=at(1, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)),
+    builds=2,
+    today={"backend": "result is wrong"},
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that goes",
+    change=lambda m, n: (
+        setattr(m, "handle", m.fc.register_forward_hook(lambda module, args, y: y * 3)) if n == 0 else m.handle.remove()
+    ),
+    builds=2,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook on the model itself",
+    change=at(1, lambda m: m.register_forward_hook(lambda module, args, y: y * 3)),
+    builds=2,
+    broken="backend",
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook before a module, with keywords",
+    change=at(
+        1, lambda m: m.fc.register_forward_pre_hook(lambda module, args, kw: ((args[0] * 3,), kw), with_kwargs=True)
+    ),
+    builds=2,
+    today={"backend": "result is wrong"},
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that keeps what passes",
+    begin=lambda m: (
+        setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y))
+    ),
+    builds=2,
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "forward hook that counts",
+    begin=lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args))),
+    settles=False,
+    builds=6,
+    broken="step",
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "backward hook on a module",
+    change=at(
+        1, lambda m: m.fc.register_full_backward_hook(lambda module, i, o: tuple(g if g is None else 3 * g for g in i))
+    ),
+    calls=((NEEDED,),) * 3,
+    look=lambda m, y: taken(NEEDED),
+    doors=DIFFERENTIATED,
+    builds=3,
+    broken="compile",
+    today={"backend": "look is wrong"},
+)(lambda m, x: m.out(m.fc(x)))
+row(
+    "backward hook before a module",
+    change=at(1, lambda m: m.fc.register_full_backward_pre_hook(lambda module, o: tuple(3 * g for g in o))),
+    builds={"compile": 3, "step": 5, "backend": 1},
+    broken="compile step",
+    today={"backend": "gradient 0 is wrong"},
+)(lambda m, x: m.out(m.fc(x)))
+
+
+def everywhere(m: Any, number: int) -> None:
+    """Hooks on all modules, which the model's eager twin has once too."""
+    for handle in GLOBAL:
+        handle.remove()
+    GLOBAL.clear()
+    if number == 1:
+        GLOBAL.append(
+            all_modules.register_module_forward_hook(
+                lambda module, args, y: y * 3 if type(module) is nn.Linear else None
+            )
+        )
+
+
+GLOBAL: list[Any] = []
+row("forward hook on all modules", change=everywhere, builds=2, today={"backend": "result is wrong"})(
+    lambda m, x: m.out(m.fc(x))
+)
+
+
+def tripled() -> Any:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: 3 * tensor)
+
+
+def saving(around: Any) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.fc(x)
+        with around():
+            h = torch.exp(h)
+        return m.out(h)
+
+    return forward
+
+
+row("hooks for saved tensors in forward", builds={"compile": 2, "step": 4, "backend": 1}, broken="compile step")(
+    saving(tripled)
+)
+row("save_on_cpu in forward", builds={"compile": 2, "step": 4, "backend": 1}, broken="compile step")(
+    saving(save_on_cpu)
+)
+row(
+    "hooks for saved tensors around a call", around=tripled, around_both=True, doors=("step",), builds=2, broken="step"
+)(lambda m, x: m.out(m.fc(x).tanh()))
+
+
+# Checkpoints
+
+
+@torch.library.custom_op("amp_behaviour::watched", mutates_args=())
+def watched(x: torch.Tensor) -> torch.Tensor:
+    CALLED.append(1)
+    return x.clone()
+
+
+watched.register_fake(torch.empty_like)
+watched.register_autograd(lambda ctx, grad: grad)
+
+WAYS = {
+    "module": lambda m: m.inner,
+    "method": lambda m: m.inner.forward,
+    "closure": lambda m: lambda x: m.inner(x),
+    "partial": lambda m: functools.partial(lambda inner, x: inner(x), m.inner),
+}
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.gelu(watched(self.fc(x)))
+
+
+class Checkpointed(nn.Module):
+    way, options = "module", {"use_reentrant": False}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.inner, self.out = nn.Linear(4, 4), Inner(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(checkpoint(WAYS[self.way](self), self.fc(x), **self.options))
+
+
+for way in WAYS:
+    row(f"checkpoint of a {way}", look=drained, inductor=way == "module", **STANDING.get(f"checkpoint of a {way}", {}))(
+        type("Checkpoint", (Checkpointed,), {"way": way})
+    )
+row(
+    "checkpoint, reentrant",
+    look=drained,
+    builds={"compile": 4, "step": 6, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+)(type("Checkpoint", (Checkpointed,), {"options": {"use_reentrant": True}}))
+row(
+    "checkpoint, reentrant, of a closure",
+    look=drained,
+    builds={"compile": 4, "step": 6, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+)(type("Checkpoint", (Checkpointed,), {"way": "closure", "options": {"use_reentrant": True}}))
+row(
+    "checkpoint with dropout inside",
+    autocast=True,
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+)(lambda m, x: m.out(checkpoint(lambda h: F.dropout(m.fc(h), 0.5), x, use_reentrant=False)))
+row("checkpoint without gradients", doors=("inference",))(type("Checkpoint", (Checkpointed,), {}))
+
+
+@row(
+    "checkpoints of four layers",
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
+)
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+# torch.func
+
+
+def dual(f: Any, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(lambda t: f(t).sin(), (x,), (torch.ones_like(x),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda t: f(t).float().sin().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(lambda t: f(t).float().sin(), x)[1](x)[0],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda t: f(t).sin())(x[0]),
+    "jacfwd": lambda f, x: torch.func.jacfwd(lambda t: f(t).sin())(x[0]),
+    "vmap": lambda f, x: torch.func.vmap(lambda t: f(t).sin())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: f(t).float().sin().sum()))(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda t: f(t).float().sin().sum())(x[0]),
+    "forward_ad": lambda f, x: dual(lambda t: f(t).sin(), x),
+}
+for name, transform in TRANSFORMS.items():
+    row(f"torch.func inside: {name}", **STANDING.get(f"torch.func inside: {name}", {}))(
+        lambda m, x, transform=transform: transform(m.fc, x)
+    )
+    # Its numbers are those of autocast, which knows no rules; said once.
+    row(
+        f"torch.func around: {name}",
+        use=transform,
+        doors=FORWARD,
+        autocast=True,
+        **STANDING.get(f"torch.func around: {name}", {}),
+    )(lambda m, x: torch.tanh(m.fc(x)))
+row(
+    "torch.func.functional_call",
+    use=lambda m, x: torch.func.functional_call(m, {k: 2 * v for k, v in m.named_parameters()}, (x,)),
+    doors=DIFFERENTIATED,
+)(lambda m, x: m.out(m.fc(x)))
+row("autograd.grad inside", calls=((X,),) * 3, builds=5, broken="compile step backend")(lambda m, x: penalty(m, x))
+
+
+def penalty(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    y = m.out(m.fc(x).tanh())
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y + slope
+
+
+row("double backward around", use=lambda m, x: penalty_around(m, x), doors=DIFFERENTIATED)(
+    lambda m, x: m.out(m.fc(x).tanh())
+)
+
+
+def penalty_around(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    y = m(x)
+    if not torch.is_grad_enabled():
+        return y
+    (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    return y + slope
+
+
+row(
+    "parameters in a list",
+    {"gains": [nn.Parameter(torch.ones(4))]},
+    doors=DIFFERENTIATED,
+    look=lambda m, y: taken(m.gains[0]),
+)(lambda m, x: m.fc(x) * m.gains[0])
+row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
+row(
+    "weights that come to be tied",
+    change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)),
+    doors=DIFFERENTIATED,
+    builds=2,
+)(lambda m, x: m.out(m.fc(x)))
+row("weights tied by data", begin=lambda m: setattr(m.out.weight, "data", m.fc.weight.data), doors=DIFFERENTIATED)(
+    lambda m, x: m.out(m.fc(x))
+)
+row("weight that is read twice, transposed too")(lambda m, x: F.linear(m.fc(x), m.fc.weight.t()))
+
+
+@row("table that is read by a lookup and by the head", calls=((torch.tensor([[1, 2, 3], [0, 1, 2]]),),) * 3)
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.table(ids)))
+
+
+@row("sparse gradients", calls=((torch.tensor([[1, 2, 2], [0, 5, 1]]),),) * 3, doors=DIFFERENTIATED)
+class Sparse(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+
+
+row(
+    "weights written behind autograd's back",
+    change=lambda m, n: m.fc.weight.data.mul_(1 + n),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))
+row("weights written under no_grad", change=lambda m, n: under_no_grad(m, n), doors=(*TRAINED, "inference"))(
+    lambda m, x: m.out(m.fc(x))
+)
+
+
+def under_no_grad(m: Any, n: int) -> None:
+    with torch.no_grad():
+        m.fc.weight.mul_(1 + n)
+
+
+row(
+    "weights given other data",
+    change=lambda m, n: setattr(m.fc.weight, "data", (1 + n) * m.fc.weight.data),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))
+
+
+@row(
+    "buffer written behind autograd's back",
+    change=lambda m, n: m.gain.data.fill_(1.0 + 2 * n),
+    doors=(*TRAINED, "inference"),
+)
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("gain", torch.ones(4))
+
+    def forward(self, x):
+        return self.fc(x) * self.gain
+
+
+row(
+    "weights loaded",
+    change=lambda m, n: m.load_state_dict({k: (1 + n) * v for k, v in m.state_dict().items()}),
+    doors=(*TRAINED, "inference"),
+)(lambda m, x: m.out(m.fc(x)))
+
+
+@row(
+    "exception within a transform",
+    change=lambda m, n: setattr(m, "fail", n == 1),
+    builds=3,
+    broken="compile step",
+    today={"backend": "FP32 without a word"},
+)
+def within(m, x):
+    def inner(t):
+        if m.fail:
+            raise ValueError("in the middle")
+        return m.fc(t).sin()
+
+    return torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]

@@ -1,0 +1,420 @@
+"""Branches, loops, exceptions, generators; inputs and outputs of all forms; sizes that differ."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from table import DOORS, FORWARD, X, row, rows_of, setting
+from torch import nn
+
+SIZES = rows_of(8, 9, 10)
+KEPT = torch.tensor([True, False, True, True, False, True])
+
+
+@row("branch on data", calls=((X,), (X - 9,), (X,)), inductor=True, builds=5, broken="compile step backend")
+def branch(m, x):
+    y = m.fc(x)
+    return m.out(y) if x.sum() > -20 else -m.out(y)
+
+
+@row("branch on data, never taken", builds=4, broken="compile step backend")
+def never(m, x):
+    y = m.fc(x)
+    return y if y.sum() > 1e9 else -y
+
+
+@row(
+    "branch on data amid a loop over layers",
+    builds={"compile": 2, "step": 4, "backend": 0},
+    broken="compile step",
+    today={"backend": "FP32 without a word"},
+)
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 1e9:
+                break
+        return x * 2
+
+
+@row("loop as often as data says", builds=4, broken="compile step backend")
+def repeats(m, x):
+    y = m.fc(x)
+    for _ in range(int(x.abs().sum()) % 5):
+        y = y + 1
+    return y
+
+
+@row("loop until data says", builds=4, broken="compile step backend")
+def until(m, x):
+    y = m.fc(x)
+    while y.abs().sum() < 50:
+        y = y * 2
+    return y
+
+
+row("item", calls=((X,), (X * 2,), (X * 3,)), builds=3, broken="backend")(lambda m, x: m.fc(x) * x.abs().sum().item())
+row(
+    "data as a size",
+    calls=((X,), (X * 1.3,), (X * 0.6,)),
+    builds={"compile": 3, "step": 6, "backend": 3},
+    broken="compile step backend",
+)(lambda m, x: m.fc(x)[: 1 + int(x.abs().sum()) % 5])
+
+
+@row("assertion on data", builds=2, broken="step")
+def asserts(m, x):
+    assert x.abs().sum() > 0
+    return m.fc(x)
+
+
+@row("assertion that fails on a shape", calls=((X,), (X[:3],), (X,)), today={"backend": "FP32 without a word"})
+def asserts_shape(m, x):
+    assert x.shape[0] == 6, "six rows"
+    return m.fc(x)
+
+
+@row("graph break that is asked for", builds=2, broken="backend")
+def breaks(m, x):
+    y = m.fc(x)
+    torch._dynamo.graph_break()
+    return m.out(y.relu())
+
+
+@row("function that is left to Python", {"seen": []}, settles=False, builds=3, broken="step")
+def left_out(m, x):
+    y = m.fc(x)
+    noted(m, y)
+    return y
+
+
+@torch.compiler.disable
+def noted(m: Any, y: torch.Tensor) -> None:
+    m.seen.append(y.sum().item())
+
+
+row("NumPy amid forward", builds=2, broken="step")(lambda m, x: m.fc(x) + torch.from_numpy(x.detach().numpy() * 2))
+row(
+    "address of a tensor",
+    builds={"compile": 1, "step": 3, "backend": 0},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.fc(x) + 0 * (x.data_ptr() % 2))
+
+
+@torch.library.custom_op("amp_behaviour::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+opaque.register_autograd(lambda ctx, grad: grad * 2)
+row(
+    "operator without a fake kernel",
+    refused={
+        "compile": "neither torch.export nor Dynamo can take the model",
+        "step": "neither torch.export nor Dynamo can take the model",
+    },
+    today={"backend": "raises TorchRuntimeError: RuntimeError when making fake tensor call"},
+)(lambda m, x: m.fc(torch.ops.amp_behaviour.opaque(x)))
+
+
+@row(
+    "exception of the model itself",
+    calls=((X,), (X,), (X,)),
+    change=lambda m, n: setattr(m, "fail", n == 1),
+    today={"backend": "FP32 without a word"},
+)
+def own_error(m, x):
+    if m.fail:
+        raise ValueError("no such thing today")
+    return m.fc(x)
+
+
+class Own(Exception):
+    pass
+
+
+@row(
+    "exception of a class of its own, at the first call",
+    {"fail": True},
+    change=lambda m, n: setattr(m, "fail", n == 0),
+    builds=2,
+    today={"backend": "FP32 without a word"},
+)
+def own_class(m, x):
+    y = m.fc(x)
+    if m.fail:
+        raise Own("not today")
+    return y
+
+
+@row(
+    "exception behind a write",
+    {"n": 0},
+    change=lambda m, n: setattr(m, "fail", n == 1),
+    builds={"compile": 2, "step": 4, "backend": 1},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)
+def error_behind_write(m, x):
+    m.n += 1
+    if m.fail:
+        raise Own("not today")
+    return m.fc(x)
+
+
+@row("exception that depends on data", calls=((X,), (X + 100,), (X,)), builds=3, broken="step")
+def error_on_data(m, x):
+    y = m.fc(x)
+    if x.sum() > 1000:
+        raise Own("too much")
+    return y
+
+
+@row("exception that forward catches")
+def catches(m, x):
+    try:
+        raise Own("inside")
+    except Own:
+        return m.fc(x)
+    finally:
+        m.done = True
+
+
+row(
+    "KeyError that a call raises",
+    {"table": {"a": 1.0}, "key": "a"},
+    change=setting("key", "a", "b", "a"),
+    builds=2,
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.fc(x) * m.table[m.key])
+row("None where a tensor is needed", calls=((X,), (None,), (X,)))(lambda m, x: m.fc(x))
+row("wrong input shape", calls=((X,), (X[:, :3],), (X,)), lines=4)(lambda m, x: m.out(m.fc(x).relu()))
+row("wrong input shape at the first call", calls=((X[:, :3],), (X,)), lines=4)(lambda m, x: m.out(m.fc(x).relu()))
+row(
+    "wrong input shape of a model that breaks",
+    calls=((X,), (X[:, :3],), (X,)),
+    lines=6,
+    builds=5,
+    broken="compile step backend",
+)(lambda m, x: never(m, m.out(x)))
+row("wrong input type", calls=((X,), (X.long(),), (X,)), lines=4, builds=2)(lambda m, x: m.fc(x))
+row("FP64 data for FP32 weights", calls=((X,), (X.double(),), (X,)), lines=4, builds=2)(lambda m, x: m.fc(x))
+row("too many arguments", calls=((X,), (X, X), (X,)), lines=4)(lambda m, x: m.fc(x))
+row("unknown keyword", calls=((X,), (X, {"other": 1}), (X,)), lines=4)(lambda m, x: m.fc(x))
+
+row("generator expression")(lambda m, x: sum(m.fc(one) for one in (x, x * 2)))
+
+
+@row("generator function")
+def generates(m, x):
+    def parts():
+        for factor in (1.0, 2.0, 3.0):
+            yield m.fc(x * factor)
+
+    return torch.cat(list(parts()), 1)
+
+
+@row(
+    "generator that is kept",
+    change=lambda m, n: setattr(m, "source", (float(k) for k in range(1, 9))) if n == 0 else None,
+    builds=5,
+    broken="compile step backend",
+)
+def kept_generator(m, x):
+    return m.fc(x) * next(m.source)
+
+
+@row("context manager of the model's own", {"depth": 0})
+def own_context(m, x):
+    @contextlib.contextmanager
+    def deeper():
+        m.depth += 1
+        yield
+        m.depth -= 1
+
+    with deeper():
+        return m.fc(x) * m.depth
+
+
+@row("closure made in forward")
+def closes(m, x):
+    scale = x.shape[0] / 2
+
+    def inner(h):
+        return h * scale
+
+    return inner(m.fc(x))
+
+
+row("recursion")(lambda m, x: (f := lambda h, n: h if n == 0 else f(m.fc(h), n - 1))(x, 3))
+row("map, filter, sorted")(lambda m, x: sum(map(m.fc, (x * k for k in sorted(filter(bool, [3, 0, 1]))))))
+row("einsum and string methods")(lambda m, x: torch.einsum(",".join(["ij", "kj"]) + "->ik", m.fc(x), x))
+
+
+# Sizes
+
+row("second and third batch size", calls=SIZES, doors=DOORS, inductor=True, builds=2)(
+    lambda m, x: m.out(F.gelu(m.fc(x)))
+)
+row("many batch sizes", calls=rows_of(8, 9, 10, 3, 12, 5), doors=DOORS, builds=2)(lambda m, x: m.out(F.gelu(m.fc(x))))
+row("batch of one", calls=rows_of(8, 1, 9, 1), builds=3)(lambda m, x: m.fc(x))
+row("empty batch", calls=rows_of(8, 0, 9), fp32=True, builds=3)(lambda m, x: m.fc(x))
+row("size in arithmetic", calls=SIZES, builds=3)(
+    lambda m, x: m.fc(x) * (1.0 / x.shape[0]) + torch.arange(x.shape[0])[:, None] * 0.01
+)
+row("size in a branch", calls=SIZES, builds=3)(lambda m, x: m.fc(x) if x.shape[0] > 9 else m.out(x))
+row("size that the model fixes", calls=rows_of(6, 6, 6))(lambda m, x: m.fc(x) * torch.ones(6, 1))
+row("another number of dimensions", calls=((X,), (X[None],), (X[0],)), builds=3)(lambda m, x: m.fc(x))
+row("another type of input", calls=((X,), (X.bfloat16(),), (X,)), autocast=True, builds=2)(lambda m, x: m.fc(x))
+row("another memory layout", calls=((X,), (X.t().contiguous().t(),), (X,)), builds=2)(lambda m, x: m.fc(x))
+row("two inputs that are one", calls=((X, X + 1), (X, X), (X, X + 1)), builds=2)(lambda m, x, y: m.fc(x) * y)
+row("attention with growing length", calls=tuple((torch.randn(2, n, 4),) for n in (3, 4, 5)), builds=3)(
+    lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True)
+)
+
+
+@row(
+    "cache that grows",
+    {"cache": None},
+    calls=tuple((X[n : n + 1],) for n in range(4)),
+    settles=False,
+    builds={"compile": 6, "step": 6, "backend": 3},
+)
+def grows_cache(m, x):
+    keys = m.fc(x)
+    m.cache = keys.detach() if m.cache is None else torch.cat([m.cache, keys.detach()])
+    return m.out(x) @ m.cache.t()
+
+
+row("rows of a mask", builds=2, broken="backend")(lambda m, x: m.fc(x)[KEPT].square())
+row("rows where data says", calls=((X,), (X - 0.5,), (X + 0.5,)), builds=3, broken="backend")(
+    lambda m, x: m.fc(x)[x.sum(1) > 0].square()
+)
+row("nonzero", calls=((X,), (X - 0.5,)), builds=3, broken="backend")(
+    lambda m, x: m.fc(x)[(x.sum(1) > 0).nonzero()[:, 0]]
+)
+row("masked_select")(lambda m, x: m.fc(x).masked_select(KEPT[:, None]))
+row(
+    "masked_select, the mask broadcasts to more",
+    today={
+        "compile": "raises RuntimeError: Runtime assertion failed for expression u0 <= 4 on",
+        "step": "raises RuntimeError: Runtime assertion failed for expression u0 <= 4 on",
+    },
+)(lambda m, x: m.fc(x)[0].masked_select(torch.ones(6, 4, dtype=torch.bool)))
+row("unique", builds=2, broken="backend")(lambda m, x: m.fc(x) * torch.unique((x * 3).long()).numel())
+row("repeat_interleave")(lambda m, x: torch.repeat_interleave(m.fc(x), (x.sum(1) > 0).long() + 1, dim=0))
+row("tensor_split by a tensor", builds=3, broken="step")(
+    lambda m, x: torch.tensor_split(m.fc(x), torch.tensor([1, 3]))[1]
+)
+row("one_hot")(lambda m, x: m.fc(x).softmax(-1) - F.one_hot(x.argmax(1), 4))
+row("one_hot without a number of classes", builds=4, broken="compile step backend")(
+    lambda m, x: m.fc(F.one_hot(torch.tensor([0, 3, 1])).float())
+)
+row(
+    "tensor index that is read",
+    {"place": torch.tensor(1)},
+    today={"backend": "raises ValuesReadError: an index or a size is read from a tensor while"},
+)(lambda m, x: m.fc(x)[:, m.place] * 2)
+
+
+# Inputs and outputs
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Any
+    hidden: Any = None
+    count: int = 0
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Held:
+    x: Any
+    rows: Any
+
+
+class Result(collections.OrderedDict):
+    """As model outputs of transformers: a dict with attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+row("dict as an output", doors=DOORS)(lambda m, x: {"logits": m.fc(x), "more": [m.out(x), None, 3, "text"]})
+row("dataclass as an output")(lambda m, x: Output(m.fc(x), m.out(x), 2))
+row("named tuple as an output")(lambda m, x: Pair(m.fc(x), (m.out(x), 1.5)))
+row("dict with attributes as an output", look=lambda m, y: type(y).__name__, doors=FORWARD)(
+    lambda m, x: Result(a=m.fc(x))
+)
+row("input as an output")(lambda m, x: (m.fc(x), x))
+row("one output twice", look=lambda m, y: y is None or y[0] is y[1], doors=FORWARD)(lambda m, x: ((y := m.fc(x)), y))
+row("parameter as an output", look=lambda m, y: y is None or y[1] is m.fc.weight, doors=FORWARD)(
+    lambda m, x: (m.fc(x), m.fc.weight)
+)
+row("view as an output")(lambda m, x: ((y := m.fc(x)), y[:2]))
+row("no tensor among the outputs", doors=("compile", "backend"), fp32=True, broken="backend")(
+    lambda m, x: int(x.shape[0]) + 1
+)
+row("None as an output", doors=("compile", "backend"), fp32=True, broken="backend")(lambda m, x: None)
+row("keywords", calls=((X, {"y": X, "flag": True}), (X, {"flag": False, "y": X}), (X, {"y": X + 1})), builds=3)(
+    lambda m, x, y=None, flag=True: m.fc(x) + y if flag else m.out(x) * y
+)
+row(
+    "gathered keywords of many sizes",
+    calls=tuple((torch.randn(n, 4), {"y": torch.randn(n, 4), "count": torch.tensor(3.0)}) for n in (4, 3, 7, 2)),
+    builds=2,
+)(lambda m, x, y=None, **others: (m.fc(x) + y) / others["count"])
+row("gathered arguments", calls=((X, X + 1), (X, X + 1, X + 2), (X,)), builds=3)(
+    lambda m, *xs: sum(m.fc(x) for x in xs)
+)
+row("keyword-only argument", calls=((X, {"scale": 2.0}), (X, {"scale": 3.0})), builds=2)(
+    lambda m, x, *, scale: m.fc(x) * scale
+)
+row("argument that is not given", calls=((X,), (X, X), (X, None)), builds=3)(
+    lambda m, x, y=None: m.fc(x) if y is None else m.fc(x) + y
+)
+row("dict as an input", calls=(({"x": X, "k": [X, 2.0]},),) * 3, use=lambda m, batch=None, **kw: m(batch or kw))(
+    lambda m, batch: m.fc(batch["x"]) + batch["k"][0] * batch["k"][1]
+)
+row("dataclass as an input", calls=tuple((Held(X * n, slice(4)),) for n in (1, 2, 3)), builds=2, broken="step")(
+    lambda m, held: m.fc(held.x)[held.rows]
+)
+row("array as an input", calls=((X.numpy(),), (2 * X.numpy(),)), builds=2, broken="step")(
+    lambda m, x: m.fc(torch.as_tensor(x))
+)
+row("text as an input", calls=((X, "a"), (X, "b"), (X, "a")), builds=2)(
+    lambda m, x, kind: m.fc(x) if kind == "a" else m.out(x)
+)
+row("function as an input", calls=((X, torch.relu), (X, torch.tanh), (X, torch.relu)), builds=3, broken="step")(
+    lambda m, x, act: act(m.fc(x))
+)
+row("bool as an input", calls=((X, True), (X, False), (X, True)), builds=2)(
+    lambda m, x, flag: m.fc(x) if flag else m.out(x)
+)
+row("sparse matrix as an input", calls=((X, torch.eye(6).to_sparse()),) * 3, today={"backend": "FP32 without a word"})(
+    lambda m, x, s: torch.sparse.mm(s, m.fc(x))
+)
+row("sparse matrix made inside", today={"backend": "FP32 without a word"})(
+    lambda m, x: torch.sparse.mm(x.to_sparse(), m.fc(x).t())
+)
+row("complex numbers inside")(lambda m, x: torch.view_as_real(torch.fft.fft(m.fc(x))))
+row("whole numbers as an output", doors=FORWARD)(lambda m, x: (m.fc(x), x.argmax(1), x > 0))

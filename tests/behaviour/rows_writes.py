@@ -1,0 +1,576 @@
+"""What a forward writes: attributes, lists, counters, buffers, tensors in place, prints, random numbers."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import itertools
+import logging
+import os
+import random
+import warnings
+from dataclasses import dataclass
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import torch
+from table import DOORS, FORWARD, X, at, row, rows_of
+from torch import nn
+
+FIVE = ((X,),) * 5
+LOSS: contextvars.ContextVar[Any] = contextvars.ContextVar("LOSS", default=None)
+
+
+@dataclass
+class Log:
+    loss: Any = None
+
+
+class Counter:
+    __slots__ = ("last", "n")
+
+    def __init__(self) -> None:
+        self.n, self.last = 0, None
+
+    def count(self, h: torch.Tensor) -> int:
+        self.n, self.last = self.n + 1, h.detach()
+        return self.n
+
+
+class Cached:
+    @functools.lru_cache  # noqa: B019
+    def table(self, n: int) -> torch.Tensor:
+        return torch.arange(n).float()
+
+
+@row("auxiliary loss on an attribute", {"aux": None}, doors=DOORS, inductor=True)
+def auxiliary(m, x):
+    h = m.fc(x)
+    m.aux = h.square().mean()
+    return m.out(h.relu())
+
+
+@row("auxiliary loss of an attribute in the user's loss", {"aux": None}, loss=lambda model: with_auxiliary(model))
+def auxiliary_in_loss(m, x):
+    h = m.fc(x)
+    m.aux = h.square().mean()
+    return m.out(h.relu())
+
+
+def with_auxiliary(model: Any) -> Any:
+    return lambda net, x: net(x).square().mean() + 2 * model.aux
+
+
+@row("auxiliary losses of two blocks, summed")
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.loss = sum(block.aux for block in self.blocks)
+        return x * self.loss
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.aux = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        h = self.fc(x)
+        self.aux = h.square().mean()
+        return h.relu()
+
+
+@row(
+    "what is returned and kept is one tensor",
+    look=lambda m, y: y is None or (type(y) is torch.Tensor and m.last is m.other is y),
+    doors=FORWARD,
+)
+def returned_and_kept(m, x):
+    m.last = m.other = m.fc(x)
+    return m.last
+
+
+@row("state that goes from call to call", {"state": None}, calls=FIVE, doors=DOORS, builds=2)
+def remembers(m, x):
+    h = x if m.state is None else x + m.state[0]
+    m.state = (torch.tanh(h).detach(), {"seen": x})
+    return m.fc(h)
+
+
+@row(
+    "counter",
+    {"n": 0},
+    calls=((X,),) * 12,
+    doors=DOORS,
+    inductor=True,
+    builds={"inference": 2, "compile": 2, "step": 3, "backend": 8},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)
+def counts(m, x):
+    m.n += 1
+    return m.fc(x) * m.n
+
+
+@row(
+    "counter that nothing reads",
+    {"n": 0},
+    calls=FIVE,
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def counts_alone(m, x):
+    m.n += 1
+    return m.fc(x)
+
+
+@row(
+    "counter in a dict",
+    {"table": {"calls": 0}},
+    calls=FIVE,
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def counts_in_dict(m, x):
+    m.table["calls"] += 1
+    return m.fc(x) * m.table["calls"]
+
+
+@row(
+    "float that forward moves",
+    {"scale": 0.5},
+    calls=FIVE,
+    change=at(3, lambda m: setattr(m, "scale", 0.25)),
+    builds=3,
+    broken="step",
+)
+def moves_float(m, x):
+    m.scale += 0.125
+    return m.fc(x) * m.scale
+
+
+@row("shape that is noted", calls=rows_of(6, 3, 6), look=lambda m, y: (m.rows, m.kind), builds=4, broken="step")
+def notes_shape(m, x):
+    m.rows, m.kind = x.shape[0], "two" if x.dim() == 2 else "other"
+    return m.fc(x)
+
+
+@row("list that grows by tensors", {"maps": []}, calls=FIVE, settles=False, builds=8, broken="step")
+def grows(m, x):
+    h = m.fc(x)
+    m.maps.append(h)
+    return h.relu()
+
+
+@row("list that grows and is read", {"maps": []}, calls=FIVE, settles=False, builds=8, broken="step")
+def grows_and_reads(m, x):
+    h = m.fc(x)
+    m.maps.append(1)
+    return h * len(m.maps)
+
+
+@row(
+    "list that is cleared between calls",
+    {"maps": []},
+    change=lambda m, n: m.maps.clear(),
+    settles=False,
+    builds=4,
+    broken="step",
+)
+def cleared(m, x):
+    h = m.fc(x)
+    m.maps.append(h)
+    return h * len(m.maps)
+
+
+@row("list that grows by numbers", {"seen": []}, calls=FIVE, settles=False, builds=9, broken="step")
+def gathers(m, x):
+    y = m.fc(x)
+    m.seen.append(y.sum().item())
+    return y
+
+
+@row("list that is kept short", {"last": []}, calls=FIVE, builds=4, broken="step")
+def short_list(m, x):
+    m.last = [*m.last, m.fc(x).detach().square().mean()][-2:]
+    return m.fc(x) * (1 + len(m.last))
+
+
+@row(
+    "deque that forward fills",
+    {"last": collections.deque(maxlen=2)},
+    calls=FIVE,
+    builds=5,
+    today={"compile": "result is wrong", "step": "result is wrong", "backend": "result is wrong"},
+)
+def fills_deque(m, x):
+    m.last.append(len(m.last))
+    return m.fc(x) * (1 + len(m.last))
+
+
+@row("set that forward changes", {"seen": {1, 2}}, look=lambda m, y: sorted(m.seen), builds=3, broken="step")
+def changes_set(m, x):
+    m.seen.add(3)
+    return m.fc(x) * len(m.seen)
+
+
+@row("objects that are written to", {"log": Log(), "table": {"norm": None}}, builds=2)
+def writes_objects(m, x):
+    h = m.fc(x)
+    m.log.loss, m.table["norm"] = h.sum(), h.norm()
+    return h
+
+
+@row("object that no graph makes", look=lambda m, y: type(m.box).__name__, builds=3, broken="step")
+def makes_object(m, x):
+    m.box = object()
+    return m.fc(x)
+
+
+@row(
+    "object with slots",
+    {"held": Counter()},
+    calls=FIVE,
+    look=lambda m, y: (m.held.n, m.held.last),
+    builds={"compile": 2, "step": 3, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def slots(m, x):
+    h = m.fc(x)
+    return h * m.held.count(h)
+
+
+row("cached results", {"held": Cached()})(lambda m, x: m.fc(x) * m.held.table(4))
+
+
+@row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE, builds=5, broken="compile step backend")
+def writes_array(m, x):
+    m.held[0] += 1
+    return m.fc(x) * float(m.held[0])
+
+
+@row("bytes that forward writes", {"held": bytearray(2)}, calls=FIVE, builds=6, broken="compile step backend")
+def writes_bytes(m, x):
+    m.held[0] += 1
+    return m.fc(x) * m.held[0]
+
+
+row(
+    "iterator",
+    {"held": itertools.count(1)},
+    calls=FIVE,
+    look=lambda m, y: repr(m.held),
+    builds=8,
+    today={
+        "compile": "a call like the last one builds",
+        "step": "a call like the last one builds",
+        "backend": "a call like the last one builds",
+    },
+)(lambda m, x: m.fc(x) * next(m.held))
+row(
+    "iterator of a list",
+    {"held": iter([1.0, 5.0, 2.0, 7.0, 3.0, 4.0, 9.0])},
+    calls=FIVE,
+    builds=5,
+    broken="compile step backend",
+)(lambda m, x: m.fc(x) * next(m.held))
+row("enumerate and zip")(
+    lambda m, x: sum(m.fc(a) * (i + 1) * k for i, (a, k) in enumerate(zip((x, x + 1), (1.0, 3.0), strict=True)))
+)
+
+
+@row(
+    "user's dict",
+    {"held": collections.UserDict()},
+    calls=FIVE,
+    look=lambda m, y: dict(m.held),
+    builds={"compile": 3, "step": 4, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def user_dict(m, x):
+    m.held["n"] = m.held.get("n", 0) + 1
+    return m.fc(x) * m.held["n"]
+
+
+@row(
+    "default dict",
+    {"held": collections.defaultdict(int)},
+    calls=FIVE,
+    builds={"compile": 3, "step": 4, "backend": 7},
+    broken="step",
+    today={"backend": "a call like the last one builds"},
+)
+def default_dict(m, x):
+    m.held["n"] += 1
+    return m.fc(x) * m.held["n"]
+
+
+@row(
+    "queue",
+    calls=FIVE,
+    begin=lambda m: setattr(m, "held", Queue()),
+    look=lambda m, y: m.held.qsize(),
+    builds=5,
+    broken="compile step backend",
+)
+def queue(m, x):
+    h = m.fc(x)
+    m.held.put(h.detach())
+    return h * m.held.qsize()
+
+
+@row(
+    "attribute of a function",
+    begin=lambda m: setattr(m, "held", function()),
+    calls=FIVE,
+    look=lambda m, y: m.held.calls,
+    builds={"compile": 3, "step": 5, "backend": 7},
+    broken="compile step",
+    today={"backend": "a call like the last one builds"},
+)
+def function_attribute(m, x):
+    m.held.calls += 1
+    return m.fc(x) * m.held.calls
+
+
+def function() -> Any:
+    def inner() -> None:
+        pass
+
+    inner.calls = 0
+    return inner
+
+
+@row("context variable that is set", look=lambda m, y: LOSS.get())
+def sets_context(m, x):
+    h = m.fc(x)
+    LOSS.set(h.sum())
+    return h
+
+
+@row(
+    "environment that is set",
+    quiet=True,
+    change=lambda m, n: os.environ.update(AMP_TEST_SET="1"),
+    look=lambda m, y: os.environ["AMP_TEST_SET"],
+)
+def sets_environment(m, x):
+    os.environ["AMP_TEST_SET"] = "7"
+    return m.fc(x)
+
+
+@row("buffers that are given new tensors", inductor=True, calls=FIVE)
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        h = self.fc(x)
+        self.mean = 0.5 * self.mean + 0.5 * h.mean(0).detach()
+        self.calls = self.calls + 1
+        return h + self.mean
+
+
+@row("buffers that are written in place", calls=FIVE)
+class Writing(Averaging):
+    def forward(self, x):
+        h = self.fc(x)
+        self.mean.mul_(0.5).add_(h.mean(0).detach())
+        self.calls += 1
+        return h + self.mean
+
+
+@row("buffer that is made late", builds=3, broken="step")
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.register_buffer("late", x.mean(0), persistent=False)
+        return self.fc(x) + self.late
+
+
+@row("tensor that is no buffer, in place", {"calls": torch.zeros(())}, calls=FIVE)
+def plain_tensor(m, x):
+    m.calls += 1
+    return m.fc(x) * m.calls
+
+
+@row("batch norm", doors=DOORS, inductor=True)
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+@row("batch norm without momentum", autocast=True, builds=3, broken="step")
+class Cumulative(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.momentum = None
+
+
+@row("SyncBatchNorm of one process", doors=("compile", "inference", "step", "backend"))
+class Synchronized(Normed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(4)
+
+
+@row("module that calls itself", {"maps": []}, settles=False)
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.aux = nn.Linear(4, 4), None
+
+    def forward(self, x, again=True):
+        h = self.fc(x)
+        self.aux = h.square().mean()
+        return self(h, again=False) if again else h
+
+
+@row("print at every call", builds=3, broken="step")
+def prints(m, x):
+    h = m.fc(x)
+    print("shape", tuple(h.shape))
+    return h
+
+
+@row("print that is not reached", {"loud": False})
+def quiet(m, x):
+    if m.loud:
+        print("shape", tuple(x.shape))
+    return m.fc(x)
+
+
+@row("warning at every call", today={"backend": "FP32 without a word"})
+def warns(m, x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.warn("as models do", stacklevel=1)
+    return m.fc(x)
+
+
+@row("log line at every call")
+def logs(m, x):
+    logging.getLogger("some.model").debug("shape %s", x.shape)
+    return m.fc(x)
+
+
+row("random numbers of Python", calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + random.random())
+)
+row("random numbers of NumPy", calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + float(np.random.rand()))
+)
+row("random numbers of torch", doors=DOORS)(lambda m, x: m.fc(x) + torch.rand(4))
+row("dropout", autocast=True)(lambda m, x: nn.functional.dropout(m.fc(x), 0.5, m.training))
+row("generator of NumPy", {"held": np.random.default_rng(0)}, calls=FIVE, builds=5, broken="compile step backend")(
+    lambda m, x: m.fc(x) * (1 + m.held.random())
+)
+row(
+    "generator of Python",
+    {"held": random.Random(0)},
+    calls=FIVE,
+    refused={
+        "compile": "forward draws from Python's or NumPy's random numbers",
+        "step": "forward draws from Python's or NumPy's random numbers",
+    },
+    today={"backend": "FP32 without a word"},
+)(lambda m, x: m.fc(x) * (1 + m.held.random()))
+
+
+@row("seed that forward sets", builds=3, broken="step")
+def seeds(m, x):
+    torch.manual_seed(7)
+    return m.fc(x) + torch.rand_like(x)
+
+
+@row(
+    "fork of the generators",
+    builds={"compile": 1, "step": 3, "backend": 0},
+    broken="step",
+    today={"backend": "FP32 without a word"},
+)
+def forks(m, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        noise = torch.rand(4)
+    return m.fc(x) + noise + torch.rand(4)
+
+
+class Written(nn.Module):
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.fc, self.write = nn.Linear(4, 4), write
+
+    def forward(self, x):
+        hidden = self.fc(x)
+        found = self.write(hidden)
+        return self.fc(x) * hidden + (0 if found is None else found)
+
+
+def under_no_grad(write: Any) -> Any:
+    def written(h: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return write(h)
+
+    return written
+
+
+def of_a_split(h: torch.Tensor) -> None:
+    h.split(2, 1)[1].add_(1)
+
+
+def of_a_slice(h: torch.Tensor) -> None:
+    h[:, 2:] = 1.0
+
+
+def of_a_mask(h: torch.Tensor) -> None:
+    h.masked_fill_(h > 0.2, 0.0)
+
+
+WRITES = {
+    "mul_ under no_grad": under_no_grad(lambda h: h.mul_(2)),
+    "clamp_ under no_grad": under_no_grad(lambda h: h.clamp_(-0.1, 0.1)),
+    "copy_ under no_grad": under_no_grad(lambda h: h.copy_(h * 2)),
+    "split under no_grad": under_no_grad(of_a_split),
+    "slice under no_grad": under_no_grad(of_a_slice),
+    "mask under no_grad": under_no_grad(of_a_mask),
+    "data under no_grad": under_no_grad(lambda h: h.data.mul_(3)),
+    "data": lambda h: h.data.mul_(3),
+    "detach": lambda h: h.detach().mul_(3),
+}
+for name, write in WRITES.items():
+    row(f"written past autograd: {name}")(
+        type("Writes", (Written,), {"__init__": functools.partialmethod(Written.__init__, write)})
+    )
+
+
+@row("written through one of several views")
+def views(m, x):
+    marks = torch.zeros(2, 4)
+    _, last = marks.unbind(0)
+    last.add_(1)
+    left, _ = marks.chunk(2, 1)
+    left.mul_(3)
+    return m.fc(x) * marks.sum(0)
