@@ -157,6 +157,7 @@ class Wide(nn.Module):
         return self.down(x) + self.again(x.tanh())
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

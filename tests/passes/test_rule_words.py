@@ -240,12 +240,14 @@ STORAGE: dict[str, tuple[dict[str, Any], bool]] = {  # the section `weights`, an
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("op", OPS)
 def test_a_loop_of_ones_own(op: str, dtype: str) -> None:
     looped(op, dtype, WORDS, "eager")
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("op", OPS)

@@ -65,6 +65,7 @@ def test_a_step_in_fp32_is_torchs(breaks, caplog):
         assert sum(record.getMessage().startswith("captured") for record in caplog.records) == 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
 def test_in_16_bits_it_is_near(dtype, breaks):

@@ -57,6 +57,7 @@ def shared(request):
     return request.param, *mixed(request.param)
 
 
+@pytest.mark.sweep(3)
 def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
     _, model, optimizer, step = shared
     step(X, Y)
@@ -72,6 +73,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
     assert not torch.equal(after[0], before[0])
 
 
+@pytest.mark.sweep(3)
 def test_a_saved_run_goes_on_bit_for_bit(shared):
     name, model, optimizer, step = shared
     for _ in range(3):

@@ -118,6 +118,7 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
@@ -163,6 +164,7 @@ def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
 # ---- models that come in as fp16 or bf16
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("dtype", list(LOW))
 def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
@@ -344,6 +346,7 @@ class Computed(nn.Module):
         return nn.functional.linear(nn.functional.gelu(self.first(x)), self.function(self.second.weight))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "function",

@@ -51,6 +51,7 @@ def each_with(quick, more):
     ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("mode", "warm"), each_with(True, False))
 def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     model, optimizer, step, x = setup(mode)
@@ -72,6 +73,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     assert step.state_dict() == step2.state_dict()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("mode", "poison"), each_with(float("inf"), float("nan")))
 def test_a_skipped_step_changes_nothing_but_the_scale(mode, poison):
     model, optimizer, step, x = setup(mode, clip_norm=1.0)
