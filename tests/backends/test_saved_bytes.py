@@ -87,7 +87,7 @@ LAYERS = {
     [
         *((name, "eager") for name in LAYERS),
         pytest.param("gru", "inductor", marks=pytest.mark.slow),
-        ("attention of a module", "inductor"),
+        pytest.param("attention of a module", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_what_layers_make_is_kept_in_16_bits(name, backend):

@@ -83,6 +83,7 @@ def test_in_pieces_there_is_one_more_form_and_no_other():
     assert len(step._choice.pieces.pieces.plans) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled():
     expected, _ = trained(torchs, False)

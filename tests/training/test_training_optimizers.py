@@ -172,8 +172,9 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow  # a compiled step of a fused optimizer is in test_compiled_steps.py
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["rmsprop", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rmsprop", "adafactor"])
 def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
     found = []
     for backend in ("eager", "inductor"):

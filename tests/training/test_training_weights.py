@@ -312,7 +312,9 @@ def test_a_momentum_from_fp32_that_fp16_cannot_hold_is_clipped(caplog):
     assert "2 of the 3 numbers of 'momentum_buffer' are beyond what float16 holds" in caplog.text
 
 
-@pytest.mark.parametrize(("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), (1.0, "inductor")])
+@pytest.mark.parametrize(
+    ("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), pytest.param(1.0, "inductor", marks=pytest.mark.slow)]
+)
 def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, backend):
     model, optimizer, step = outgrowing(
         backend, {"overflow": "skip"}, lr, loss_scale=amp.DynamicLossScale(init_scale=1.0)
