@@ -116,7 +116,7 @@ def check_updates(found, printed, variants, kinds):
     assert all(row["copy_share"] == 1 for row in found["rows"] if row["variant"] == "copy")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_updates_from_the_command_line(tmp_path, bench):
     variants = [v for v in bench["update_runs"].VARIANTS if v != "torch.compile"]
     options = ["--parameters", "20000", "--dtype", "bf16", "--steps", "2", "--variants", *variants]

@@ -84,7 +84,7 @@ def broken(device):
     raise RuntimeError("no such variant")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("importable")
 def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
     with pytest.raises(SystemExit, match="ended with code 1"):
