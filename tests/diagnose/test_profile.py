@@ -76,6 +76,7 @@ class Followed:
             assert [row.made, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"dtype": "bf16"}, {"loss_scale": 1024.0}], ids=str)
 def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
     plain, profiled = Net(), Net()
@@ -508,6 +509,7 @@ def test_a_step_that_runs_in_pieces_is_told_what_is_not_counted() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "change",
     [

@@ -108,6 +108,7 @@ class Logits(nn.Module):
         return self.squash(x @ self.identity)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("name", "dtype", "backend"),
     [

@@ -15,6 +15,7 @@ from training_optimizers import EXACT, OPTIMIZERS, STEPS, X, Y, models, split, s
 import amp_compiler as amp
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_plain_fp32_equals_a_torch_loop(name):
     model, reference = models(name)
@@ -151,6 +152,7 @@ def two_optimizers(model):
     return {"matrices": O.Muon(matrices, 1e-2), "vectors": O.AdamW(vectors, 1e-2)}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [two_groups, two_optimizers])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_groups_dicts_clipping_and_accumulation(make, accumulate):

@@ -255,6 +255,7 @@ def resumable(name):
     )  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used before"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(name, used_before):

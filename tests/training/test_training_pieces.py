@@ -343,6 +343,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["step", "model"])
 def test_what_is_checkpointed_is_computed_again(reentrant, kind):

@@ -89,6 +89,7 @@ def test_batch_norm_statistics_stay_fp32_under_nvcaffe():
     assert model[1].weight.dtype is torch.float32  # batch norm's kernels take FP32 parameters, whatever the data
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", list(LOW))
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
     spacing = torch.finfo(LOW[dtype]).eps  # of numbers between 1 and 2
@@ -149,6 +150,7 @@ def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
         assert torch.equal((weight + error.float()).bfloat16().float(), weight)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
     finals = []

@@ -107,6 +107,7 @@ def test_the_compiled_step_does_the_same(mode, compiler):
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["masters, sgd", "nearest, sgd", "kahan, adam"])
 def test_accumulated_batches_are_averaged(mode):
     model, optimizer, step, x = setup(mode, accumulate=2)
