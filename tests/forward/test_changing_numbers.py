@@ -260,6 +260,7 @@ def test_two_threads_with_numbers_of_their_own():
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled():
     model = amp.compile(Scaled(PLACES["arithmetic"][0]), dtype="bf16")
