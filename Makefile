@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-slow test-gpu test-torch211 docs \
+.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch211 docs \
   browser screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
@@ -61,7 +61,7 @@ test: $(STAMP) ## lint, types and all tests but the slow ones; installs Chromium
 	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
 
 test-all-but-slow: $(STAMP) browser
-	$(BOTH) -m "not slow and not gpu"
+	$(BOTH) -m "not slow and not gpu and not ranks"
 
 # The pages that the project writes are tried in Debian's Chromium. Without it those tests are skipped and say so, but
 # with AMP_BROWSER=require, as continuous integration sets it, they fail.
@@ -94,10 +94,15 @@ types: $(STAMP) ## mypy --strict on an installed copy
 	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
 
 test-fast: $(STAMP) ## the tests that compile nothing and take no seconds
-	$(BOTH) -m "not slow and not gpu and not compiles and not long and not browser"
+	$(BOTH) -m "not slow and not gpu and not ranks and not compiles and not long and not browser"
 
-test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` are all that need no GPU
-	$(BOTH) -m "slow and not gpu"
+# Two and four processes, each number of them started once: the tests stand in one process, and the ranks beside it.
+test-ranks: $(STAMP) ## the tests in which several processes train one model
+	$(PYTEST) -m "ranks and not slow" tests/ranks
+
+test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` and `make test-ranks` are all that need no GPU
+	$(BOTH) -m "slow and not gpu and not ranks"
+	$(PYTEST) -m "slow and ranks" tests/ranks
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu

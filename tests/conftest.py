@@ -9,7 +9,9 @@ import gc
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,11 @@ from benchmark_modules import benchmark_modules
 
 os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
 os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # garbage is looked for below, not behind each of 2,000 captures
+
+
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
+LONG = frozenset(LONG_TESTS.read_text(encoding="utf-8").split())
+LONGEST = 0.2  # seconds that a test of `make test-fast` takes
 
 
 class _Uncaptured(logging.Logger):
@@ -32,11 +39,38 @@ logging.getLogger("torch.__trace").__class__ = _Uncaptured
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test with the parameter "inductor" is marked `compiles`."""
+    """What is marked by what is known of a test: its parameter "inductor", its time, the place in its sweep."""
+    sweeps: dict[str, list[pytest.Item]] = {}
     for item in items:
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(isinstance(value, str) and value == "inductor" for value in values):
             item.add_marker("compiles")
+        if item.nodeid.partition("[")[0] in LONG:
+            item.add_marker("long")
+        if item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in sweeps.values():
+        last = max(cases[0].get_closest_marker("sweep").args[0] - 1, 1)  # type: ignore[union-attr]
+        kept = {round(place * (len(cases) - 1) / last) for place in range(last + 1)}
+        for place, item in enumerate(cases):
+            if place not in kept:
+                item.add_marker("slow")
+
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """The seconds of each test, for `AMP_MEASURE=1`."""
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """`AMP_MEASURE=1 make test-all-but-slow`, on a machine that is quiet, writes anew which tests are long."""
+    if os.environ.get("AMP_MEASURE") and not hasattr(session.config, "workerinput"):
+        ran = {name.partition("[")[0] for name in _seconds}
+        long = {name.partition("[")[0] for name, seconds in _seconds.items() if seconds > LONGEST}
+        LONG_TESTS.write_text("\n".join(sorted((LONG - ran) | long)) + "\n", encoding="utf-8")
 
 
 @pytest.fixture

@@ -103,6 +103,12 @@ def test_no_folder_is_crowded() -> None:
     assert not crowded
 
 
+def test_what_is_listed_as_long_is_there() -> None:
+    for line in (ROOT / "tests" / "long_tests.txt").read_text(encoding="utf-8").split():
+        file, _, name = line.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), line
+
+
 def test_the_training_step_is_no_hub() -> None:
     path = next(path for name, path in ALL if name == "training.step")
     ours = {one for imported in imports(path) if (one := own(imported)) is not None}

@@ -34,10 +34,8 @@ def recipes(module):
     return [one for one in vars(module).values() if type(one).__name__ == "Recipe"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one == "seq2seq" else pytest.mark.slow) for one in SCRIPTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_short_run_prints_every_way(load, name, capsys, tmp_path):
     module = load(name)
     found = load("common").main(*recipes(module), arguments=["--short", "--into", str(tmp_path)])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORDED = Path(__file__).parents[2] / "tests" / "pipelines"
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? ")
 _NODE = re.compile(
     r"(?P<name>\w+)(?:: \(?(?P<dtype>\w+)[^=]*)? = (?P<target>[\w.]+)\((?P<arguments>.*)\)(?:  # (?P<marks>.*))?$"
 )
@@ -41,12 +42,29 @@ def stages(model: str) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     last: list[str] = []
+    graph: list[str] = []
     for block in (RECORDED / f"{model}.txt").read_text(encoding="utf-8").split("=== ")[1:]:
         title, *lines = block.rstrip("\n").split("\n")
         name, _, note = title.partition(", ")
-        last = last if note == "nothing changed" else lines
+        last = last if note == "nothing changed" else _changed(graph, lines) if note == "changes" else lines
+        graph = last if any(line.startswith("return") for line in last) else graph
         found.setdefault(name, last)
     return found
+
+
+def _changed(before: list[str], diff: list[str]) -> list[str]:
+    """The lines behind a unified diff that has no lines around its changes."""
+    after, place = [], 0
+    for line in diff:
+        if hunk := _HUNK.match(line):
+            start = int(hunk[1]) - (hunk[2] != "0")  # behind the line that it names where nothing is taken away
+            after += before[place:start]
+            place = start
+        elif line.startswith("-"):
+            place += 1
+        else:
+            after.append(line[1:])
+    return after + before[place:]
 
 
 def nodes(stage: list[str]) -> list[Line]:

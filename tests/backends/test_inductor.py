@@ -48,20 +48,6 @@ def test_every_option_is_one_of_this_torch(place):
     assert all(hasattr(torch._inductor.config, name) for name in _options(graph_module, round_exactly=True))
 
 
-def test_loops_on_a_gpu_are_merged_before_they_fuse():
-    """On a CPU Inductor merges them anyway."""
-    for place, merged in (("", False), ("@cuda", True)):
-        graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
-        assert (_options(graph_module, False).get("loop_ordering_after_fusion") is False) == merged
-
-
-def test_gradients_of_weights_on_a_gpu_are_made_where_they_stand():
-    """At the end of the step everything that they are made of would still be kept."""
-    for place, moved in (("", True), ("@cuda", False)):
-        graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
-        assert _options(graph_module, False).get("reorder_for_locality", True) is moved
-
-
 @pytest.fixture
 def late(monkeypatch):
     """Late passes run with their contract checked, on what Inductor has really opened; those that changed something."""
@@ -231,12 +217,6 @@ def test_late_passes_run_where_a_graph_has_something_for_them(text, late):
     known = ("attention_backward", "keep_images_once", "remake_masks")
     found = [name for name in known if name in str(identity(text))]
     assert found == ([] if late is None else [late])
-
-
-def test_sums_on_the_way_of_a_batch_norm_are_kept_on_a_gpu():
-    for at, kept in (("", False), ("@cuda", True)):
-        options = _options(parse_fx(NORM.format(at=at)), False)
-        assert ("realize_reads_threshold" in options) is kept
 
 
 def test_late_passes_are_made_to_run_inside_of_a_compiler():

@@ -72,6 +72,7 @@ def test_every_graph_is_compiled_in_the_mode(call, mode, monkeypatch):
     assert asked and all(one == (TUNED if mode != "default" else dict.fromkeys(TUNED, False)) for one in asked)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_the_numbers_stay_those_of_the_default():
     """Within a rounding of a sum: products are added up in FP32 whoever makes them."""

@@ -33,7 +33,7 @@ def saved_bytes(model, call, x=X) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_as_many_bytes_are_kept_as_by_autocast(backend):
     model = net()
 
@@ -87,7 +87,7 @@ LAYERS = {
     [
         *((name, "eager") for name in LAYERS),
         pytest.param("gru", "inductor", marks=pytest.mark.slow),
-        ("attention of a module", "inductor"),
+        pytest.param("attention of a module", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_what_layers_make_is_kept_in_16_bits(name, backend):

@@ -58,17 +58,6 @@ def test_a_second_process_finds_all_that_the_first_compiled(bench, tmp_path):
     assert 0 < warm["cpu_s"] < warm["total_cpu_s"]
 
 
-def test_first_steps_stand_beside_each_other(bench):
-    rows = [
-        {"model": "mlp", "start": start, "variant": variant, "cpu_s": 2.0 * (place + 1), "total_cpu_s": 5.0}
-        for start in ("cold", "warm")
-        for place, variant in enumerate(bench["first_step"].VARIANTS)
-    ]
-    made = bench["first_step"].table(rows)
-    assert list(made.columns[1].cells) == ["cold", "warm"]
-    assert list(made.columns[4].cells) == [bench["measuring"].coloured(0.5)] * 2  # ours is the first variant
-
-
 EAGER = ["--models", "tiny-mlp", "--variants", "autocast", "--steps", "2", "--least", "0"]
 SCRIPTS = pytest.mark.parametrize(("script", "bound"), [("train_step", "update"), ("inference", "weights")])
 
@@ -127,7 +116,7 @@ def check_updates(found, printed, variants, kinds):
     assert all(row["copy_share"] == 1 for row in found["rows"] if row["variant"] == "copy")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_updates_from_the_command_line(tmp_path, bench):
     variants = [v for v in bench["update_runs"].VARIANTS if v != "torch.compile"]
     options = ["--parameters", "20000", "--dtype", "bf16", "--steps", "2", "--variants", *variants]
@@ -168,17 +157,6 @@ def test_planning_and_rewriting_of_a_model(bench):
     assert row["nodes"] * row["us_per_node"] == pytest.approx(1e6 * (row["seconds"] + row["rewrite_seconds"]))
 
 
-def test_the_best_run_counts_and_its_preparation_does_not(bench, monkeypatch):
-    clock, given = [0.0], iter((5.0, 2.0, 9.0))
-
-    def wait(seconds):
-        clock[0] += seconds
-        return seconds
-
-    monkeypatch.setattr(bench["plan_models"].time, "process_time", lambda: clock[0])
-    assert bench["plan_models"].best_of(3, lambda: wait(next(given)), lambda one: wait(one + 1)) == (3.0, 10.0)
-
-
 def test_the_readme_compares_with_the_fastest_mode(bench, tmp_path, monkeypatch):
     numbers = {"model": "m", "bound": "gemm", "peak_bytes": 10, "first_call_s": 2.0, "gemm_share": 0.5}
     times = {"fp32": 9.0, "torch.compile": 8.0, "torch.compile reduce-overhead": 4.0, "amp_compiler": 3.0}
@@ -203,15 +181,6 @@ def test_the_notes_show_the_classes_that_take_time(bench, tmp_path, monkeypatch)
     head, _, row = bench["readme"].profile_table().splitlines()
     assert head == "| model | bound by | variant | step | matrix products | the rest | GEMM floor | page faults |"
     assert row == "| m | gemm | amp_compiler | 7.0 | 5.0 | 2.0 | 3.0 | 1,234 |"
-
-
-def test_names_of_modes(bench):
-    comparison = bench["comparison"]
-    for mode in comparison.MODES:
-        assert comparison.compiled_mode(comparison.compiled_name(mode)) == mode
-    assert comparison.compiled_name("default") == "torch.compile"
-    assert comparison.compiled_mode("amp_compiler") is None
-    assert comparison.compiled_mode(comparison.RECURRENT) == "default"
 
 
 def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatch):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
-
-import amp_compiler as amp
 
 AUTOCAST, COMPILED, OURS = "autocast", "torch.compile", "amp_compiler"
 MODES = [COMPILED, f"{COMPILED} reduce-overhead", f"{COMPILED} max-autotune"]
@@ -127,68 +123,6 @@ def test_what_is_late_or_breaks_is_left_out_and_told(bench, side):
     }
 
 
-def test_what_times_kernels_comes_last_and_alone_or_not_at_all(bench, side):
-    log = []
-
-    def start(name):
-        side.now = 20.0 if name == "B tuned" else side.now
-        return side(log, name)
-
-    names = ["A tuned", "A", "B tuned", "B", "C tuned"]
-    *_, found = bench["bursts"].measure(start, names, 3, 60.0, 1, 10, lambda name: name.endswith("tuned"))
-    assert [name for what, name in log if what == "begin"] == ["A", "B", "A tuned", "B tuned"]
-    assert log.index(("end", "A")) < log.index(("begin", "A tuned"))
-    assert log.index(("end", "A tuned")) < log.index(("begin", "B tuned"))
-    assert list(found.times) == ["A", "B", "A tuned", "B tuned"]
-    assert found.failed == {"C tuned": "not begun, the time for this model's first calls was spent (60 s)"}
-
-
-def test_a_process_is_waited_for_so_long_and_ended(bench, tmp_path, monkeypatch):
-    ended = []
-    process = object.__new__(bench["processes"].Process)
-    process._name = "gpt2"
-    process._connection = SimpleNamespace(poll=lambda timeout: (ended.append(timeout), False)[1])
-    process._process = SimpleNamespace(terminate=lambda: ended.append("ended"), join=lambda: None)
-    with pytest.raises(SystemExit, match="gpt2: its first call was not done in time"):
-        process.wait(until=0.0)
-    assert ended == [0.0, "ended"]
-
-
-@pytest.mark.parametrize("error, patience", [(None, 20.0), (SystemExit(), 20.0), (KeyboardInterrupt(), 0.0)])
-def test_who_interrupts_does_not_wait_for_a_compiler(bench, error, patience):
-    done = []
-    process = object.__new__(bench["processes"].Process)
-    process._connection = SimpleNamespace(close=lambda: done.append("closed"))
-    process._process = SimpleNamespace(
-        join=lambda timeout=None: done.append(timeout), is_alive=lambda: True, terminate=lambda: done.append("ended")
-    )
-    process.__exit__(type(error), error, None)
-    assert done == ["closed", patience, "ended", None]
-
-
-@pytest.mark.parametrize("room, count", [(141e9, 2), (80e9, 1), (24e9, 1)])
-def test_as_many_lie_on_the_gpu_as_find_room(bench, monkeypatch, room, count):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=room))
-    assert bench["bursts"].fit_together() == count
-
-
-def test_sizes_on_a_gpu(bench):
-    cases = bench["cases"]
-    assert set(cases.names("cuda")) == set(bench["models"].CUDA_SIZES) and cases.names("cpu") == cases.NAMES
-    assert cases.items("gpt2", "gemm", "cuda") == 16 * 1024 and cases.items("gpt2", "update", "cuda") == 128
-    assert cases.items("resnet50", "gemm", "cuda") == 256 and cases.items("resnet50", "update", "cuda") == 1
-    assert cases.size_of(cases.TINY, "gemm", "cuda") == cases.SHAPES[cases.TINY].size("gemm")
-
-
-def test_products_of_a_gpus_size_are_counted_without_numbers(bench):
-    cases = bench["cases"]
-    size = bench["models"].CUDA_SIZES["mlp"]
-    hidden, head = (2 * size.batch * size.hidden * width for width in (size.hidden, size.classes))
-    forward = size.layers * hidden + head
-    assert cases.matmul_flops("mlp", "gemm", backward=False, device="cuda") == forward
-    assert cases.matmul_flops("mlp", "gemm", backward=True, device="cuda") == 3 * forward - hidden
-
-
 def test_masks_of_transformers_are_not_read_for_it(bench):
     cases, size = bench["cases"], bench["models"].CUDA_SIZES["bert"]
     rows = size.batch * size.tokens
@@ -226,93 +160,3 @@ def test_training_steps_on_a_gpu(bench, on_cuda, tmp_path, capsys):
     assert all(row["peak_bytes"] == 3 and "warm_call_s" not in row for row in found["rows"])
     assert f"{MODES[2]}: its first call was not done in time" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 130
-
-
-def test_ours_has_a_mode_too_where_it_is_asked_for(bench, on_cuda, monkeypatch):
-    tuned, tiny = f"{OURS} max-autotune", bench["cases"].TINY
-    options = ["--device", "cuda", "--models", tiny, "--variants", OURS, tuned]
-    bench["train_step"].TRAINING.main([*options, "--together", "1"])
-    assert [name for what, name in on_cuda if what == "begin"] == ["bf16", OURS, tuned]
-    asked = []
-    monkeypatch.setattr(amp, "training_step", lambda *given, mode, **rest: asked.append(mode))
-    monkeypatch.setattr(amp, "compile", lambda *given, mode, **rest: asked.append(mode))
-    for variant in (OURS, tuned):
-        bench["train_step_runs"].Variant(variant, tiny, "gemm", "bf16", "cpu")
-        bench["inference"].Inference(variant, tiny, "gemm", "bf16", "cpu")
-    assert asked == ["default", "default", "max-autotune", "max-autotune"]
-
-
-def test_a_run_that_is_interrupted_prints_what_it_has(bench, on_cuda, monkeypatch, capsys, tmp_path):
-    rows = bench["bursts"].measure
-
-    def measure(*arguments):
-        found = next(rows(*arguments))
-        found.failed["a slow one"] = "late"
-        yield found
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench["bursts"], "measure", measure)
-    tiny, path = bench["cases"].TINY, tmp_path / "r.json"
-    with pytest.raises(KeyboardInterrupt):
-        bench["train_step"].TRAINING.main(
-            ["--device", "cuda", "--models", tiny, "mlp", "--together", "1", "--json", str(path)]
-        )
-    assert [row["variant"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"]] == [OURS]
-    printed = capsys.readouterr().out
-    assert f"│ {OURS}" in printed
-    assert printed.splitlines()[-3:] == [
-        f"{tiny}, gemm, a slow one: late",
-        f"{tiny}, gemm: not measured, or not to its end",
-        "mlp, gemm: not measured, or not to its end",
-    ]
-
-
-def test_models_share_the_time_for_first_calls(bench, on_cuda, monkeypatch):
-    asked, real = [], bench["bursts"].measure
-    measure = lambda *given: asked.append(given[3]) or real(*given)  # noqa: E731
-    monkeypatch.setattr(bench["bursts"], "measure", measure)
-    tiny = bench["cases"].TINY
-    options = ["--device", "cuda", "--together", "1", "--models", tiny, tiny, "--variants", OURS]
-    for given in ([], ["--limit", "100"]):
-        bench["train_step"].TRAINING.main([*options, *given])
-    # The stand-in's clock stands still: what the first has not used is the second's.
-    assert asked == [190.0, 380.0, 50.0, 100.0]
-
-
-def test_what_is_measured_on_a_cpu_stays_what_it_was(bench):
-    options = bench["train_step"].TRAINING.parse([])
-    assert options.models == list(bench["cases"].NAMES) and options.bounds == ["gemm", "update"] and options.all
-    assert options.variants == list(bench["comparison"].VARIANTS) and options.modes == ["default"]
-    assert (options.steps, options.turn, options.least, options.together) == (20, 5, 10.0, None)
-    assert not bench["train_step"].TRAINING.parse(["--models", "gpt2"]).all
-
-
-def test_the_tensors_of_an_update_are_made_where_they_are_used(bench):
-    runs = bench["update_runs"]
-    made = []
-    real = torch.randn
-
-    def randn(*size, generator=None, device=None, **other):
-        made.append((str(generator.device), device))
-        return real(*size, generator=generator, device=device, **other)
-
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr(torch, "randn", randn)
-        runs.Tensors([(4, 4)], "bf16", "cpu")
-    assert made == [("cpu", "cpu")] * 2
-
-
-def test_the_update_on_a_gpu_runs_in_bursts(bench, monkeypatch):
-    update = bench["update"]
-    assert update.parse(["--device", "cuda"]).steps == 5 * update.BURST and update.parse([]).steps == 20
-    asked = []
-    monkeypatch.setattr(update, "make", lambda variant, *rest: variant)
-    monkeypatch.setattr(
-        bench["measuring"],
-        "interleaved_bursts",
-        lambda variants, bursts, length, seconds: asked.append((bursts, length)) or dict.fromkeys(variants, (2.0,) * 3),
-    )
-    rows = update.measure("wide", "bf16", update.parse(["--device", "cuda", "--parameters", "2000"]))
-    assert asked == [(5, 20)] and [row["variant"] for row in rows] == list(bench["update_runs"].VARIANTS)
-    assert sys.modules["measuring"] is bench["measuring"]

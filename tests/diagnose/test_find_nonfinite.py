@@ -413,6 +413,7 @@ def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
     assert not amp.find_nonfinite(step, X * 1e-3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fault", ["attention logits", "log of an underflowed softmax"])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_model_whose_output_is_not_finite(fault, compiled, tmp_path):

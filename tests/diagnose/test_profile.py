@@ -76,6 +76,7 @@ class Followed:
             assert [row.made, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"dtype": "bf16"}, {"loss_scale": 1024.0}], ids=str)
 def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
     plain, profiled = Net(), Net()
@@ -157,6 +158,7 @@ class Wide(nn.Module):
         return self.down(x) + self.again(x.tanh())
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -507,6 +509,7 @@ def test_a_step_that_runs_in_pieces_is_told_what_is_not_counted() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     "change",
     [
@@ -539,7 +542,9 @@ def _another(model, optimizer):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("change", [_freeze, _leave_out, pytest.param(_another, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "change", [_leave_out, *(pytest.param(one, marks=pytest.mark.slow) for one in (_freeze, _another))]
+)
 def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on(change):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))

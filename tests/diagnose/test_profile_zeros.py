@@ -53,6 +53,7 @@ def profile(model: nn.Module, loss_fn: Any, stepped: bool, dtype: str = "fp16", 
     return amp.profile(step, [X, X])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("stepped", [True, False], ids=["step", "model"])
 @pytest.mark.parametrize(
     ("make", "loss_fn", "names"),

@@ -377,6 +377,7 @@ class Holding(nn.Module):
         return h * self.factor(self.held, h)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", HELD)
 def test_what_no_table_of_attributes_holds_is_seen(name: str) -> None:
     make, factor, look = HELD[name]

@@ -126,6 +126,7 @@ class NestedInPieces(Nested):
         return self.after(y), y
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("cut_within", [False, True])
 @pytest.mark.parametrize(("dtype", "named"), [("fp16", "bf16"), ("bf16", "fp16")])
 def test_in_pieces_it_gives_what_nested_autocast_gives(dtype, named, cut_within):

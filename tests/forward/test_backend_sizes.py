@@ -70,7 +70,7 @@ CASES = {
     "mark_dynamic": (mlp, ROWS, {}, 1),
 }
 # What is tried in every run of the tests; the others in the slow ones.
-QUICK = {("batch", True), ("arithmetic", False)}
+QUICK = {("arithmetic", False)}
 RUNS = [
     pytest.param(
         name,

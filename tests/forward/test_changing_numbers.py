@@ -77,6 +77,7 @@ def log(caplog):
     return caplog
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("place", PLACES)
 def test_after_the_second_capture_there_is_no_other(place, log):
     scaled, change = PLACES[place]
@@ -140,6 +141,7 @@ BEYOND = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", BEYOND)
 def test_more_than_arithmetic_is_computed_with_the_number_itself(kind):
     """As one graph for a few values, then in pieces; always with a plan, and beside it another number is an input."""
@@ -258,6 +260,7 @@ def test_two_threads_with_numbers_of_their_own():
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled():
     model = amp.compile(Scaled(PLACES["arithmetic"][0]), dtype="bf16")
@@ -291,6 +294,7 @@ def test_code_that_asks_sees_a_number_and_the_buffers_of_the_model(kind, log):
     assert not {"isinstance", "type"} & globals().keys()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("text", [str, repr, "{}".format, lambda k: f"{k}", lambda k: f"{k * 2}", lambda k: f"{k:.3f}"])
 def test_a_text_is_made_of_the_number_itself(text):
     class Told(nn.Linear):

@@ -231,6 +231,7 @@ def test_the_trainer_trains_a_transformer(tmp_path):
     assert losses == pytest.approx(expected, rel=BF16_ERROR) and not model.in_pieces
 
 
+@pytest.mark.slow  # the Trainer trains such a model without it
 def test_the_trainer_smooths_the_labels_of_a_transformer(tmp_path):
     """It shifts them for models whose class has the name of one that predicts the next token."""
     model = amp.compile(gpt2(), rules="apex-o0", backend="eager")

@@ -32,6 +32,7 @@ def close(found, wanted):
     return float((found - wanted).abs().max()) <= ERROR * float(wanted.abs().max())
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("training", [False, True])

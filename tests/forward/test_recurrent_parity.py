@@ -122,6 +122,7 @@ def assert_no_worse(theirs, ours, dtype):
         assert mine < 1.25 * other + torch.finfo(TYPES[dtype]).eps / 2
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "dtype"), ALL)
 def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
     make, steps = CASES[name]
@@ -221,6 +222,7 @@ def penalty(run, x):
     return made.float().square().sum()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_a_gradient_penalty_goes_through_a_layer(kind, dtype):

@@ -45,6 +45,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("rules", ["default", "fast", "apex-o3"])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_angles_of_positions(product, rules):

@@ -162,6 +162,7 @@ def as_before() -> Any:
     helper.__defaults__[0][0] = TABLE["scale"][0] = SETTINGS.scale = Reader.kind = 1.0
 
 
+@pytest.mark.sweep(11)
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_value_is_another_capture(name: str) -> None:
     model = Reader()
@@ -252,6 +253,7 @@ class ReadsBy(nn.Module):
         return self.fc(x) * self.read(self)
 
 
+@pytest.mark.sweep(19)
 @pytest.mark.parametrize("name", READS)
 def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCALE", "1")

@@ -65,6 +65,7 @@ def loss(model, x):
     return model(x).float().square().sum()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
 @pytest.mark.parametrize("name", WRITES)
 def test_it_changes_values_and_no_gradient(name, breaks):

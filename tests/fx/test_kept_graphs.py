@@ -18,6 +18,8 @@ from amp_compiler.fx import kept_graphs
 from amp_compiler.fx.graph_record import Unrecordable, graph_of, marks_of, record_of
 from amp_compiler.fx.text import format_fx, parse_fx
 from amp_compiler.fx.torch_private import trace_settings
+from amp_compiler.ops.cache_folder import cache_folder
+from amp_compiler.ops.cpu.build import library
 from amp_compiler.passes.step.differentiate import Differentiate
 
 LOSS = """
@@ -33,6 +35,10 @@ return sum_1
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
+    """Empty but for the loops of the CPU, which another process would compile anew."""
+    library()
+    for one in cache_folder().glob("*.so"):
+        (tmp_path / one.name).symlink_to(one)
     monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
     return tmp_path
 

@@ -167,18 +167,3 @@ def sweep(every):
                 assert list(done.model.graph.output) == list(model.graph.output), (name, dtype, rules)
                 seen, low = seen + 1, low + (done.plan.low_nodes > 0)
     return seen, low
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.long
-def test_some_of_the_node_tests_convert():
-    seen, low = sweep(121)
-    assert seen > 50 and low > 13
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_all_node_tests_convert():
-    """Each single-op model of ONNX's backend tests: valid, idempotent, outputs as they were."""
-    seen, low = sweep(1)
-    assert seen > 7000 and low > 2500

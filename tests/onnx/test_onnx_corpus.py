@@ -106,6 +106,7 @@ def test_builders_repeat(name):
     assert first[0].SerializeToString() == second[0].SerializeToString()
 
 
+@pytest.mark.sweep(42)
 @EVERY_IN_BOTH
 def test_the_output_is_valid(name, dtype):
     original, made = built(name)[0], converted(name, dtype).model
@@ -119,6 +120,7 @@ def test_the_output_is_valid(name, dtype):
     assert not stored & other or name == "existing_casts"
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize(
     "rules", ["default", *(pytest.param(rules, marks=pytest.mark.slow) for rules in ("fast", "apex-o3", "tensorflow"))]
 )
@@ -135,6 +137,7 @@ def test_the_fp16_output_loads_in_onnxruntime(name, rules):
     assert [output.name for output in session.get_outputs()] == [output.name for output in model.graph.output]
 
 
+@pytest.mark.sweep(28)
 @EVERY_IN_BOTH
 def test_converting_again_changes_nothing(name, dtype):
     made = converted(name, dtype).model
@@ -142,6 +145,7 @@ def test_converting_again_changes_nothing(name, dtype):
     assert again.SerializeToString() == made.SerializeToString()
 
 
+@pytest.mark.sweep(39)
 @both(lambda case: True, slow=lambda case: case.slow)
 def test_the_error_with_true_rounding(name, dtype):
     case = NAMES[name]

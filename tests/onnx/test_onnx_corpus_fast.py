@@ -69,6 +69,7 @@ def test_what_is_fp32_in_fp16_belongs_to_a_power_where_norms_stay_in_parts(name)
     assert not {"matmul", "convolution", "softmax"} & {node.family for node in wide}
 
 
+@pytest.mark.sweep(8)
 @in_both()
 def test_the_error_keeps_its_bound(name, dtype):
     model, batches = built(name)

@@ -216,6 +216,7 @@ def test_a_tiny_scale_is_not_lost():
     assert near(made, model(x), 2e-3) and made.any()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "gqa", "hidden rows"])
 def test_attention_is_written_out_as_torch_computes_it(kind):
     class Attend(nn.Module):

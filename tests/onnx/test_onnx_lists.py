@@ -239,6 +239,7 @@ def programs(draw):
     return model(nodes, [info("x", 4, 4)], [info(f"out_{name}", 4, 4) for name in returned], data, opset=18)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("rules", ["default", "tensorflow", "safe", "apex-o3"])
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(source=programs())

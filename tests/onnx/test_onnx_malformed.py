@@ -1,4 +1,4 @@
-"""Every damaged model is refused with an `OnnxError` that names the place and the hint: three ways in, one answer."""
+"""Damaged models that were once faults, by name, and data that cannot be read; `fuzz_models` has thousands more."""
 
 from __future__ import annotations
 
@@ -56,11 +56,6 @@ def binary() -> onnx.FunctionProto:
     """A function of two arguments, which is called with one."""
     steps = [h.make_node("Add", ["a", "b"], ["o"])]
     return h.make_function("f", "A", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])
-
-
-def barren() -> onnx.FunctionProto:
-    """A function whose output no node of it makes."""
-    return h.make_function("f", "A", ["a"], ["o"], [h.make_node("Relu", ["a"], ["t"])], [h.make_opsetid("", 18)])
 
 
 def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
@@ -143,68 +138,25 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "functions that call one another": (
         lambda: with_functions(function("A", ["B"]), function("B", ["Relu", "A"])), "calls itself",
     ),
-    "two functions of one name": (
-        lambda: with_functions(function("A", ["Relu"]), function("A", ["Relu", "Relu"])), "two functions of that name",
-    ),
-    "a call with too few arguments": (lambda: with_functions(binary()), "Add|empty string"),
-    "a function that does not make its output": (lambda: with_functions(barren()), "output|producer"),
     "functions that fill the memory": (doubling, "nodes once they are written out"),
     "a node's name is no text": (
         lambda: damaged_bytes(made([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",
     ),
-    "a value's name is no text": (
-        lambda: damaged_bytes(made([node("Relu", ["x"], ["vv"]), node("Relu", ["vv"], ["y"])]), b"vv", b"\xc3\x28"),
-        "no UTF-8 text",
-    ),
-    "a function's name is no text": (
-        lambda: damaged_bytes(with_functions(function("AAAA", ["Relu"]), call="AAAA"), b"AAAA", b"\xff\xff\xffA"),
-        "no UTF-8 text",
-    ),
     "an unknown element type of data": (lambda: product(tensor(kind=99, raw=b"")), "'w'.*number 99, which nobody"),
-    "no element type of data": (lambda: product(tensor(kind=0, raw=b"")), "'w'.*number 0, which nobody knows"),
-    "an unknown element type of an input": (lambda: typed(elem_type=77), "'x'.*number 77, which nobody knows"),
     "a cast to no type": (
         lambda: made([h.make_node("Cast", ["x"], ["y"], to=1234, name="bad")]), r"'bad' \(Cast\).*1234, which is no",
     ),
     "too little data": (lambda: product(tensor(raw=b"\0" * 12)), "'w'.*12 bytes of data, and .* ask for 256"),
-    "too much data": (lambda: product(tensor(raw=b"\0" * 300)), "'w'.*300 bytes of data, and .* ask for 256"),
-    "no data": (lambda: product(tensor()), "'w'.*0 entries of data"),
-    "a negative size": (lambda: product(tensor(dims=(-8, -8), raw=b"\0" * 256)), r"'w'.*\[-8, -8\], which no tensor"),
     "an absurd size": (lambda: product(tensor(dims=(2**40, 2**40), raw=b"\0" * 8)), "'w'.*which no tensor has"),
-    "two initializers of one name": (
-        lambda: made([node("MatMul", ["x", "w"], ["y"])], data=[weight("w", 8, 8)] * 2), "two of that name",
-    ),
     "bodies deep in one another": (lambda: nested(40), "deep in one another|nested"),
     "an If without else": (branchless, r"'bad' \(If\).*else_branch"),
-    "a Constant without value": (
-        lambda: made([node("Constant", [], ["w"], "bad"), node("MatMul", ["x", "w"], ["y"])]), "Constant|value",
-    ),
     "too many inputs": (lambda: made([node("Relu", ["x", "x"], ["y"], "bad")]), r"'bad' \(Relu\)"),
-    "too few inputs": (lambda: made([node("MatMul", ["x"], ["y"], "bad")]), r"'bad' \(MatMul\)"),
-    "too many outputs": (lambda: made([node("Relu", ["x"], ["y", "z"], "bad")]), r"'bad' \(Relu\)"),
-    "no outputs": (lambda: made([node("Relu", ["x"], ["y"]), node("Relu", ["x"], [], "bad")]), r"'bad' \(Relu\)"),
-    "an output that nobody makes": (lambda: made([node("Relu", ["x"], ["z"])]), "'y'|no producer"),
-    "an input that nobody makes": (lambda: made([node("Relu", ["q"], ["y"], "bad")]), "q|no producer"),
     "a circle": (
         lambda: made([node("Add", ["x", "b"], ["a"], "bad"), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
         "topologic|no producer|cycle",
     ),
-    "a value made twice": (
-        lambda: made([node("Relu", ["x"], ["y"], "one"), node("Relu", ["x"], ["y"], "bad")]), "y|SSA",
-    ),
-    "an output without a name": (lambda: made([node("Relu", ["x"], ["y"])], outputs=[info("", 4, 8)]), "name"),
     "an op that there is not": (lambda: made([node("Rleu", ["x"], ["y"], "bad")]), "Rleu"),
-    "an op without a name": (lambda: made([node("", ["x"], ["y"], "bad")]), "'bad'.*names no op"),
-    "an attribute of another type": (
-        lambda: made([h.make_node("Softmax", ["x"], ["y"], axis="last", name="bad")]), r"'bad' \(Softmax\)",
-    ),
     "an opset from the future": (lambda: with_opset(9999), "9999|opset|version"),
-    "a negative opset": (lambda: with_opset(-3), "version -3"),
-    "a declared type that is another": (lambda: declared(T.INT64, 4, 8), "'bad'|Relu"),
-    "a declared shape that is another": (lambda: declared(T.FLOAT, 5, 5), "'bad'|Relu|inconsistent"),
-    "a rank that does not fit": (
-        lambda: made([node("Transpose", ["x"], ["y"], "bad", perm=[0, 1, 2])]), "'bad'|Transpose",
-    ),
 }  # fmt: skip
 
 
@@ -326,23 +278,11 @@ EXTERNAL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a folder": (lambda folder: beside(folder, location="."), "no regular file"),
     "a device": (lambda folder: beside(folder, location="/dev/zero"), "outside the folder"),
     "above": (lambda folder: beside(folder, location="../../../../../etc/passwd"), "outside the folder"),
-    "round about": (lambda folder: beside(folder, location="a/../../b"), "outside the folder"),
     "a link to elsewhere": (linked, "outside the folder of the model; put the data file itself"),
-    "no place": (lambda folder: beside(folder, location=""), "does not say which file"),
     "a NUL": (lambda folder: beside(folder, location="a\0b"), "does not say which file"),
-    "a name too long": (lambda folder: beside(folder, location="x" * 3000), "cannot be read from"),
     "an absurd length": (lambda folder: beside(folder, length="9" * 40), "length .* no number of bytes"),
-    "another length": (
-        lambda folder: beside(folder, length="123"),
-        "123 bytes of data, and its type and shape ask for",
-    ),
-    "a huge length": (
-        lambda folder: beside(folder, length=str(2**50)),
-        "bytes of data, and its type and shape ask for",
-    ),
     "a negative offset": (lambda folder: beside(folder, offset="-5"), "'-5', which is no number of bytes"),
     "a huge offset": (lambda folder: beside(folder, offset=str(2**50)), "end at byte"),
-    "no number": (lambda folder: beside(folder, offset="one"), "'one', which is no number of bytes"),
 }
 
 
@@ -367,11 +307,6 @@ def test_a_pipe_is_no_model(way, tmp_path):
     refused(tmp_path / "m.onnx", "it is no regular file; name an ONNX file", way)
 
 
-def test_a_name_with_a_nul_is_no_file():
-    for way in WAYS:
-        refused(Path("a\0.onnx"), "no ONNX model|cannot be read", way)
-
-
 # ---- what the checker refuses
 
 
@@ -390,12 +325,6 @@ def test_what_the_full_checker_refuses_is_refused_unless_it_is_not_asked():
     with pytest.raises(OnnxError):
         amp.onnx_to_fx(odd())
     assert amp.onnx_to_fx(odd(), check=False) is not None
-
-
-def test_large_data_are_no_reason_to_refuse():
-    """The checker is asked about a model without its large data."""
-    source = made([node("MatMul", ["x", "w"], ["y"])], inputs=[info("x", 4, 256)], data=[weight("w", 256, 8)])
-    assert convert_onnx(source).plan.low_nodes == 1
 
 
 def test_a_few_numbers_do_not_fill_the_memory():

@@ -331,6 +331,7 @@ def turned(case):
     return module, inputs, export(module, *inputs, names=["x", "positions"][-len(inputs) :])
 
 
+@pytest.mark.sweep(6)
 @BOTH
 @pytest.mark.parametrize("case", ANGLES)
 @pytest.mark.parametrize("rules", ["default", "fast"])

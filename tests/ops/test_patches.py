@@ -209,6 +209,7 @@ def test_fake_results_are_like_the_real_ones(native, geometry, lay):
     assert real[1].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["native", "torch"])
 @SHARP
 def test_opcheck(native, case):

@@ -102,6 +102,7 @@ def test_in_16_bits_results_are_rounded_once(kind, steps, features, hidden, batc
         assert relative(mine, other) < bound, number
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_backward_and_the_backward_of_that_are_the_derivatives(kind):
     torch.manual_seed(3)

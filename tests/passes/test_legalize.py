@@ -32,7 +32,7 @@ def by_hand(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_fp16_on_a_cpu_agrees_to_the_bit_with_rounding_by_hand(backend):
     model = make_mlp()
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))

@@ -137,6 +137,7 @@ TOY = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", TOY)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_step_gives_the_same_bits(name, dtype):

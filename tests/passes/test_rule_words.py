@@ -240,12 +240,14 @@ STORAGE: dict[str, tuple[dict[str, Any], bool]] = {  # the section `weights`, an
 }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("op", OPS)
 def test_a_loop_of_ones_own(op: str, dtype: str) -> None:
     looped(op, dtype, WORDS, "eager")
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("storage", STORAGE)
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("op", OPS)
@@ -253,8 +255,9 @@ def test_a_training_step(op: str, dtype: str, storage: str) -> None:
     stepped(op, dtype, storage, BEHIND_LOW, "eager")
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("op", ["linear", *[pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:]]])
+@pytest.mark.parametrize("op", OPS)
 def test_compiled(op: str) -> None:
     """In FP16, where every down-cast really rounds: of BF16 a compiler may leave some out."""
     looped(op, "fp16", COMPILED, "inductor")

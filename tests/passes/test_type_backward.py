@@ -40,8 +40,7 @@ pytestmark = pytest.mark.usefixtures("bf16_kernels")
     [
         ("eager", gradients),
         ("eager", by_autograd),
-        ("inductor", gradients),
-        pytest.param("inductor", by_autograd, marks=pytest.mark.slow),
+        *(pytest.param("inductor", make, marks=pytest.mark.slow) for make in (gradients, by_autograd)),
     ],
 )
 def test_fp32_gradients_of_bf16_matrix_products(make: Any, backend: str) -> None:

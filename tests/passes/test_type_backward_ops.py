@@ -113,6 +113,7 @@ class Tied(nn.Module):
         return F.linear(F.linear(x, self.weight), self.weight.t().contiguous()).tanh()
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("make", [gradients, by_autograd])
 @pytest.mark.parametrize("between", [Attention, Recurrent, Tied])
 @pytest.mark.parametrize("rule", [EVERYTHING, WIDE], ids=["everything", "products"])

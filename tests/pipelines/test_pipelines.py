@@ -1,14 +1,11 @@
-"""The text of every stage of seven small models: `tests/pipelines/*.txt`.
+"""What every stage does to seven small models: `tests/pipelines/*.txt`, the graph once and then its changes.
 
 `AMP_REGENERATE=1 pytest tests/pipelines` writes them anew: read the diff before you keep it.
-
-The first recording was made before the rewrites were passes. Every stage that it had is the same to the byte, but one:
-the buffers of `conv` are written by `amp_compiler.commit`, where three nodes for each stood. Stages that it could not
-tell apart, or that came later: `mark_math`, `widen_math`, `native_ops`, `sum_gradients`, all behind `fuse_update`.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import replace
@@ -26,12 +23,23 @@ from amp_compiler.passes.pipeline import PIPELINES, Stages
 
 
 def written(stages: Stages) -> str:
-    """The stages as one text; places in files move with every edit of these, and are left out."""
-    parts, before = [], ""
+    """The stages as one text: a graph as a diff to the graph before it, where that is shorter; else as it is.
+
+    Places in files move with every edit of these, and are left out.
+    """
+    parts, last, graph = [], "", list[str]()
     for name, text in stages:
-        parts.append(f"=== {name}" + (", nothing changed\n" if text == before else f"\n{text}"))
-        before = text
-    return re.sub(r"(toys\.py|\.yaml):\d+", r"\1", "".join(parts))
+        lines = re.sub(r"(toys\.py|\.yaml):\d+", r"\1", text).splitlines()
+        is_graph = any(line.startswith("return") for line in lines)
+        diff = list(difflib.unified_diff(graph, lines, n=0, lineterm=""))[2:]  # without the names of the files
+        if text == last:
+            parts.append(f"=== {name}, nothing changed")
+        elif is_graph and graph and len(diff) < len(lines):
+            parts += [f"=== {name}, changes", *diff]
+        else:
+            parts += [f"=== {name}", *lines]
+        last, graph = text, lines if is_graph else graph
+    return "\n".join(parts) + "\n"
 
 
 @pytest.mark.usefixtures("bf16_kernels")

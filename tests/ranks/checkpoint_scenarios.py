@@ -34,7 +34,6 @@ READ_SLOWLY: Readers = {
     "whole": (("whole", 1, "begun"),),
     "one process": (("split", 4, "begun"),),
 }
-SLOW = ("resharded_otherwise",)
 CASE = replace(SPLIT["fp16"], batches=lambda: rows(6))
 
 

@@ -182,7 +182,6 @@ READ: list[Read] = [
     for one in ALL_READ
     if one[1:] in ((None, 1, False), (0.1, 2, True)) or (one[0] == "bf16 unchecked" and one[1] is None)
 ]
-SLOW = ("all_readings",)
 UPDATES = 3
 
 

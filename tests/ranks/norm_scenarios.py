@@ -17,8 +17,6 @@ Kinds = dict[int, Callable[..., nn.Module]]
 PLAIN: Kinds = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 JOINED: Kinds = dict.fromkeys(PLAIN, nn.SyncBatchNorm)
 STEPS = 10
-NORMS_OF_FOUR = ("synchronized_in_halves",)
-COMPILED_NORMS = ("compiled_norms",)  # takes Inductor's seconds
 
 
 def of_rows(kinds: Kinds) -> nn.Module:

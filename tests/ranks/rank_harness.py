@@ -1,4 +1,4 @@
-"""What the processes of the tests beside it do: each scenario runs on every rank, one by one.
+"""What the processes of the tests beside it do: each scenario runs on every rank, when a test first asks for it.
 
 A scenario is a function of its place in a group of its own; what it returns is what the tests look at. All of them run
 in the same few processes, because starting one takes longer than most scenarios.
@@ -67,19 +67,41 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run scenarios in so many processes; what each returned, by name and rank.
+class RankProcesses:
+    """So many processes; `found[name]` is what each rank returned of a scenario, which runs at the first question.
 
     They are forks of one process that has imported what they need, and done nothing else.
     """
-    processes.set_forkserver_preload(["torch.distributed", "torch._dynamo", "amp_compiler.training.step"])
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(_run, (size, list(names), folder), size, start_method="forkserver")  # type: ignore[no-untyped-call]
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
-    return {name: [one[name] for one in found] for name in found[0]}
+
+    def __init__(self, size: int) -> None:
+        processes.set_forkserver_preload(["torch.distributed", "torch._dynamo", "amp_compiler.training.step"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._names = [processes.get_context("forkserver").SimpleQueue() for _ in range(size)]
+        self._running = processes.start_processes(  # type: ignore[no-untyped-call]
+            _run, (size, self._names, self._folder.name), size, join=False, daemon=True, start_method="forkserver"
+        )
+        self._found: dict[str, list[dict[str, Any]]] = {}
+
+    def __getitem__(self, name: str) -> list[dict[str, Any]]:
+        if name not in self._found:
+            for queue in self._names:
+                queue.put(name)
+            files = [Path(self._folder.name) / f"{name} {rank}.pt" for rank in range(len(self._names))]
+            while not all(file.exists() for file in files):
+                assert not self._running.join(timeout=0.02), f"the ranks ended in {name}"
+            self._found[name] = [torch.load(file, weights_only=False) for file in files]
+        return self._found[name]
+
+    def close(self) -> None:
+        """End the processes."""
+        for queue in self._names:
+            queue.put(None)
+        while not self._running.join():
+            pass
+        self._folder.cleanup()
 
 
-def _run(rank: int, size: int, names: list[str], folder: str) -> None:
+def _run(rank: int, size: int, names: list[Any], folder: str) -> None:
     import checkpoint_scenarios  # noqa: F401  # each adds its own to the table; here, because they import this module
     import difference_scenarios  # noqa: F401
     import drift_scenarios  # noqa: F401
@@ -90,19 +112,31 @@ def _run(rank: int, size: int, names: list[str], folder: str) -> None:
     gc.freeze()  # garbage is looked for seldom, and not in what was imported: see conftest.py
     gc.set_threshold(400_000, 20, 50)
     torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    found: dict[str, Any] = {}
-    for name in names:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    while (name := names[rank].get()) is not None:
+        found: dict[str, Any]
         seconds = 3 if name in WAITING else 60
         group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=seconds))
         try:
-            found[name] = SCENARIOS[name](Place(rank, size, group, Path(folder)))
+            found = SCENARIOS[name](Place(rank, size, group, Path(folder)))
         except Exception as error:  # noqa: BLE001  # the test of this scenario shows it
-            found[name] = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
+            found = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
         dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
+        path = Path(folder) / f"{name} {rank}"
+        torch.save(found, path)
+        path.rename(path.with_suffix(".pt"))  # which is there once it is whole
     dist.destroy_process_group()
+
+
+def of(found: RankProcesses, name: str, ranks: int | None = None) -> list[dict[str, Any]]:
+    """What the first ranks (else all) returned of a scenario, which failed on none of them."""
+    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
+    return found[name][:ranks]
+
+
+def equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether tensors are equal to the bit, in the same types."""
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 # Models and batches: of all ranks together, from fixed seeds.

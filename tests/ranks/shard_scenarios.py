@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import rank_harness as ranks
 import torch
@@ -18,9 +19,6 @@ import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
 
 REDUCE: dict[str, Any] = {"shard": "update", "bucket_mb": 0.0001}  # several buckets even of these models
-SPLIT_ALONE = ("compiled_parts",)  # takes Inductor's seconds
-SLOW = ("parts_of_plain_cases",)
-OF_FOUR = ("parts_of_four",)
 
 
 def rules(**section: Any) -> dict[str, Any]:
@@ -370,6 +368,6 @@ def compiled_parts(place: Place) -> dict[str, Any]:
     model, step = trained_together(place, case, rules=rules(**REDUCE), backend="inductor")
     found["compiled"] = everything(model, step)
     found["cut"] = step.stages["cut_step"].text
-    cpu_update.available = lambda: False
-    found["opened"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
+    with mock.patch.object(cpu_update, "available", lambda: False):
+        found["opened"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
     return found

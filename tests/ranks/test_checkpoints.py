@@ -102,6 +102,7 @@ STEPS = {
 }
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_goes_on_to_the_bit(case, tmp_path):
     model, step = made(0, **STEPS[case])

@@ -6,14 +6,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from drift_scenarios import ALL_READ, CHANGES, READ, SLOW, UPDATES
-from rank_harness import SCENARIOS, run_ranks
+from drift_scenarios import ALL_READ, CHANGES, READ, UPDATES
+from rank_harness import equal, of
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
-]
+pytestmark = pytest.mark.ranks
 DIFFERS = {
     "static scale": "the loss scale: rank 1 has scale=64.0, rank 0 has scale=1024.0; set, load and write on all ranks",
     "dynamic scale": "the loss scale: rank 1 has scale=64.0, rank 0 has scale=32768.0; set, load and write on all",
@@ -32,60 +28,43 @@ DIFFERS = {
 FLOATS = ("loss", "norm")
 
 
-@pytest.fixture(scope="module")
-def found():
-    """What each rank of two returned, by scenario."""
-    own = [name for name, function in SCENARIOS.items() if function.__module__ == "drift_scenarios"]
-    return run_ranks(2, [name for name in own if name not in SLOW])
-
-
-def of(found, name):
-    """What the ranks returned of a scenario, none of which failed."""
-    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
-    return found[name]
-
-
-def equal(some, others):
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_one_rank_alone_sets_is_an_error_on_all_and_none_goes_on(found, name):
-    first, second = (one[name] for one in of(found, "set_on_one_rank"))
+def test_what_one_rank_alone_sets_is_an_error_on_all_and_none_goes_on(two, name):
+    first, second = (one[name] for one in of(two, "set_on_one_rank"))
     assert first["told"] == second["told"]
     assert all(re.search(f"the ranks differ in .*{DIFFERS[name]}", one) for one in first["told"]), first["told"]
     for one in (first, second):
         assert equal(one["before"], one["weights"])
 
 
-def test_a_scale_that_is_set_before_every_call_is_compared_at_every_call(found):
-    first, second = of(found, "set_again")
+def test_a_scale_that_is_set_before_every_call_is_compared_at_every_call(two):
+    first, second = of(two, "set_again")
     assert first["told"] == second["told"]
     assert [bool(one) for one in first["told"]] == [False, False, True, True, False, False]
     assert "rank 1 has scale=8.0, rank 0 has scale=4.0" in first["told"][2]
     assert equal(first["same"], second["same"])
 
 
-def test_a_scale_of_two_steps_that_is_set_on_one_is_compared_by_the_other(found):
-    first, second = of(found, "one_scale_of_two_steps")
+def test_a_scale_of_two_steps_that_is_set_on_one_is_compared_by_the_other(two):
+    first, second = of(two, "one_scale_of_two_steps")
     assert first == second and "rank 1 has scale=64.0, rank 0 has scale=1024.0" in first["told"]
 
 
-def test_buffers_that_a_step_writes_and_those_of_each_rank_may_differ(found):
-    first, second = of(found, "buffers_of_each_rank")
+def test_buffers_that_a_step_writes_and_those_of_each_rank_may_differ(two):
+    first, second = of(two, "buffers_of_each_rank")
     for one in (first, second):
         assert one["told"] == one["told of its own"] == ""
         assert equal(one["same"], first["same"]) and equal(one["weights"], first["weights"])
 
 
 @pytest.mark.parametrize("case", READ, ids=str)
-def test_readings_are_those_of_ddp(found, case):
-    check_readings([one["read"][READ.index(case)] for one in of(found, "readings")], case)
+def test_readings_are_those_of_ddp(two, case):
+    check_readings([one["read"][READ.index(case)] for one in of(two, "readings")], case)
 
 
 @pytest.mark.slow
-def test_readings_of_all_options_are_those_of_ddp():
-    ranks = of(run_ranks(2, SLOW), *SLOW)
+def test_readings_of_all_options_are_those_of_ddp(two):
+    ranks = of(two, "all_readings")
     for number, case in enumerate(ALL_READ):
         check_readings([one["read"][number] for one in ranks], case)
 

@@ -11,34 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoint_scenarios import READ, READ_SLOWLY, SLOW
-from rank_harness import SCENARIOS, run_ranks
+from checkpoint_scenarios import READ, READ_SLOWLY
+from rank_harness import equal, of
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
-]
-
-
-def equal(some, others):
-    assert len(some) == len(others)
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
-
-
-OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "checkpoint_scenarios"]
-
-
-@pytest.fixture(scope="module")
-def found():
-    """What each rank of four returned, by scenario."""
-    return run_ranks(4, [name for name in OWN if name not in SLOW])
-
-
-def of(found, name, ranks=4):
-    """What the first ranks returned of a scenario, none of which failed."""
-    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
-    return found[name][:ranks]
+pytestmark = pytest.mark.ranks
 
 
 def same(one, other, but=()):
@@ -52,11 +28,6 @@ def same(one, other, but=()):
     return True
 
 
-@pytest.fixture(scope="module")
-def found_slowly():
-    return run_ranks(4, SLOW)
-
-
 def each(read):
     return pytest.mark.parametrize(
         ("writer", "form", "size"), [(w, f, s) for w, some in read.items() for f, s, _ in some]
@@ -64,14 +35,14 @@ def each(read):
 
 
 @each(READ)
-def test_any_number_of_ranks_goes_on_from_any_other(found, writer, form, size):
-    check_going_on(found, "resharded", writer, form, size)
+def test_any_number_of_ranks_goes_on_from_any_other(four, writer, form, size):
+    check_going_on(four, "resharded", writer, form, size)
 
 
 @pytest.mark.slow
 @each(READ_SLOWLY)
-def test_other_numbers_of_ranks_go_on_too(found_slowly, writer, form, size):
-    check_going_on(found_slowly, "resharded_otherwise", writer, form, size)
+def test_other_numbers_of_ranks_go_on_too(four, writer, form, size):
+    check_going_on(four, "resharded_otherwise", writer, form, size)
 
 
 def check_going_on(ranks, name, writer, form, size):
@@ -90,8 +61,8 @@ def check_going_on(ranks, name, writer, form, size):
         assert equal([read["low"][0]], [read["went on"]["masters"][0].to(low)])
 
 
-def test_one_process_and_ranks_write_the_same(found):
-    first, second = of(found, "resharded", 2)
+def test_one_process_and_ranks_write_the_same(four):
+    first, second = of(four, "resharded", 2)
     assert first["split"]["low"] is torch.float16
     assert same(first["split"]["saved"], second["split"]["saved"])
     for writer in ("whole", "one process"):
@@ -99,8 +70,8 @@ def test_one_process_and_ranks_write_the_same(found):
     assert equal(first["plain"], first["split"]["saved"]["masters"])
 
 
-def test_what_each_rank_has_of_its_own_is_that_ranks(found):
-    first, second = of(found, "of_each_rank", 2)
+def test_what_each_rank_has_of_its_own_is_that_ranks(four):
+    first, second = of(four, "of_each_rank", 2)
     for one in (first, second):
         assert same(one["resumed"], one["went on"])
     assert not equal(first["statistics"], second["statistics"])
@@ -130,21 +101,21 @@ TOLD = {
 
 
 @pytest.mark.parametrize("case", TOLD)
-def test_what_goes_wrong_on_one_rank_is_an_error_on_each(found, case):
-    for one, expected in zip(of(found, "what_goes_wrong", 2), TOLD[case], strict=True):
+def test_what_goes_wrong_on_one_rank_is_an_error_on_each(four, case):
+    for one, expected in zip(of(four, "what_goes_wrong", 2), TOLD[case], strict=True):
         assert re.search(expected, one[case]), one[case]
 
 
-def test_after_an_error_all_goes_on(found):
-    first, second = of(found, "what_goes_wrong", 2)
+def test_after_an_error_all_goes_on(four):
+    first, second = of(four, "what_goes_wrong", 2)
     assert first["names"] == ["1", "2", "3.partial"]
     assert first["same"] and second["same"]
     assert first["after"][:2] == second["after"][:2] == (1, "3")
     assert same(first["after"][2], second["after"][2])
 
 
-def test_the_example_of_the_docs_goes_on_where_it_was(found):
-    for one in of(found, "the_example_of_the_docs", 2):
+def test_the_example_of_the_docs_goes_on_where_it_was(four):
+    for one in of(four, "the_example_of_the_docs", 2):
         assert [one[name]["start"] for name in ("undisturbed", "stopped", "started again")] == [0, 0, 10]
         assert one["kept"] == [15, 20]
         assert equal(one["started again"]["weights"], one["undisturbed"]["weights"])

@@ -8,39 +8,11 @@ import statistics
 
 import pytest
 import torch
-import torch.distributed as dist
 from difference_scenarios import BATCHES
-from norm_scenarios import COMPILED_NORMS, NORMS_OF_FOUR
-from rank_harness import CASES, SCENARIOS, STEPS, run_ranks
-from training_scenarios import COMPILED, JOINTLY, OF_FOUR, ONLY_OF_FOUR, SEEDED, SLOW_OF_FOUR
+from rank_harness import CASES, STEPS, equal, of
+from training_scenarios import JOINTLY
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
-]
-
-
-@pytest.fixture(scope="module")
-def found():
-    """What each rank of two returned, by scenario."""
-    files = "training_scenarios", "difference_scenarios", "norm_scenarios"
-    own = (name for name, function in SCENARIOS.items() if function.__module__ in files)
-    return run_ranks(
-        2,
-        [name for name in own if name not in (*COMPILED, *SEEDED, *ONLY_OF_FOUR, *NORMS_OF_FOUR, *COMPILED_NORMS)],
-    )
-
-
-@pytest.fixture(scope="module")
-def four():
-    """What each rank of four returned of the scenarios that are not slow."""
-    return run_ranks(4, (*OF_FOUR, *NORMS_OF_FOUR))
-
-
-def of(found, name):
-    """What the ranks returned of a scenario, none of which failed."""
-    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
-    return found[name]
+pytestmark = pytest.mark.ranks
 
 
 def distance(some, others):
@@ -48,13 +20,9 @@ def distance(some, others):
     return max(float((a.to(wide) - b.to(wide)).abs().max()) for a, b in zip(some, others, strict=True))
 
 
-def equal(some, others):
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_in_fp32_two_ranks_have_the_weights_of_one_process(found, case):
-    first, second = (one[case] for one in of(found, "in_fp32"))
+def test_in_fp32_two_ranks_have_the_weights_of_one_process(two, case):
+    first, second = (one[case] for one in of(two, "in_fp32"))
     assert equal(first["together"], second["together"])
     assert equal(first["together"], first["alone"])  # the same two numbers are added, so to the bit
     # Whole batches sum in another order: how far that leads is what one process shows that sums as the ranks do.
@@ -63,8 +31,8 @@ def test_in_fp32_two_ranks_have_the_weights_of_one_process(found, case):
     assert all(torch.equal(one, second["gradients"][name]) for name, one in first["gradients"].items())
 
 
-def test_each_rank_draws_from_its_own_seed(found):
-    first, second = of(found, "seeds")
+def test_each_rank_draws_from_its_own_seed(two):
+    first, second = of(two, "seeds")
     for one in (first, second):
         assert torch.equal(one["together"]["drawn"], one["alone"]["drawn"])
         assert torch.equal(one["together"]["losses"][0], one["alone"]["losses"][0])  # later weights are of both
@@ -72,22 +40,22 @@ def test_each_rank_draws_from_its_own_seed(found):
     assert equal(first["same"], second["same"])
 
 
-def test_the_first_rank_alone_speaks(found):
-    first, second = (one["said"] for one in of(found, "notices"))
+def test_the_first_rank_alone_speaks(two):
+    first, second = (one["said"] for one in of(two, "notices"))
     for text in ("captured the training step in", "captured the training step again", "matches no node", "piece"):
         assert any(text in one for one in first), text
     assert second == []
 
 
-def test_gathered_batches_are_reduced_once(found):
-    first, second = of(found, "accumulated")
+def test_gathered_batches_are_reduced_once(two):
+    first, second = of(two, "accumulated")
     assert equal(first["same"], second["same"])
     assert distance(first["together"], first["alone"]) < 1e-5  # four numbers are added in another order
     assert first["messages"] == [0, 1]  # of the two programs the one that updates
 
 
-def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(found):
-    first, second = of(found, "overflows")
+def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(two):
+    first, second = of(two, "overflows")
     for one, other in ((first, second), (first["in messages"], second["in messages"])):
         assert equal(one["weights"], other["weights"]) and equal(one["same"], other["same"])
         assert one["skipped"] == other["skipped"] and one["scales"] == other["scales"]
@@ -97,11 +65,11 @@ def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(found):
     assert first["in messages"]["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
 
 
-def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(found):
-    first, second = of(found, "a_gan")
+def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(two):
+    first, second = of(two, "a_gan")
     assert first["batches"] == 2 * STEPS and first["losses"] != second["losses"]
     assert sum(first["losses"][-5:]) < sum(first["losses"][:5])
-    check_a_gan(found)
+    check_a_gan(two)
 
 
 def check_a_gan(ranks):
@@ -111,8 +79,8 @@ def check_a_gan(ranks):
     assert 0 < distance(first["together"], first["jointly"]) < 1e-5  # the sums of 50 steps are made in another order
 
 
-def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(found):
-    first, second = of(found, "buffers")
+def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(two):
+    first, second = of(two, "buffers")
     for one in (first, second):
         assert equal(first["broadcast"]["weights"], one["broadcast"]["weights"])
         assert equal(first["local"]["weights"], one["local"]["weights"])
@@ -123,17 +91,17 @@ def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(found):
 
 
 @pytest.mark.parametrize(("model", "norms"), [("rows", 2), ("images", 2)])
-def test_sync_batch_norms_train_as_batch_norms_of_one_process_do_on_whole_batches(found, model, norms):
-    first, second = (one[model] for one in of(found, "synchronized_norms"))
+def test_sync_batch_norms_train_as_batch_norms_of_one_process_do_on_whole_batches(two, model, norms):
+    first, second = (one[model] for one in of(two, "synchronized_norms"))
     assert equal(first["same"], second["same"]) and equal(first["weights"], second["weights"])  # buffers are in both
     assert 0 < distance(first["weights"], first["jointly"]) < 1e-6  # sums of ten steps in another order
     assert first["messages"] == ["all_gather_into_tensor"] * norms + ["all_reduce"] * norms
 
 
 @pytest.mark.parametrize(("way", "norms"), [("whole", 2), ("split", 2), ("backward in FP32", 4)])
-def test_sync_batch_norms_in_16_bits(found, way, norms):
+def test_sync_batch_norms_in_16_bits(two, way, norms):
     """In a `typed_op` the backward runs the forward again, and its messages with it."""
-    first, second = of(found, "synchronized_in_16_bits")
+    first, second = of(two, "synchronized_in_16_bits")
     assert equal(first[way]["weights"], second[way]["weights"])
     assert first[way]["messages"].count("all_reduce") == 2
     assert first[way]["messages"].count("all_gather_into_tensor") == norms
@@ -141,8 +109,8 @@ def test_sync_batch_norms_in_16_bits(found, way, norms):
     assert way != "split" or distance(first["whole"]["weights"], first[way]["weights"]) < 2.0**-8
 
 
-def test_sync_batch_norms_in_gathered_batches_overflows_and_evaluation(found):
-    first, second = of(found, "synchronized_otherwise")
+def test_sync_batch_norms_in_gathered_batches_overflows_and_evaluation(two):
+    first, second = of(two, "synchronized_otherwise")
     for one in (first, second):
         assert equal(one["gathered"]["same"], first["gathered"]["same"])
         assert distance(one["gathered"]["weights"], one["gathered"]["jointly"]) < 1e-6
@@ -151,15 +119,15 @@ def test_sync_batch_norms_in_gathered_batches_overflows_and_evaluation(found):
     assert "first made by batch_0" in second["overflow"]["report"]  # which the second rank asks for alone
 
 
-def test_sync_batch_norms_weigh_ranks_by_their_rows(found):
-    first, second = of(found, "synchronized_rows_of_other_counts")
+def test_sync_batch_norms_weigh_ranks_by_their_rows(two):
+    first, second = of(two, "synchronized_rows_of_other_counts")
     for counts, one in first.items():
         assert equal(one["same"], second[counts]["same"])
         assert 0 < distance(one["weights"], one["jointly"]) < 1e-6
 
 
-def test_sync_batch_norms_that_would_wait_for_one_another_are_refused(found):
-    first, second = of(found, "synchronized_and_refused")
+def test_sync_batch_norms_that_would_wait_for_one_another_are_refused(two):
+    first, second = of(two, "synchronized_and_refused")
     assert re.search("the ranks differ in the messages of SyncBatchNorm: rank 1 has .*all_gather", first["twice"])
     assert "a step in pieces cannot take the statistics of the SyncBatchNorm 'norm'" in first["pieces"]
     assert "rank 1 has a SyncBatchNorm over the ranks [0, 1], and rank 0 has it over [0]" in first["groups"]
@@ -180,8 +148,8 @@ def test_a_sync_batch_norm_over_some_of_the_ranks(four):
 
 
 @pytest.mark.parametrize(("dtype", "optimizer"), [("bf16", "sgd"), ("fp16", "adamw")])
-def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, optimizer):
-    first, second = (one[dtype, optimizer] for one in of(found, "low_types"))
+def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(two, dtype, optimizer):
+    first, second = (one[dtype, optimizer] for one in of(two, "low_types"))
     assert equal(first["same"], second["same"])
     theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
     print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
@@ -190,9 +158,9 @@ def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(ranks):
-    ran = run_ranks(ranks, SEEDED)
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(ranks, request):
+    ran = request.getfixturevalue(ranks)
     check_cases(of(ran, "low_types_of_cases")[0])
     found, *_ = of(ran, "low_types_of_seeds")
     seen = {}
@@ -203,7 +171,7 @@ def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_dd
         seen[dtype, optimizer, way] = statistics.mean(ratios), error
         print(f"{dtype} {optimizer:6} {way:12} {statistics.mean(distances):.2e} {seen[dtype, optimizer, way]}")
     # Where the ranks add what DDP adds, BF16 has the same bits; rounded sums are compared in `test_rounded_sums` too.
-    errors = {"split": 1, "whole": 1 if ranks == 2 else 2}
+    errors = {"split": 1, "whole": 1 if ranks == "two" else 2}
     for (_, _, way), (ratio, error) in seen.items():
         assert way not in errors or ratio <= 1 + max(errors[way] * error, 1e-3)
     # What messages add in 16 bits does lead further, so that these bounds can tell.
@@ -222,15 +190,15 @@ def check_cases(found):
     assert statistics.median(ratio for one in ratios.values() for ratio in one) < 1.05
 
 
-def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
-    first, second = of(found, "missing_gradients")
+def test_what_a_rank_has_no_gradient_of_counts_as_zero(two):
+    first, second = of(two, "missing_gradients")
     assert all(equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
     assert first["unused"] and second["unused"] and first["states"] == second["states"] == 8
     assert first["steps"] == second["steps"]
 
 
-def test_a_checkpoint_is_the_same_on_each_rank_and_goes_on_in_one_process(found):
-    first, second = of(found, "a_checkpoint")
+def test_a_checkpoint_is_the_same_on_each_rank_and_goes_on_in_one_process(two):
+    first, second = of(two, "a_checkpoint")
     assert str(first["saved"]) == str(second["saved"])
     assert equal(first["went on"], second["went on"])
     for one in (first, second):
@@ -238,27 +206,27 @@ def test_a_checkpoint_is_the_same_on_each_rank_and_goes_on_in_one_process(found)
         assert equal(one["alone"], first["went on"])  # the gradients of the ranks' parts are added in FP32 by both
 
 
-def test_ddp_around_a_compiled_model_trains_too(found):
-    first, second = of(found, "compiled_in_ddp")
+def test_ddp_around_a_compiled_model_trains_too(two):
+    first, second = of(two, "compiled_in_ddp")
     assert equal(first["weights"], second["weights"])
 
 
-def test_a_mesh_is_its_group(found):
-    for one in of(found, "a_mesh"):
+def test_a_mesh_is_its_group(two):
+    for one in of(two, "a_mesh"):
         assert equal(one["line"], one["square"])
         assert "has 2 dimensions" in one["told"] and 'mesh["pp"] or mesh["dp"]' in one["told"]
 
 
-def test_a_step_in_pieces_sums_too(found):
-    first, second = of(found, "in_pieces")
+def test_a_step_in_pieces_sums_too(two):
+    first, second = of(two, "in_pieces")
     assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
     assert equal(first["same"], second["same"])
     assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_batches_in_containers_and_classes_train_as_tensors_do(found, kind):
-    first, second = of(found, "batches_of_other_kinds")
+def test_batches_in_containers_and_classes_train_as_tensors_do(two, kind):
+    first, second = of(two, "batches_of_other_kinds")
     assert first[kind]["told"] == second[kind]["told"] == ""
     assert ("backward in 1 piece" in first[kind]["by"]) == ("dataclass" in kind)
     for one in (first, second):
@@ -268,38 +236,37 @@ def test_batches_in_containers_and_classes_train_as_tensors_do(found, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "list"])
-def test_another_kind_of_batch_on_one_rank_is_right_or_an_error_on_each(found, kind):
-    first, second = (one[f"{kind} beside a list"] for one in of(found, "batches_of_other_kinds"))
+def test_another_kind_of_batch_on_one_rank_is_right_or_an_error_on_each(two, kind):
+    first, second = (one[f"{kind} beside a list"] for one in of(two, "batches_of_other_kinds"))
     assert first["told"] == second["told"]
     assert equal(first["weights"], second["weights"])
     assert bool(first["told"]) == ("dataclass" in kind)
     if not first["told"]:
-        assert equal(first["weights"], of(found, "batches_of_other_kinds")[0]["tensors"])
+        assert equal(first["weights"], of(two, "batches_of_other_kinds")[0]["tensors"])
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_uneven_batches_of_any_kind_are_an_error_on_each(found, kind):
-    first, second = (one[f"uneven {kind}"] for one in of(found, "batches_of_other_kinds"))
+def test_uneven_batches_of_any_kind_are_an_error_on_each(two, kind):
+    first, second = (one[f"uneven {kind}"] for one in of(two, "batches_of_other_kinds"))
     for key in ("told", "again"):
         assert "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first[key]
         assert first[key] == second[key]
     assert equal(first["weights"], second["weights"])
 
 
-def test_weights_without_masters_are_rounded_alike_on_all_ranks(found):
-    first, second = of(found, "low_weights")
+def test_weights_without_masters_are_rounded_alike_on_all_ranks(two):
+    first, second = of(two, "low_weights")
     assert equal(first["same"], second["same"])
     assert all(weight.dtype is torch.bfloat16 for weight in first["same"][:2])
 
 
 @pytest.mark.slow
 @pytest.mark.compiles
-def test_compiled_steps_do_the_same():
-    ranks = run_ranks(2, (*COMPILED, *COMPILED_NORMS))
-    first, second = of(ranks, "compiled")
+def test_compiled_steps_do_the_same(two):
+    first, second = of(two, "compiled")
     assert equal(first["same"], second["same"])
     assert distance(first["together"], first["eager"]) < 1e-5
-    check_compiled_norms(ranks)
+    check_compiled_norms(two)
 
 
 def check_compiled_norms(ranks):
@@ -310,27 +277,21 @@ def check_compiled_norms(ranks):
         assert distance(first[f"{dtype} inductor"]["weights"], first[f"{dtype} eager"]["weights"]) < bound
 
 
-@pytest.fixture(scope="module")
-def four_slowly():
-    """What each rank of four returned of the scenarios that are."""
-    return run_ranks(4, (*SLOW_OF_FOUR, *COMPILED_NORMS))
-
-
 @pytest.mark.slow
-def test_four_ranks_do_as_one_process_does_on_their_parts(four_slowly):
+def test_four_ranks_do_as_one_process_does_on_their_parts(four):
     for name in CASES:
-        first, *others = (one[name] for one in of(four_slowly, "in_fp32"))
+        first, *others = (one[name] for one in of(four, "in_fp32"))
         assert all(equal(first["together"], one["together"]) for one in others)
         assert distance(first["together"], first["alone"]) < 1e-4  # four numbers are added in another order
         assert 0 < distance(first["together"], first["jointly"]) < 1e-5  # as are the sums of 50 steps
-    first, *others = of(four_slowly, "missing_gradients")
+    first, *others = of(four, "missing_gradients")
     assert all(equal(a, b) for one in others for a, b in zip(first["weights"], one["weights"], strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.compiles
-def test_compiled_steps_of_four_ranks_do_the_same(four_slowly):
-    check_compiled_norms(four_slowly)
+def test_compiled_steps_of_four_ranks_do_the_same(four):
+    check_compiled_norms(four)
 
 
 @pytest.mark.parametrize("case", JOINTLY)
@@ -352,8 +313,8 @@ def test_four_ranks_gather_batches_and_skip_steps_as_one(four):
 
 
 @pytest.mark.slow  # two ranks do the same, and that four sum as one process does is seen of plainer steps
-def test_a_gan_of_four_ranks_is_that_of_one_process(four_slowly):
-    check_a_gan(four_slowly)
+def test_a_gan_of_four_ranks_is_that_of_one_process(four):
+    check_a_gan(four)
 
 
 def test_on_four_ranks_low_types_lead_about_as_far_from_fp32_as_autocast_in_ddp(four):
@@ -361,8 +322,8 @@ def test_on_four_ranks_low_types_lead_about_as_far_from_fp32_as_autocast_in_ddp(
 
 
 @pytest.mark.slow
-def test_on_four_ranks_bf16_leads_about_as_far_from_fp32_as_autocast_in_ddp(four_slowly):
-    check_low_types_of_four(four_slowly, "low_types", "bf16", "sgd")
+def test_on_four_ranks_bf16_leads_about_as_far_from_fp32_as_autocast_in_ddp(four):
+    check_low_types_of_four(four, "low_types", "bf16", "sgd")
 
 
 def check_low_types_of_four(ranks, name, dtype, optimizer):
@@ -379,17 +340,17 @@ def check_low_types_of_four(ranks, name, dtype, optimizer):
 
 
 @pytest.mark.slow
-def test_four_ranks_round_alike_and_are_told_of_what_one_does_otherwise(four_slowly):
-    first, *others = of(four_slowly, "low_weights")
+def test_four_ranks_round_alike_and_are_told_of_what_one_does_otherwise(four):
+    first, *others = of(four, "low_weights")
     assert all(equal(first["same"], one["same"]) for one in others)
-    first, _, *others = of(four_slowly, "differences_later")
+    first, _, *others = of(four, "differences_later")
     assert first["rate"] and all(
         first[key] == one[key] for one in others for key in first if key not in ("same", "fails")
     )
 
 
-def test_ranks_that_differ_are_told_so_on_each_of_them(found):
-    first, second = of(found, "differences")
+def test_ranks_that_differ_are_told_so_on_each_of_them(two):
+    first, second = of(two, "differences")
     expected = {
         "rules": "the ranks differ in rules: rank 1 has .*aten.gelu.*, rank 0 has nothing there",
         "preset": "the ranks differ in rules: rank 1 has",
@@ -406,8 +367,8 @@ def test_ranks_that_differ_are_told_so_on_each_of_them(found):
     assert "rank 1 failed" in first["fails"] and "nonsense" in first["fails"] and "nonsense" in second["fails"]
 
 
-def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
-    first, second = of(found, "differences_later")
+def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(two):
+    first, second = of(two, "differences_later")
     assert (
         "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first["first shape"] and "drop_last" in first["first shape"]
     )
@@ -420,8 +381,8 @@ def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
     assert equal(first["same"], second["same"])
 
 
-def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_is_mended(found):
-    first, second = of(found, "loaded_later")
+def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_is_mended(two):
+    first, second = of(two, "loaded_later")
     expected = {
         "weights": r"the ranks differ in weights: rank 1 has 0.weight with the checksum .*, rank 0 has 0.weight with",
         "of each its own": r"the ranks differ in weights: rank 1 has 0.weight with the checksum",
@@ -438,15 +399,15 @@ def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_
         assert equal(first[name][1], second[name][1])
 
 
-def test_weights_that_all_ranks_write_at_every_call_are_compared_ever_more_rarely(found):
-    first, second = of(found, "written_at_every_call")
+def test_weights_that_all_ranks_write_at_every_call_are_compared_ever_more_rarely(two):
+    first, second = of(two, "written_at_every_call")
     assert equal(first["same"], second["same"])
     # the first call compares twice (what runs, values); of 19 written ones the 1st, 2nd, 4th, 8th and 16th do
     assert first["told more"] == second["told more"] == 2 + 5 * 2
 
 
-def test_models_that_are_spread_already_are_named(found):
-    for one in of(found, "what_is_refused"):
+def test_models_that_are_spread_already_are_named(two):
+    for one in of(two, "what_is_refused"):
         expected = {
             "DDP": "the model is in a DistributedDataParallel",
             "DDP inside": "module 'net' is a DistributedDataParallel",
@@ -467,6 +428,6 @@ def test_models_that_are_spread_already_are_named(found):
             assert "process_group=" in one[name] and "fully_shard(amp.compile(model))" in one[name], name
 
 
-def test_a_rank_that_never_comes_is_waited_for_until_the_timeout(found):
-    first, _ = of(found, "a_rank_that_never_comes")
+def test_a_rank_that_never_comes_is_waited_for_until_the_timeout(two):
+    first, _ = of(two, "a_rank_that_never_comes")
     assert "rank 0 of 2 lost the others" in first["told"] and "timeout" in first["told"]

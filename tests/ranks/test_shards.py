@@ -6,31 +6,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from rank_harness import SCENARIOS, run_ranks
-from shard_scenarios import OF_FOUR, PLAIN, SLOW, SPLIT, SPLIT_ALONE
+from rank_harness import equal, of
+from shard_scenarios import PLAIN, SPLIT
 
-OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "shard_scenarios"]
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
-]
-
-
-@pytest.fixture(scope="module")
-def found():
-    """What each rank of two returned, by scenario."""
-    return run_ranks(2, [name for name in OWN if name not in (*SPLIT_ALONE, *SLOW, *OF_FOUR)])
-
-
-def of(found, name):
-    """What the ranks returned of a scenario, none of which failed."""
-    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
-    return found[name]
-
-
-def equal(some, others):
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+pytestmark = pytest.mark.ranks
 
 
 def rounded_equal(some, others):
@@ -39,13 +18,13 @@ def rounded_equal(some, others):
 
 
 @pytest.mark.parametrize("case", [case for case in SPLIT if case not in PLAIN])
-def test_a_split_update_makes_the_weights_of_a_whole_one(found, case):
-    check_a_split_update(of(found, "parts"), case)
+def test_a_split_update_makes_the_weights_of_a_whole_one(two, case):
+    check_a_split_update(of(two, "parts"), case)
 
 
 @pytest.mark.slow
-def test_so_it_does_of_the_plain_cases():
-    ranks = of(run_ranks(2, SLOW), *SLOW)
+def test_so_it_does_of_the_plain_cases(two):
+    ranks = of(two, "parts_of_plain_cases")
     for case in PLAIN:
         check_a_split_update(ranks, case)
 
@@ -66,8 +45,8 @@ def check_a_split_update(ranks, case):
         assert equal(first[case]["split"][key], second[case]["split"][key])
 
 
-def test_each_rank_holds_a_part_of_master_and_moments(found):
-    for one in of(found, "parts"):
+def test_each_rank_holds_a_part_of_master_and_moments(two):
+    for one in of(two, "parts"):
         assert one["two groups"]["held"] == {
             "master": (36,),
             "step": (),
@@ -79,8 +58,8 @@ def test_each_rank_holds_a_part_of_master_and_moments(found):
         assert float(one["accumulated"]["split"]["numbers"][1]) > 0  # the first scale is too high
 
 
-def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(found):
-    first, second = of(found, "an_overflow")
+def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(two):
+    first, second = of(two, "an_overflow")
     for one, other in ((first, second), (first["in messages"], second["in messages"])):
         assert equal(one["weights"], other["weights"])
         assert one["skipped"] == other["skipped"] and one["scales"] == other["scales"]
@@ -95,8 +74,8 @@ def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(found):
         assert one["in messages"]["events"] == [(3, ("weight",)), (5, ("weight",))]
 
 
-def test_bytes_are_those_of_the_formula(found):
-    for one in of(found, "bytes_of_a_step"):
+def test_bytes_are_those_of_the_formula(two):
+    for one in of(two, "bytes_of_a_step"):
         elements, ranks = one["elements"], 2
         sent = one["sent"]
         assert sent["spread_part"] > 0  # of weights that are given from where they lie
@@ -113,8 +92,8 @@ def test_bytes_are_those_of_the_formula(found):
         assert "each holds 2.00 bytes a parameter of weights and 6.00 of masters and moments" in one["plan"]
 
 
-def test_messages_go_while_the_backward_and_the_updates_run(found):
-    for one in of(found, "bytes_of_a_step"):
+def test_messages_go_while_the_backward_and_the_updates_run(two):
+    for one in of(two, "bytes_of_a_step"):
         lines = one["stages"].splitlines()
         sends = [place for place, line in enumerate(lines) if "all_to_all_single.default(" in line]
         backward = [place for place, line in enumerate(lines) if "phase=backward" in line]
@@ -129,8 +108,8 @@ def test_messages_go_while_the_backward_and_the_updates_run(found):
         )
 
 
-def test_a_checkpoint_goes_to_one_process_and_back(found):
-    first, second = of(found, "a_checkpoint_of_parts")
+def test_a_checkpoint_goes_to_one_process_and_back(two):
+    first, second = of(two, "a_checkpoint_of_parts")
     assert str(first["saved"]) == str(second["saved"])
     for one in (first, second):
         assert one["saved"]["optimizer"]["state"][0]["master"].shape == (9, 8)
@@ -142,26 +121,26 @@ def test_a_checkpoint_goes_to_one_process_and_back(found):
             assert equal(one["from one"][name]["moments"], one["from one"]["itself"]["moments"]), name
 
 
-def test_a_state_that_one_rank_alone_asks_for_is_an_error_on_each(found):
-    first, second = of(found, "saved_on_one_rank")
+def test_a_state_that_one_rank_alone_asks_for_is_an_error_on_each(two):
+    first, second = of(two, "saved_on_one_rank")
     assert first["told"] == second["told"]
     assert "rank 0 asks for optimizer.state_dict(), and rank 1 goes on to train" in first["told"]
     assert equal(first["after"]["weights"], second["after"]["weights"])
 
 
-def test_masters_follow_weights_that_are_written(found):
-    for one in of(found, "written_between"):
+def test_masters_follow_weights_that_are_written(two):
+    for one in of(two, "written_between"):
         assert equal(one["whole"]["masters"], one["split"]["masters"])
 
 
-def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
-    for one in of(found, "missing_gradients_of_parts"):
+def test_what_a_rank_has_no_gradient_of_counts_as_zero(two):
+    for one in of(two, "missing_gradients_of_parts"):
         assert rounded_equal(one["whole"]["weights"], one["split"]["weights"])
         assert equal(one["whole"]["moments"], one["split"]["moments"])
 
 
-def test_what_cannot_be_split_is_named(found):
-    for one in of(found, "what_cannot_be_split"):
+def test_what_cannot_be_split_is_named(two):
+    for one in of(two, "what_cannot_be_split"):
         assert "Adagrad may need whole weights" in one["traced"] and "AdamW" in one["traced"]
         assert "no masters to split" in one["low"]
         assert "SGD with dampening" in one["dampening"]
@@ -173,8 +152,8 @@ def test_what_cannot_be_split_is_named(found):
 
 
 @pytest.mark.slow
-def test_four_ranks_do_as_two():
-    first, *others = of(run_ranks(4, OF_FOUR), *OF_FOUR)
+def test_four_ranks_do_as_two(four):
+    first, *others = of(four, "parts_of_four")
     for key in ("weights", "masters", "moments"):
         assert all(equal(first["split"][key], one["split"][key]) for one in others)
     # four numbers are added in another order
@@ -184,8 +163,8 @@ def test_four_ranks_do_as_two():
 
 @pytest.mark.slow
 @pytest.mark.compiles
-def test_compiled_steps_do_the_same():
-    first, second = of(run_ranks(2, SPLIT_ALONE), "compiled_parts")
+def test_compiled_steps_do_the_same(two):
+    first, second = of(two, "compiled_parts")
     behind = (
         first["cut"].split("behind_check: ", 1)[1].split("\nreturn ", 1)[0]
     )  # of the pieces the first, between kernels

@@ -35,13 +35,8 @@ from torch import Tensor, nn
 import amp_compiler as amp
 from amp_compiler.ranks.traffic import traffic_of
 
-COMPILED = ("compiled",)  # takes Inductor's seconds
-SEEDED = ("low_types_of_seeds", "low_types_of_cases")  # take many trainings
 SEEDS = 8
 LOW_TYPES = ("sgd", torch.bfloat16, "bf16"), ("adamw", torch.float16, "fp16")
-OF_FOUR = ("jointly_in_fp32", "accumulated", "overflows", "low_types_of_fp16")
-ONLY_OF_FOUR = ("jointly_in_fp32", "low_types_of_fp16")  # two ranks do the same in scenarios with more
-SLOW_OF_FOUR = ("in_fp32", "a_gan", "low_types", "missing_gradients", "low_weights", "differences_later")
 JOINTLY = ("clipping", "complex")  # AdamW; two ranks do every case, and four in the slow tests
 
 

@@ -39,6 +39,7 @@ def loops(request, monkeypatch):
         monkeypatch.setattr(stale_copies, "library", lambda: None)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", LOW)
 def test_a_step_trains_on_what_was_written(dtype, backend, loops):
@@ -59,6 +60,7 @@ def test_a_step_trains_on_what_was_written(dtype, backend, loops):
         assert all(map(torch.equal, weights(model), weights(other))), name
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", LOW)
 def test_the_masters_of_16_bit_weights_follow(dtype, loops):
     """An update goes from what was written; masters of other elements stay, so that small updates add up."""
@@ -94,6 +96,7 @@ def test_small_updates_add_up_beside_a_write_to_another_element(dtype):
     assert model.weight.tolist() == [[1.0 + 2.0**-6, 1.0]]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_write_amid_an_accumulation_counts_at_the_next_call(dtype, last):
@@ -202,6 +205,7 @@ def test_a_watch_lasts_as_long_as_what_it_watches(monkeypatch):
     assert before + 2 <= len(watches) <= before + 3
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("turned", [False, True])
 def test_convolutions_of_both_layouts(turned, loops):
     def made():
@@ -249,6 +253,7 @@ def test_the_first_such_weight_is_named_once(caplog):
     assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.bias"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -94,6 +94,7 @@ def snapshot(model, optimizer):
 POISONS = [(name, poison) for name in ("momentum", "adamw") for poison in map(float, ("inf", "-inf", "nan"))]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "poison", "backend"),
     [

@@ -62,6 +62,7 @@ def frozen_head(model, number, call):
     model.task = int(number > 0)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("branches", [False, True])
 @pytest.mark.parametrize("before", [task, rare_task, frozen_head])
 def test_not_all_batches_train_the_same_weights(before, branches):

@@ -96,6 +96,7 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
     assert_same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [

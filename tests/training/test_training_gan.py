@@ -81,6 +81,7 @@ def theirs(name, judge):
     return nets, optimizers, torch.stack(losses)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "judge"),
     [

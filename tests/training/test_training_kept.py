@@ -95,6 +95,7 @@ def kept(graph):
     return [node for node in made if readers(node, "backward")]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -90,6 +90,7 @@ def assert_same_training(steps=5, **settings):
     return left(step)
 
 
+@pytest.mark.sweep(2)
 @multiplies
 @pytest.mark.parametrize(
     "settings",
@@ -100,6 +101,7 @@ def test_a_tied_table_is_trained_as_by_the_eager_backend(settings, compiler):
     assert assert_same_training(**settings) == ["head.weight"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"twice": True}, {"padding": 7}, {"optimizer": amsgrad}],
@@ -118,6 +120,7 @@ def test_plain_fp32_leaves_rows_too(compiler):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "settings",
     [{"options": {"clip_norm": 1.0}}, {"options": {"accumulate": 2}}, {"width": 32}, {"options": {"rules": LOW}}],

@@ -58,12 +58,14 @@ def trained(loss, **options):
     return [p.detach() for p in model.parameters()], [p.detach() for p in expected]
 
 
+@pytest.mark.sweep(13)
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_a_step_in_fp32_is_torchs(name):
     for mine, theirs in zip(*trained(LOSSES[name], enabled=False), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_a_power_of_two_scale_changes_no_bit(name):
     plain, _ = trained(LOSSES[name], dtype="bf16", loss_scale=None)
@@ -106,6 +108,7 @@ class Logits(nn.Module):
         return self.squash(x @ self.identity)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("name", "dtype", "backend"),
     [

@@ -65,6 +65,7 @@ def test_a_step_in_fp32_is_torchs(breaks, caplog):
         assert sum(record.getMessage().startswith("captured") for record in caplog.records) == 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
 def test_in_16_bits_it_is_near(dtype, breaks):
@@ -82,6 +83,7 @@ def test_in_pieces_there_is_one_more_form_and_no_other():
     assert len(step._choice.pieces.pieces.plans) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled():
     expected, _ = trained(torchs, False)

@@ -15,6 +15,7 @@ from training_optimizers import EXACT, OPTIMIZERS, STEPS, X, Y, models, split, s
 import amp_compiler as amp
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_plain_fp32_equals_a_torch_loop(name):
     model, reference = models(name)
@@ -57,6 +58,7 @@ def shared(request):
     return request.param, *mixed(request.param)
 
 
+@pytest.mark.sweep(3)
 def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
     _, model, optimizer, step = shared
     step(X, Y)
@@ -72,6 +74,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
     assert not torch.equal(after[0], before[0])
 
 
+@pytest.mark.sweep(3)
 def test_a_saved_run_goes_on_bit_for_bit(shared):
     name, model, optimizer, step = shared
     for _ in range(3):
@@ -149,6 +152,7 @@ def two_optimizers(model):
     return {"matrices": O.Muon(matrices, 1e-2), "vectors": O.AdamW(vectors, 1e-2)}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("make", [two_groups, two_optimizers])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_groups_dicts_clipping_and_accumulation(make, accumulate):
@@ -170,8 +174,9 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow  # a compiled step of a fused optimizer is in test_compiled_steps.py
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["rmsprop", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["rmsprop", "adafactor"])
 def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
     found = []
     for backend in ("eager", "inductor"):

@@ -203,6 +203,7 @@ def grad_scaler_run(model, batches, **options):
     return pattern, scaler.state_dict()
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("bad", [{0}, {3, 4, 11}, {2, 6, 7, 8, 9, 17, 18, 22}], ids=["the first step", "a few", "many"])
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.6)], ids=["powers of two", "other factors"])
 def test_the_same_steps_are_skipped_and_the_scale_goes_the_same_way_as_grad_scalers(bad, factors):
@@ -254,6 +255,7 @@ def resumable(name):
     )  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used before"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(name, used_before):

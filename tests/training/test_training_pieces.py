@@ -180,10 +180,9 @@ def test_what_torch_trains_is_trained(name):
     assert step.plan.nodes and step.gradients()
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.slow if COMPILED[one] else ()) for one in COMPILED]
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_with_compiled_pieces(name):
     """A backward that is differentiated again is run node by node: torch's compiled ones cannot be."""
     step = trained(name, "inductor")
@@ -344,6 +343,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["step", "model"])
 def test_what_is_checkpointed_is_computed_again(reentrant, kind):

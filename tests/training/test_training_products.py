@@ -91,6 +91,7 @@ def test_the_norm_is_that_of_the_gradients(compiler):
     assert deferred(step) == WEIGHTS and float(step.grad_norm) == pytest.approx(float(exact), rel=1e-3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "options",
     [{"clip_norm": 1.0}, {"accumulate": 2}, {"dtype": "fp16"}, {"enabled": False}],
@@ -151,6 +152,7 @@ def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is(compiler):
     assert deferred(step) == WEIGHTS[1:]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(optimizer, bad, compiler):

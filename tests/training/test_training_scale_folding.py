@@ -41,6 +41,7 @@ def trained(scale, dtype, name, backend):
     return [*losses, *[p.detach() for p in model.parameters()], *state]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("dtype", "name", "backend"),
     [

@@ -47,6 +47,7 @@ def make(loss=mean_square, **options):
     return model, amp.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), **options)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(TAILS))
 def test_the_seed_alone_does_not_overflow(name):
     model, step = make(TAILS[name], rules=LOW)

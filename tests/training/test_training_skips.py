@@ -117,6 +117,7 @@ def changed(before, after):
     return {name for name, value in before.items() if not torch.equal(value, after[name])}
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "backend"), KINDS)
 @pytest.mark.parametrize("place", list(PLACES))
 def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place, name, backend):
@@ -138,6 +139,7 @@ def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place, name, b
     assert changed(statistics, buffers(model)) == set(statistics)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("place", list(PLACES))
 def test_a_bad_middle_batch_of_three_skips_them_all_and_only_the_buffers_of_the_first_move(place, name):

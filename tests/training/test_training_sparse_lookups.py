@@ -18,6 +18,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("lookup", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_lookups_train_as_in_torch(lookup, optimizer):

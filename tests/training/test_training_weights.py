@@ -89,6 +89,7 @@ def test_batch_norm_statistics_stay_fp32_under_nvcaffe():
     assert model[1].weight.dtype is torch.float32  # batch norm's kernels take FP32 parameters, whatever the data
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", list(LOW))
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
     spacing = torch.finfo(LOW[dtype]).eps  # of numbers between 1 and 2
@@ -118,6 +119,7 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
     assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
@@ -148,6 +150,7 @@ def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
         assert torch.equal((weight + error.float()).bfloat16().float(), weight)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
     finals = []
@@ -163,6 +166,7 @@ def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
 # ---- models that come in as fp16 or bf16
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("dtype", list(LOW))
 def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
@@ -310,7 +314,9 @@ def test_a_momentum_from_fp32_that_fp16_cannot_hold_is_clipped(caplog):
     assert "2 of the 3 numbers of 'momentum_buffer' are beyond what float16 holds" in caplog.text
 
 
-@pytest.mark.parametrize(("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), (1.0, "inductor")])
+@pytest.mark.parametrize(
+    ("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), pytest.param(1.0, "inductor", marks=pytest.mark.slow)]
+)
 def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, backend):
     model, optimizer, step = outgrowing(
         backend, {"overflow": "skip"}, lr, loss_scale=amp.DynamicLossScale(init_scale=1.0)
@@ -344,6 +350,7 @@ class Computed(nn.Module):
         return nn.functional.linear(nn.functional.gelu(self.first(x)), self.function(self.second.weight))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "function",

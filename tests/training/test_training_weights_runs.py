@@ -51,6 +51,7 @@ def each_with(quick, more):
     ]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("mode", "warm"), each_with(True, False))
 def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     model, optimizer, step, x = setup(mode)
@@ -72,6 +73,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     assert step.state_dict() == step2.state_dict()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("mode", "poison"), each_with(float("inf"), float("nan")))
 def test_a_skipped_step_changes_nothing_but_the_scale(mode, poison):
     model, optimizer, step, x = setup(mode, clip_norm=1.0)
@@ -105,6 +107,7 @@ def test_the_compiled_step_does_the_same(mode, compiler):
     assert results[0][1] == results[1][1]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mode", ["masters, sgd", "nearest, sgd", "kahan, adam"])
 def test_accumulated_batches_are_averaged(mode):
     model, optimizer, step, x = setup(mode, accumulate=2)
