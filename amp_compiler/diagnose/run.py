@@ -58,6 +58,7 @@ def profile(
     dtype: DTypeArgument = "auto",
     loss_fn: Callable[..., Any] | None = None,
     loss_scale: float = 1.0,
+    every: int = 1,
 ) -> Profile:
     """Run some batches, and count the binary exponents of all that is computed.
 
@@ -76,9 +77,12 @@ def profile(
         loss_fn: of a model, as for a training step: `loss_fn(model, *batch)` gives the loss, or `(loss, aux)`; a batch
             that is a dict is given by name.
         loss_scale: what that loss is multiplied by; a step has its own.
+        every: count the first batch of so many. A training step trains on the others at no cost; a model does not run
+            on them. `Profile.counted` says which batches were counted.
 
     Raises:
-        AmpError: `subject` or `batches` is none of these, there is no batch, or the subject is no one graph.
+        AmpError: `subject` or `batches` is none of these, there is no batch, the subject is no one graph, or `every` is
+            no number from 1 on.
 
     Source: the histograms of Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
@@ -93,6 +97,8 @@ def profile(
     """
     dtype = low_name(dtype)
     check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
+    if type(every) is not int or every < 1:
+        raise AmpError(f"every={every!r} is no number of batches", hint="pass 1 or more: the first of so many is counted")
     run: _Run
     if isinstance(subject, TrainingStep):
         run = _StepRun(subject)
@@ -113,8 +119,12 @@ def profile(
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     for batch in batches_of(batches):
-        run.take(batch)
-    return run.profile()
+        if run.batches % every:
+            run.pass_over(batch)
+        else:
+            run.take(batch)
+        run.batches += 1
+    return run.profile(every)
 
 
 class _Run(ABC):
@@ -132,7 +142,10 @@ class _Run(ABC):
 
     @abstractmethod
     def take(self, batch: Any) -> None:
-        """Run one batch."""
+        """Run one batch, and count."""
+
+    def pass_over(self, batch: Any) -> None:
+        """Do with one batch what is done without counting."""
 
     def skipped(self) -> int:
         """How many steps were skipped."""
@@ -206,7 +219,7 @@ class _Run(ABC):
         kept[0][:] += Histogram(counts).shifted(shift).counts if shift else counts
         kept[1][:] += counts
 
-    def profile(self) -> Profile:
+    def profile(self, every: int) -> Profile:
         """All of it."""
         if not self.batches:
             raise AmpError("there is no batch to profile", hint="pass at least one")
@@ -218,7 +231,7 @@ class _Run(ABC):
         for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
             held = Histogram(counts)
             rows.append(Row(*_place_of(name, WEIGHT, parameter.dtype), held, held))
-        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short)
+        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short, every)
 
 
 class _StepRun(_Run):
@@ -244,10 +257,9 @@ class _StepRun(_Run):
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(
-                f"the step runs {self.step.execution}: what its pieces compute is not counted",
+                f"the step runs {self.step.execution}: what its subgraphs compute is not counted",
                 hint="profile a loss that is one graph",
             )
-        self.batches += 1
         weights = {}
         report = program.report
         for name, weight, gradient in zip(report.updated, report.weights, output.gradients, strict=True):
@@ -257,6 +269,9 @@ class _StepRun(_Run):
         self.look_at_zeros(counting, rows, weights)
         for name, parameter in self.parameters():
             self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
+
+    def pass_over(self, batch: Any) -> None:
+        self.step(*positional(batch))
 
     def keep_weights(self) -> None:
         """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""
@@ -290,7 +305,6 @@ class _ModelRun(_Run):
         tree = arguments(batch)
         with building():
             self.count(tree, lambda: build_counting(self.model, tree[0], tree[1], self.settings, self.device), 0)
-        self.batches += 1
 
 
 class _LossRun(_Run):
@@ -322,7 +336,6 @@ class _LossRun(_Run):
         shift = _exponent_of(step.loss_scale)
         with _told_of("the loss"):
             self.count((given, {}), lambda: step._counting(given, with_weights=True), shift)
-        self.batches += 1
 
 
 def _of_model(

@@ -202,7 +202,7 @@ def _of_profile(profile: Any, strings: Strings) -> dict[str, Any]:
             f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave, or Profile.from_dict"
         ) from cause
     return {
-        "batches": found["batches"],
+        "batches": len(profile.counted),
         "skipped": found["skipped"],
         "rows": rows,
         "advice": {dtype: [one.scale, one.lost, one.lost_without] for dtype, one in advice.items()},
