@@ -98,7 +98,7 @@ def profile(
     dtype = low_name(dtype)
     check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
     if type(every) is not int or every < 1:
-        raise AmpError(f"every={every!r} is no number of batches", hint="pass 1 or more: the first of so many is counted")
+        raise AmpError(f"every={every!r} is no number of batches", hint="pass 1, or more for the first of so many")
     run: _Run
     if isinstance(subject, TrainingStep):
         run = _StepRun(subject)
@@ -119,10 +119,10 @@ def profile(
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     for batch in batches_of(batches):
-        if run.batches % every:
-            run.pass_over(batch)
-        else:
+        if run.batches % every == 0:
             run.take(batch)
+        elif isinstance(subject, TrainingStep):
+            subject(*positional(batch))
         run.batches += 1
     return run.profile(every)
 
@@ -143,9 +143,6 @@ class _Run(ABC):
     @abstractmethod
     def take(self, batch: Any) -> None:
         """Run one batch, and count."""
-
-    def pass_over(self, batch: Any) -> None:
-        """Do with one batch what is done without counting."""
 
     def skipped(self) -> int:
         """How many steps were skipped."""
@@ -269,9 +266,6 @@ class _StepRun(_Run):
         self.look_at_zeros(counting, rows, weights)
         for name, parameter in self.parameters():
             self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
-
-    def pass_over(self, batch: Any) -> None:
-        self.step(*positional(batch))
 
     def keep_weights(self) -> None:
         """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
-from amp_compiler.diagnose.tuning.given import Asked, subject_of
+from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
-from amp_compiler.diagnose.tuning.writing import LOW
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 
@@ -22,8 +21,6 @@ def tune(
     dtype: DTypeArgument = "auto",
     tolerance: float | None = None,
     output: str | Path | None = None,
-    start: str = LOW,
-    budget: float | None = None,
     max_runs: int | None = None,
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
@@ -46,12 +43,8 @@ def tune(
         dtype: as for `amp.compile`, of a plain module or an ONNX model; `auto` is FP16 for an ONNX model.
         tolerance: the largest relative L2 error of a result that is allowed: 0.01 in FP16 and 0.08 in BF16 by default.
             Gradients are results each; one below a thousandth of the norm of all is measured against that.
-        output: where the rule file is written, atomically. Beside it stands `<output>.journal` until all is done, from
-            which a run that was killed, or stopped by a budget, goes on.
-        start: `low` keeps nodes in FP32 and leaves the others to the rules; `fp32` keeps everything in FP32, and puts
-            low what the tolerance allows of what the rules would put low.
-        budget: seconds after which the search stops, with nodes that meet the tolerance.
-        max_runs: runs of the model after which it does; 5 at least.
+        output: where the rule file is written, atomically.
+        max_runs: runs of the model after which the search stops, with nodes that meet the tolerance; 5 at least.
         loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`. It calls the module once.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
             gradients fit, if it can fall.
@@ -61,7 +54,7 @@ def tune(
 
     Raises:
         AmpError: what FP32 gives is not finite; the tolerance is not met even with all in FP32; `subject` is none of
-            these, is no one graph, or its batches do not fit; the journal is of another model, rules or batches.
+            these, is no one graph, or its batches do not fit.
 
     Source: delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Signs for
     the length of a vector: Hutchinson, 1990.
@@ -71,14 +64,14 @@ def tune(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         >>> _ = torch.nn.init.constant_(model[0].weight, 3e4)
         >>> _ = torch.nn.init.constant_(model[1].weight, 1e-4)
-        >>> found = amp.tune(model, [torch.ones(2, 4)], dtype="fp16")
-        >>> [node.module for node in found.nodes], found.error < found.tolerance < found.before
+        >>> result = amp.tune(model, [torch.ones(2, 4)], dtype="fp16")
+        >>> [node.module for node in result.nodes], result.error < result.tolerance < result.before
         (['0', '1'], True)
     """
-    asked = Asked(rules, low_name(dtype), tolerance, _path(output), start, budget, max_runs)
-    asked.check()
-    made, rule_set = subject_of(subject, batches, asked, loss_fn, loss_scale)
-    return Tuning(made, rule_set, asked).run()
+    options = TuneOptions(rules, low_name(dtype), tolerance, _path(output), max_runs)
+    options.check()
+    tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
+    return Tuning(tuned, rule_set, options).run()
 
 
 def _path(output: Any) -> Path | None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from amp_compiler.diagnose.tuning.deviation import Measured
-from amp_compiler.diagnose.tuning.given import Asked
-from amp_compiler.diagnose.tuning.journal import Journal
+from amp_compiler.diagnose.tuning.options import TuneOptions
 from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
 from amp_compiler.diagnose.tuning.search import Found, OutOfReachError, find_kept, run_limit
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_prefix
 from amp_compiler.diagnose.tuning.subject import Subject, searched
-from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, all_fp32, entries_for, rules_file, with_kept
+from amp_compiler.diagnose.tuning.writing import Base, Entry, entries_for, rules_file, with_kept
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
@@ -28,7 +24,6 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.sources import FROM_DICT
 
-logger = logging.getLogger("amp_compiler")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}  # those of `amp-compiler convert --verify`
 _WRITTEN = 2  # runs that the written file may take: once as it is, once with every node by its name
 
@@ -39,28 +34,27 @@ class Tuning:
     Args:
         subject: what is tuned.
         rules: what is extended.
-        asked: the options.
+        options: of the call.
 
     Raises:
         AmpError: the rules came as a dict that is not at hand, and a file is to extend them.
     """
 
-    def __init__(self, subject: Subject, rules: RuleSet, asked: Asked) -> None:
-        self.subject, self.rules, self.asked = subject, rules, asked
+    def __init__(self, subject: Subject, rules: RuleSet, options: TuneOptions) -> None:
+        self.subject, self.rules, self.options = subject, rules, options
         self.plan: PrecisionPlan = subject.plan(rules)
         self.names = [node.name for node in searched(self.plan, rules.ops)]
-        self.tolerance = TOLERANCES[self.plan.dtype] if asked.tolerance is None else asked.tolerance
-        data = asked.rules if isinstance(asked.rules, Mapping) else None
+        self.tolerance = TOLERANCES[self.plan.dtype] if options.tolerance is None else options.tolerance
+        data = options.rules if isinstance(options.rules, Mapping) else None
         self.base = Base(rules.name, data if rules.name == FROM_DICT else None)
-        if self.base.is_open and asked.output is not None:
+        if self.base.is_open and options.output is not None:
             raise AmpError(
                 "the rules came as a dict, which no file can extend",
-                where=str(asked.output),
+                where=str(options.output),
                 hint="pass rules= with the dict, or write it to a file",
             )
         self.limit = run_limit(len(self.names))
         self.worst: dict[frozenset[str], str] = {}
-        self.begun = time.monotonic()
 
     def run(self) -> TuneResult:
         """Profile, search, write, and run with what was written.
@@ -68,70 +62,34 @@ class Tuning:
         Raises:
             AmpError: see `tune`.
         """
-        place = self.asked.output
-        path = None if place is None else place.with_name(f"{place.name}.journal")
-        journal = Journal(path, self._digest() if path is not None else "")
-        if journal.resumed:
-            logger.info("amp.tune goes on from %d measurements in %s", journal.resumed, path)
         console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("profile", total=self.limit)
-            estimates = self._estimates(journal)
+            estimates = self.subject.profile(self.plan, frozenset(self.names))
             order = in_order(estimates, self.names)
-            places = {name: at for at, name in enumerate(self.names)}
 
             def measure(kept: frozenset[str]) -> float:
-                known = journal.get(key := sorted(places[name] for name in kept))
-                found = known if known is not None else self._measure(kept)
-                if known is None:
-                    journal.note(key, found)
-                else:
-                    self.subject.runs += 1  # of the run that was killed
-                self.worst[kept] = found.worst
-                told = f"{len(kept)} of {len(order)} in FP32: {found.error:.2g}"
-                progress.update(task, advance=1, description=told)
-                return found.error
+                measured = self.subject.measure(with_kept(self.rules, kept))
+                self.worst[kept] = measured.worst
+                description = f"{len(kept)} of {len(order)} in FP32: {measured.error:.2g}"
+                progress.update(task, advance=1, description=description)
+                return measured.error
 
-            found = self._searched(order, estimates, measure)
-            result = self._written(found, estimates)
-        if not result.stopped:
-            journal.close()
-        return result
-
-    def _digest(self) -> str:
-        rules = [replace(rule, where="", text="") for rule in self.rules.rules]
-        made = hashlib.blake2b(self.subject.digest().encode(), digest_size=16)
-        made.update(repr((rules, sorted(self.rules.keep.items()), self.asked.start, self.names)).encode())
-        return made.hexdigest()
-
-    def _estimates(self, journal: Journal) -> dict[str, Estimate]:
-        if journal.estimates and self.names:
-            self.subject.reference()
-            journal.check_fingerprint(self.subject.fingerprint())
-            self.subject.runs = journal.profiled  # a run that goes on counts as the one that it goes on from
-            return journal.estimates
-        estimates = self.subject.profile(self.plan, frozenset(self.names))
-        journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
-        return estimates
-
-    def _measure(self, kept: frozenset[str]) -> Measured:
-        return self.subject.measure(with_kept(self.rules, self.plan, self.names, kept, self.asked.start))
+            return self._written(self._searched(order, estimates, measure), estimates)
 
     def _searched(
         self, order: list[str], estimates: Mapping[str, Estimate], measure: Callable[[frozenset[str]], float]
     ) -> Found:
-        spent, budget, most = self.subject.runs + _WRITTEN, self.asked.budget, self.asked.max_runs
-        first = likely_prefix(estimates, order, self.tolerance)
+        spent, most = self.subject.runs + _WRITTEN, self.options.max_runs
         try:
             return find_kept(
                 order,
                 measure,
                 self.tolerance,
-                first=first,
+                first=likely_prefix(estimates, order, self.tolerance),
                 allowance=self.limit - spent,
                 most=None if most is None else max(most - spent, 2),
-                expired=lambda: budget is not None and time.monotonic() - self.begun > budget,
             )
         except OutOfReachError as out:
             worst = self.worst.get(frozenset(order), "")
@@ -146,14 +104,10 @@ class Tuning:
 
     def _written(self, found: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
         """Write the rules, and run with them; with every node by its name where more general rules do not do."""
-        kept = frozenset(found.kept)
-        chosen = [name for name in self.names if (name in kept) == (self.asked.start == LOW)]
         nodes = self._nodes(found, estimates)
         result = self._result(found, nodes)
-        told = {node.name: node.reason for node in nodes}
-        told |= {name: estimates[name].told for name in chosen if name in estimates and name not in told}
         for by_name in (False, True):
-            entries = entries_for(self.plan, chosen, by_name=by_name)
+            entries = entries_for(self.plan, found.kept, by_name=by_name)
             measured, plan = self._tried(entries)
             if measured.error <= self.tolerance:
                 break
@@ -164,28 +118,26 @@ class Tuning:
                 hint="if the model gives other numbers from run to run, use deterministic kernels "
                 "(torch.use_deterministic_algorithms); else report this as a bug, with the model",
             )
-        counts = [sum(node.precision == one for node in plan.nodes) for one in (FP32, LOW)]
+        counts = [sum(node.precision == one for node in plan.nodes) for one in ("fp32", "low")]
         result = replace(
             result, error=measured.error, worst=measured.worst, fp32=counts[0], low=counts[1], runs=self.subject.runs,
         )  # fmt: skip
-        place = self.asked.output
+        place, reasons = self.options.output, {node.name: node.reason for node in nodes}
         head = ["Made by amp.tune.", *result.summary().splitlines()]
-        text = self._text(entries, told, head, None if place is None else place.parent)
+        text = self._text(entries, reasons, head, None if place is None else place.parent)
         if place is not None:
             write_atomically(place, text)
             self._check_written(place, plan)
         return replace(result, rules=text, path=place)
 
-    def _text(self, entries: list[Entry], told: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
-        lowers = self.asked.start == FP32
-        why = f"amp.tune: {'allowed by' if lowers else 'needed for'} the tolerance {self.tolerance:g}"
-        first = all_fp32(self.plan) if lowers else []
-        return rules_file(self.base, entries, told, head, why, first, LOW if lowers else FP32, folder)
+    def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
+        why = f"amp.tune: needed for the tolerance {self.tolerance:g}"
+        return rules_file(self.base, entries, reasons, head, why, folder)
 
     def _check_written(self, place: Path, measured: PrecisionPlan) -> None:
         """Plan with the file where it lies now: it must be what was measured."""
-        found = self.subject.plan(load_rules(place))
-        if [(one.name, one.precision) for one in found.nodes] != [(one.name, one.precision) for one in measured.nodes]:
+        plan = self.subject.plan(load_rules(place))
+        if [(one.name, one.precision) for one in plan.nodes] != [(one.name, one.precision) for one in measured.nodes]:
             raise AmpError(
                 "the rules that were written make another plan than those that were measured",
                 where=str(place),
@@ -209,7 +161,7 @@ class Tuning:
             TunedNode(
                 node.name, node.op, node.module, node.source, found.needed.get(node.name),
                 estimates[node.name].error if node.name in estimates else None,
-                estimates[node.name].told if node.name in estimates else "",
+                estimates[node.name].summary if node.name in estimates else "",
             )
             for node in self.plan.nodes
             if node.name in kept
@@ -226,7 +178,6 @@ class Tuning:
             worst=self.worst.get(frozenset(found.kept), ""),
             tolerance=self.tolerance,
             dtype=self.plan.dtype,
-            start=self.asked.start,
             searched=len(self.names),
             fp32=0,
             low=0,

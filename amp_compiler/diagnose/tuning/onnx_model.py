@@ -6,12 +6,10 @@ made, the magnitudes of the values say what becomes infinite, and nothing else i
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +31,6 @@ from amp_compiler.onnx.check.verify import Expected
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.importing.api import onnx_to_fx
 from amp_compiler.onnx.importing.scope import onnx_values
-from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.policy.rules import RuleSet
 
@@ -69,24 +66,9 @@ class OnnxSubject(Subject):
         """The plan that a conversion carries out."""
         return explain_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
 
-    def digest(self) -> str:
-        """Of the message, the data files and the batches."""
-        made = hashlib.blake2b(self._opened.proto.SerializeToString(deterministic=True), digest_size=16)
-        for file in external_files(self._opened.proto, self._opened.folder or Path()):
-            with file.open("rb") as data:
-                made.update(hashlib.file_digest(data, "blake2b").digest())
-        for batch in self._batches:
-            for name, one in sorted(batch.items()):
-                array = np.asarray(one)
-                made.update(f"{name} {array.dtype} {array.shape} ".encode())
-                made.update(repr(array.tolist()).encode() if array.dtype.kind in "OUS" else array.tobytes())
-        made.update(str(self.low).encode())
-        return made.hexdigest()
-
     # ---- FP32
 
-    def reference(self) -> None:
-        """Run in FP32."""
+    def _reference(self) -> None:
         self.runs += 1
         self._expected = Expected(self._opened, self._batches)
         bad = self._expected.nonfinite()
@@ -103,7 +85,7 @@ class OnnxSubject(Subject):
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """The reference, and a run as a module with the rounding of some nodes measured beside it."""
-        self.reference()
+        self._reference()
         self.runs += 1
         makers = {value: node.name for node in plan.nodes if node.name in names for value, _ in node.outputs}
         try:
@@ -146,7 +128,7 @@ class OnnxSubject(Subject):
         """All batches through a conversion under some rules, against FP32."""
         self.runs += 1
         if self._expected is None:
-            raise AmpError("there is nothing to compare with", hint="call reference() first")
+            raise AmpError("there is nothing to compare with", hint="call profile() first")
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,17 +47,8 @@ class Estimate:
     subnormal: float = 0.0
     infinite: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
-        """What `to_dict` gave."""
-        return cls(**data)
-
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In words."""
         parts = ((self.infinite, "infinite"), (self.zero, "zero"), (self.subnormal, "subnormal"))
         lost = ", ".join(f"{_share(part)} becomes {what}" for part, what in parts if part)

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.policy.loader import load_rules, preset_names
+from amp_compiler.policy.loader import preset_names
 from amp_compiler.policy.rules import Condition, Matcher, Precision, Rule, RuleSet, View
 from amp_compiler.policy.sources import FROM_DICT
 
-LOW, FP32 = "low", "fp32"
-_TOLD = 8  # nodes of one rule of which is told what was measured
+_SHOWN = 8  # nodes of one rule beside which stands what was measured
 _GLOB = re.compile(r"[*?\[\]]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_FIXED = ("factory", "cast", "random", "control", "sparse", "quantization")  # families that no type is chosen for
 
 
 @dataclass(frozen=True)
@@ -41,36 +39,11 @@ class _Chosen(Condition):
         return node.name in self.names
 
 
-def all_fp32(plan: PrecisionPlan) -> list[dict[str, Any]]:
-    """Rules by which nothing is low that is not named behind them, and what has to keep its type keeps it.
-
-    Args:
-        plan: says which families there are.
-    """
-    fixed = [family for family in _FIXED if any(node.family == family for node in plan.nodes)]
-    rules: list[dict[str, Any]] = [{"match": {}, "precision": FP32, "why": "what is not named below stays in FP32"}]
-    why = "its type is fixed by the model or by what it works on"
-    return [*rules, *([{"match": {"family": fixed}, "precision": "keep", "why": why}] if fixed else [])]
-
-
-def with_kept(
-    rules: RuleSet, plan: PrecisionPlan, searched: Sequence[str], kept: frozenset[str], start: str
-) -> RuleSet:
-    """Rules with some nodes kept in FP32, for a trial.
-
-    Args:
-        rules: what they are added to.
-        plan: the plan that they make.
-        searched: all nodes that are searched.
-        kept: those of them that are to be FP32.
-        start: `low`, or `fp32` where the others have to be put low.
-    """
+def with_kept(rules: RuleSet, kept: frozenset[str]) -> RuleSet:
+    """Rules with some nodes kept in FP32, for a trial."""
     quiet = tuple(replace(rule, own=False) for rule in rules.rules)  # a trial does not tell of rules that match nothing
-    base = load_rules({"version": 1, "rules": all_fp32(plan)}).rules if start == FP32 else ()
-    low = frozenset(searched) - kept
-    chosen = [(low, Precision.LOW)] if start == FP32 else [(kept, Precision.FP32)]
-    more = [Rule("<tune>", Matcher((_Chosen(names),)), precision) for names, precision in chosen if names]
-    return replace(rules, rules=(*quiet, *(replace(rule, own=False) for rule in base), *more))
+    trial = [Rule("<tune>", Matcher((_Chosen(kept),)), Precision.FP32)] if kept else []
+    return replace(rules, rules=(*quiet, *trial))
 
 
 @dataclass(frozen=True)
@@ -179,37 +152,26 @@ def _extended(name: str, folder: Path | None) -> str:
 
 
 def rules_file(
-    base: Base,
-    entries: Sequence[Entry],
-    told: Mapping[str, str],
-    head: Sequence[str],
-    why: str,
-    first: Sequence[Mapping[str, Any]],
-    precision: str,
-    folder: Path | None,
+    base: Base, entries: Sequence[Entry], reasons: Mapping[str, str], head: Sequence[str], why: str, folder: Path | None
 ) -> str:
     """A rule file in YAML with comments.
 
     Args:
         base: what it extends.
         entries: the rules.
-        told: what was measured, by node.
+        reasons: what was measured, by node.
         head: what there is to say of all, in lines.
         why: the reason that plans give.
-        first: rules that stand before them.
-        precision: of the nodes.
         folder: where the file will be; `None` where it will be nowhere, so that paths are absolute.
     """
     lines = [*(f"# {line}" for line in head), *base.head(folder)]
-    lines += [f"  - {json.dumps(rule)}" for rule in first]
     if lines[-1] == "rules:" and not entries:
         lines.pop()  # nothing has to be kept
     for entry in entries:
         match = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry.match.items())
-        for name in entry.nodes[:_TOLD]:
-            lines.append(f"  # {name}: {told[name]}" if told.get(name) else f"  # {name}")
-        if len(entry.nodes) > _TOLD:
-            lines.append(f"  # and {len(entry.nodes) - _TOLD} more")
-        lines += [f"  - match: {{{match}}}", f"    precision: {precision}"]
-        lines.append(f"    why: {json.dumps(why)}")
+        for name in entry.nodes[:_SHOWN]:
+            lines.append(f"  # {name}: {reasons[name]}" if reasons.get(name) else f"  # {name}")
+        if len(entry.nodes) > _SHOWN:
+            lines.append(f"  # and {len(entry.nodes) - _SHOWN} more")
+        lines += [f"  - match: {{{match}}}", "    precision: fp32", f"    why: {json.dumps(why)}"]
     return "\n".join([*lines, ""])

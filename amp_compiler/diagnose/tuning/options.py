@@ -1,4 +1,4 @@
-"""What a call of `amp.tune` is given: its options, and its subject with the batches."""
+"""The options of a call of `amp.tune`, and its subject with the batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from amp_compiler.diagnose.losses import (
 )
 from amp_compiler.diagnose.tuning.subject import Subject
 from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
-from amp_compiler.diagnose.tuning.writing import FP32, LOW
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -34,12 +33,11 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.step import TrainingStep
 
-_STARTS = (LOW, FP32)
 LEAST_RUNS = 5  # one in FP32, with nothing kept and with all, and two of the rules as a file
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneOptions:
     """The options of a call, which `tune` tells.
 
     Args:
@@ -47,8 +45,6 @@ class Asked:
         dtype: `fp16`, `bf16` or `auto`.
         tolerance: the largest error; `None` for that of the type.
         output: the file to write.
-        start: `low` or `fp32`.
-        budget: in seconds.
         max_runs: runs of the model.
     """
 
@@ -56,8 +52,6 @@ class Asked:
     dtype: Literal["fp16", "bf16", "auto"]
     tolerance: float | None
     output: Path | None
-    start: str
-    budget: float | None
     max_runs: int | None
 
     def check(self) -> None:
@@ -66,12 +60,8 @@ class Asked:
         Raises:
             AmpError: an option is none of those that there are, or the output cannot be written.
         """
-        if self.start not in _STARTS:
-            raise AmpError(f"start={self.start!r} is not known", hint="use 'low' or 'fp32'")
         if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
             raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
-        if self.budget is not None and not _is_above_zero(self.budget):
-            raise AmpError(f"budget={self.budget!r} is no time", hint="pass seconds, or leave it out")
         if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < LEAST_RUNS):
             raise AmpError(
                 f"max_runs={self.max_runs!r} is too few runs",
@@ -93,34 +83,33 @@ def _is_above_zero(number: Any) -> bool:
 
 
 def subject_of(
-    subject: Any, batches: Any, asked: Asked, loss_fn: LossFunction | None, loss_scale: float
+    subject: Any, batches: Any, options: TuneOptions, loss_fn: LossFunction | None, loss_scale: float
 ) -> tuple[Subject, RuleSet]:
     """What is tuned, and its rules.
 
     Args:
         subject: as for `tune`.
         batches: as for `tune`.
-        asked: the options.
+        options: the options.
         loss_fn: as for `tune`.
         loss_scale: as for `tune`.
 
     Raises:
         AmpError: it cannot be tuned, or its batches do not fit.
     """
-    check_given(subject, loss_fn, loss_scale, asked.dtype, rules=False)
+    check_given(subject, loss_fn, loss_scale, options.dtype, rules=False)
     if isinstance(subject, TrainingStep):
-        return _of_step(subject, batches, asked)
+        return _of_step(subject, batches, options)
     if isinstance(subject, nn.Module):
-        model, settings = subject, asked.settings() if not isinstance(subject, CompiledModule) else subject.settings
+        model, settings = subject, options.settings() if not isinstance(subject, CompiledModule) else subject.settings
         if isinstance(subject, CompiledModule):
             model = subject.original
-            settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+            settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
         given = [arguments(batch) for batch in _listed(batches)]
         if loss_fn is None:
             return TorchSubject(model, given, settings), settings.rules
         calls = [LossCall(model, loss_fn, batch) for batch in given]
-        seen = [call.batch for call in calls]
-        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, given=seen)
+        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale)
         return TorchSubject(model, [call.given for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(
@@ -131,15 +120,15 @@ def subject_of(
         raise AmpError("an ONNX model has no backward", hint="train it with amp.training_step, and pass the step")
     from amp_compiler.diagnose.tuning.onnx_model import OnnxSubject  # here, so that nobody else waits for ONNX
 
-    low = low_type("fp16" if asked.dtype == AUTO else asked.dtype)
-    return OnnxSubject(subject, batches, low), load_rules("default" if asked.rules is None else asked.rules)
+    low = low_type("fp16" if options.dtype == AUTO else options.dtype)
+    return OnnxSubject(subject, batches, low), load_rules("default" if options.rules is None else options.rules)
 
 
-def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, RuleSet]:
+def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Subject, RuleSet]:
     if not step._enabled:
         raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
     settings = step._settings
-    settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+    settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
     falls = step._scale_config.constant is None
     goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
     given: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
