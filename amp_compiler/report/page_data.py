@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
-from amp_compiler.ir.plan import RETURN, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ir.step_graph import StepGraph
 
@@ -66,8 +66,7 @@ def line_of(place: str) -> str:
     file, _, number = place.rpartition(":")
     if not file or not number.isdigit():
         return ""
-    line = linecache.getline(file, int(number)).strip()
-    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+    return linecache.getline(file, int(number)).strip()[:_LONGEST_LINE]
 
 
 class _Graph:
@@ -161,17 +160,12 @@ def _of_step(step: StepGraph, plan: PrecisionPlan, strings: Strings) -> dict[str
         texts = {name: getattr(node, name) for name in ("name", "op", "module", "source", "phase")}
         texts["planned"] = node.planned if source else ""
         if source is not None:
-            texts |= _shared(source, texts)
+            texts |= {"rule": source.rule, "reason": source.reason, "asked": source.asked}
+            texts |= {name: texts[name] or getattr(source, name) for name in ("module", "source")}
         types = [dtype for _, dtype in node.outputs]
         inputs = [graph.read(name) for name in node.inputs]
         graph.node(texts, precision_of(types, plan.dtype), made_values, inputs)
     return graph.data(graph.read(name) for name in step.outputs)
-
-
-def _shared(source: PlannedNode, texts: dict[str, str]) -> dict[str, str]:
-    """What is said of the node of the plan, and where nothing nearer is known its module and its line."""
-    shared = {"rule": source.rule, "reason": source.reason, "asked": source.asked}
-    return shared | {name: texts[name] or getattr(source, name) for name in ("module", "source")}
 
 
 def precision_of(types: Sequence[str], low: str) -> str:
@@ -179,37 +173,24 @@ def precision_of(types: Sequence[str], low: str) -> str:
     return "low" if low in types else "fp32" if "fp32" in types else "keep"
 
 
-def _of_profile(profile: Any, strings: Strings) -> dict[str, Any]:
+def _of_profile(profile: Any, strings: Strings) -> list[list[Any]]:
     """The histograms, with what becomes of the numbers in each type.
 
     Raises:
         AmpError: it is none.
     """
     try:
-        found = profile.to_dict()
-        advice = {dtype: profile.loss_scale(dtype) for dtype in LOW_TYPES}
         rows = [
             [
                 *(strings(getattr(row, name)) for name in ("name", "kind", "op", "module", "planned", "dtype")),
                 data["stored"],
                 data["exponents"] if data["exponents"] != data["stored"] else None,
-                {dtype: _fractions(row.stored, dtype) for dtype in LOW_TYPES},
+                {dtype: list(astuple(row.stored.fractions(dtype))) for dtype in LOW_TYPES},
             ]
-            for row, data in zip(profile.rows, found["rows"], strict=True)
+            for row, data in zip(profile.rows, profile.to_dict()["rows"], strict=True)
         ]
     except AttributeError as cause:
         raise AmpError(
             f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave, or Profile.from_dict"
         ) from cause
-    return {
-        "batches": len(profile.counted),
-        "skipped": found["skipped"],
-        "rows": rows,
-        "advice": {dtype: [one.scale, one.lost, one.lost_without] for dtype, one in advice.items()},
-        "updates": [[one.name, one.made, dict(sorted(one.lost.items()))] for one in profile.updates],
-    }
-
-
-def _fractions(histogram: Any, dtype: str) -> list[float]:
-    found = histogram.fractions(dtype)
-    return [found.zero, found.subnormal, found.infinite]
+    return rows

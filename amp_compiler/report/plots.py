@@ -63,19 +63,6 @@ def draw_runs(runs: Mapping[str, Sequence[StepRecord]], path: str | Path) -> Non
             where=str(path),
             hint=f"end it in one of {', '.join(KINDS)}",
         )
-    write_atomically(path, picture_of(runs, kind))
-
-
-def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
-    """The bytes of such a picture.
-
-    Args:
-        runs: as for `draw_runs`.
-        kind: one of `KINDS`.
-
-    Raises:
-        AmpError: matplotlib is not installed.
-    """
     panels = [
         panel for panel in _panels(runs) if any(_points(line, run) for run in runs.values() for line in panel.lines)
     ]
@@ -94,7 +81,7 @@ def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
             handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
             figure.legend(handles, [_plain(name) for name in runs], loc="outside upper center", ncols=min(len(runs), 4))
 
-    return drawing(draw, kind)
+    write_atomically(path, drawing(draw, kind))
 
 
 def drawing(draw: Callable[[Any], None], kind: str) -> bytes:

@@ -259,7 +259,7 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     profile = amp.profile(step, [batch, batch])
     step.to_html(tmp_path / "step.html", profile=profile)
     told = Page((tmp_path / "step.html").read_text(encoding="utf-8")).data
-    rows = told["profile"]["rows"]
+    rows = told["profile"]
     assert len(rows) == len(profile.rows)
     for row, (name, kind, *_, stored, _, fractions) in zip(profile.rows, rows, strict=True):
         assert (told["strings"][name], told["strings"][kind]) == (row.name, row.kind)
