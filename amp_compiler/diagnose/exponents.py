@@ -121,12 +121,5 @@ class Histogram:
         parts = lost_in(dtype, numbers, LOWEST + math.floor(math.log2(scale)))
         return Fractions(*(part / max(sum(numbers), 1) for part in parts))
 
-    def unused(self, dtype: str) -> tuple[int, int]:
-        """How many exponents of a type's normal numbers lie unused below and above the numbers."""
-        limits, low, high = RANGES[dtype], self.lowest, self.highest
-        if low is None or high is None:
-            return (limits.greatest - limits.normal + 1, 0)
-        return max(low - limits.normal, 0), max(limits.greatest - high, 0)
-
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(self.counts + other.counts)

@@ -9,7 +9,7 @@ from torch import nn
 
 from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials, Tried
-from amp_compiler.diagnose.piece_trials import ModelPieceTrials
+from amp_compiler.diagnose.subgraph_trials import SubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -91,7 +91,7 @@ def find_nonfinite(
             raise
         except CaptureError as error:
             cause = error
-        return ModelPieceTrials(tried, cause).report()
+        return SubgraphTrials(tried, cause).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",

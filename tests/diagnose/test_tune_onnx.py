@@ -83,7 +83,7 @@ def test_the_profiled_run_measures_the_nodes_of_the_plan():
     assert math.isinf(estimates["attention/scores"].error) and estimates["attention/scores"].infinite > 0.5
     assert estimates["log/softmax"].zero > 0.1 and 0 < estimates["block3/up"].error < 1e-3
     one = estimates["block3/up"]
-    assert 0 < one.least < one.greatest < 100 and 1e-4 < one.own < 1e-3
+    assert 0 < one.least < one.greatest < 100
 
 
 def test_estimates_are_what_a_run_with_one_node_low_shows():

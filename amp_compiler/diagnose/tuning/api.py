@@ -9,7 +9,6 @@ from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
-from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 
 
@@ -68,13 +67,9 @@ def tune(
         >>> [node.module for node in result.nodes], result.error < result.tolerance < result.before
         (['0', '1'], True)
     """
-    options = TuneOptions(rules, low_name(dtype), tolerance, _path(output), max_runs)
+    options = TuneOptions(
+        rules, low_name(dtype), tolerance, Path(output) if isinstance(output, str) else output, max_runs
+    )
     options.check()
     tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
     return Tuning(tuned, rule_set, options).run()
-
-
-def _path(output: Any) -> Path | None:
-    if output is not None and not isinstance(output, (str, Path)):
-        raise AmpError(f"output={output!r} is no path", hint="pass the name of the rule file to write")
-    return None if output is None else Path(output)

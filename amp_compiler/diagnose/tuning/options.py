@@ -68,6 +68,8 @@ class TuneOptions:
                 hint=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
             )
         if self.output is not None:
+            if not isinstance(self.output, Path):
+                raise AmpError(f"output={self.output!r} is no path", hint="pass the name of the rule file to write")
             target = output_file(self.output)
             given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
             if given is not None and given.is_file() and given.resolve() == target:

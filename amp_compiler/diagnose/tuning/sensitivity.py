@@ -30,7 +30,6 @@ class Estimate:
     Args:
         name: the node.
         error: the relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN.
-        own: relative L2 error of its own result.
         least: the smallest magnitude in its FP32 result but zero; `None` where only the largest is known.
         greatest: the largest one.
         zero: fraction of the nonzero numbers in it that the low type makes zero.
@@ -40,7 +39,6 @@ class Estimate:
 
     name: str
     error: float
-    own: float = 0.0
     least: float | None = 0.0
     greatest: float = 0.0
     zero: float = 0.0
@@ -100,8 +98,6 @@ class Sums:
 
     error: float = 0.0
     spoilt: bool = False
-    own: float = 0.0
-    size: float = 0.0
     least: float = math.inf
     greatest: float = 0.0
     numbers: int = 0
@@ -186,9 +182,6 @@ class ProfiledRun(fx.Interpreter):
     def _measure(self, sums: Sums, value: Tensor, low: Tensor) -> None:
         finite, info = torch.isfinite(value), torch.finfo(self._low)
         sums.spoilt |= bool((finite & ~torch.isfinite(low)).any())
-        kept = finite & torch.isfinite(low)
-        sums.own += float((low - value)[kept].double().square().sum())
-        sums.size += float(value[kept].double().square().sum())
         sizes = value[finite].abs()
         sizes = sizes[sizes > 0]
         if not sizes.numel():
@@ -292,9 +285,8 @@ def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
     """What was gathered over some batches, by node."""
     found = {}
     for name, one in sums.items():
-        own = math.sqrt(one.own / one.size) if one.size else math.inf if one.own else 0.0
         error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
         parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
         least = one.least if math.isfinite(one.least) else 0.0
-        found[name] = Estimate(name, error, own, least, one.greatest, *parts)
+        found[name] = Estimate(name, error, least, one.greatest, *parts)
     return found
