@@ -42,7 +42,9 @@ def count(value: Tensor) -> Tensor:
         >>> counts[0 - LOWEST].item(), counts[-2 - LOWEST].item(), counts[ZERO].item()
         (2, 1, 1)
     """
-    fields, raised, zeros, nans = _empty(value.device, 256, 256, 1, 1)
+    fields, raised, zeros, nans = (
+        torch.zeros(size, dtype=torch.int64, device=value.device) for size in (256, 256, 1, 1)
+    )
     for (part,) in _chunks(value.detach()):
         these, looks = _exponent_fields(part), _looks(part)
         fields += these
@@ -53,7 +55,8 @@ def count(value: Tensor) -> Tensor:
                 raised += _exponent_fields(part.float() * 2.0**_RAISED)
         if not looks or these[-1]:
             nans += part.isnan().sum()
-    return _places(fields, zeros, nans, raised[LOWEST + _RAISED + _BIAS :][:_NORMAL])
+    small = raised[LOWEST + _RAISED + _BIAS :][:_NORMAL]
+    return torch.cat([small, fields[1:-1], zeros, fields[-1:] - nans, nans])
 
 
 def count_exponents(values: Sequence[Tensor]) -> Tensor:
@@ -80,7 +83,8 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         many elements changed, and of these how many changes would have left a weight in FP16, and one in BF16, as it
         was.
     """
-    fields, made, nans, *changed = _empty(before.device, 256, 1, 1, 1, 1)
+    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (256, 1, 1, 1, 1))
+    fields, made, nans, *changed = zeros
     for old, new in _chunks(before.detach(), after.detach()):
         old = old.float()
         fall = old - new.float()
@@ -93,19 +97,9 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         fields += _exponent_fields(ratio)
         for number, dtype in zip(changed, (torch.float16, torch.bfloat16), strict=True):
             number += _nonzeros(_changed_bits(old.to(dtype), fall))
-    # A change is 2^-24 of the weight or more: no ratio is zero but for it, and none is subnormal.
-    made += fields[1:].sum()
-    counts = _places(fields, fields[:1], nans, fields.new_zeros(_NORMAL))
+    made += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
+    counts = torch.cat([fields.new_zeros(_NORMAL), fields[1:-1], fields[:1], fields[-1:] - nans, nans])
     return counts, torch.cat([made, *(made - number for number in changed)])
-
-
-def _empty(device: torch.device, *sizes: int) -> list[Tensor]:
-    return [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
-
-
-def _places(fields: Tensor, zeros: Tensor, nans: Tensor, small: Tensor) -> Tensor:
-    """As `count` gives them: below the normal exponents those of numbers that are not normal."""
-    return torch.cat([small, fields[1:-1], zeros, fields[-1:] - nans, nans])
 
 
 def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:
@@ -115,10 +109,8 @@ def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:
 
 def _chunks(*values: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some elements after others: equal places of all values, in whatever order."""
-    if all(is_dense(one) and same_layout(one, values[0]) for one in values):
-        flat = [one.as_strided((one.numel(),), (1,)) for one in values]
-    else:
-        flat = [one.reshape(-1) for one in values]
+    alike = all(is_dense(one) and same_layout(one, values[0]) for one in values)
+    flat = [one.as_strided((one.numel(),), (1,)) if alike else one.reshape(-1) for one in values]
     yield from zip(*(one.split(_CHUNK if one.is_cpu else _ELSEWHERE) for one in flat), strict=True)
 
 
