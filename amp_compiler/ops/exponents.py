@@ -85,9 +85,8 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """
     zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (256, 1, 1, 1, 1))
     fields, made, nans, *changed = zeros
-    for old, new in _chunks(before.detach(), after.detach()):
-        old = old.float()
-        fall = old - new.float()
+    for old, new in ((one.float(), two.float()) for one, two in _chunks(before.detach(), after.detach())):
+        fall = old - new
         ratio = fall / old
         if not _looks(old) or not ratio.sum().isfinite():  # weights that are zero, and what is not finite
             fall.add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
