@@ -114,9 +114,9 @@ class Summary:
         console.print(table, markup=False)
         for note in (*self.notes, *([str(self.refusal)] if self.refusal is not None else [])):
             console.print(f"note: {note}", markup=False, highlight=False)
-        found = self.verification
-        if found is not None and not (self.failed or found.first_bad is not None) and found.untried:
-            console.print(f"not tried: {'; '.join(found.untried)}", markup=False, highlight=False)
+        report = self.verification
+        if report is not None and not (self.failed or report.first_bad is not None) and report.untried:
+            console.print(f"not tried: {'; '.join(report.untried)}", markup=False, highlight=False)
         if self.verification is not None and (self.failed or self.verification.first_bad is not None):
             console.print(str(self.verification), markup=False, highlight=False, end="")
 

@@ -120,12 +120,12 @@ def facts(kind: type[Pass[Any]]) -> str:
 
 def _options(kind: type[Pass[Any]]) -> list[str]:
     """The fields of a pass as `name: type = default`."""
-    found = []
+    options = []
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every pass is a dataclass
         plain = isinstance(field.default, str | int | float | bool | tuple | None)
         default = f" = {field.default!r}" if field.default is not dataclasses.MISSING and plain else ""
-        found.append(f"{field.name}: {field.type}{default}")
-    return found
+        options.append(f"{field.name}: {field.type}{default}")
+    return options
 
 
 def _first(kind: type[Pass[Any]], method: str) -> str:

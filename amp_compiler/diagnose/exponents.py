@@ -93,14 +93,14 @@ class Histogram:
     @property
     def lowest(self) -> int | None:
         """The least exponent; `None` where every element is zero or not finite."""
-        found = np.flatnonzero(self.numbers)
-        return int(found[0]) + LOWEST if len(found) else None
+        occupied = np.flatnonzero(self.numbers)
+        return int(occupied[0]) + LOWEST if len(occupied) else None
 
     @property
     def highest(self) -> int | None:
         """The greatest exponent of a finite number."""
-        found = np.flatnonzero(self.numbers)
-        return int(found[-1]) + LOWEST if len(found) else None
+        occupied = np.flatnonzero(self.numbers)
+        return int(occupied[-1]) + LOWEST if len(occupied) else None
 
     def shifted(self, by: int) -> Histogram:
         """That of the same numbers times 2^`by`, as if no exponent were too small or too large to stand here."""

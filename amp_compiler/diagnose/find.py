@@ -79,12 +79,12 @@ def find_nonfinite(
             model, settings = subject.original, subject.settings
         else:
             model, settings = subject, make_settings(rules, dtype, EAGER)
-        given = arguments(batch)
+        model_args = arguments(batch)
         start = Backward(None, loss_scale) if backward else None
         if loss_fn is not None:
-            call = LossCall(model, loss_fn, given)
-            given, start = call.given, Backward(call.of, loss_scale)
-        tried = Tried(model, *given, settings, start)
+            call = LossCall(model, loss_fn, model_args)
+            model_args, start = call.model_args, Backward(call.of, loss_scale)
+        tried = Tried(model, *model_args, settings, start)
         try:
             return ModelTrials(tried).report()
         except HookError:

@@ -157,8 +157,8 @@ class ModelTrials:
 
     def _forward(self, program: Program, inputs: list[Any]) -> Observed:
         graph = program.graph_module.graph
-        given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        found = Replay(program.graph_module).run_again(given, self._device)
+        values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        replayed = Replay(program.graph_module).run_again(values, self._device)
         count = program.captured.out_spec.num_leaves
         paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
         named = {
@@ -166,16 +166,16 @@ class ModelTrials:
             for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
             if isinstance(node, torch.fx.Node)
         }
-        origins = {name: found.origins([node]) for name, node in named.items()}
+        origins = {name: replayed.origins([node]) for name, node in named.items()}
         broken = {node for bad in origins.values() for node in bad}
-        told = {
-            node: described(node, is_forward=True, ranges=found.ranges, plan=program.plan)
-            for node in broken | found.origins(found.bad)
+        descriptions = {
+            node: described(node, is_forward=True, ranges=replayed.ranges, plan=program.plan)
+            for node in broken | replayed.origins(replayed.bad)
         }
         return Observed(
             program.plan,
-            tuple(told[node] for node in in_order(graph, broken)),
-            tuple(told[node] for node in in_order(graph, told)),
+            tuple(descriptions[node] for node in in_order(graph, broken)),
+            tuple(descriptions[node] for node in in_order(graph, descriptions)),
             tuple(name for name, bad in origins.items() if bad),
             (),
             self._names(program),

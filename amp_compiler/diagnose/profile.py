@@ -168,8 +168,8 @@ class Profile:
         limits = _range(dtype).name
 
         def lost(row: Row) -> float:
-            found = row.stored.fractions(limits)
-            return math.inf if row.vanished else found.lost + found.subnormal / 2
+            fractions = row.stored.fractions(limits)
+            return math.inf if row.vanished else fractions.lost + fractions.subnormal / 2
 
         return sorted((row for row in self.rows if lost(row) > 0), key=lost, reverse=True)[:most]
 
@@ -191,8 +191,8 @@ class Profile:
         if advice.hopeless:
             lines.append(f"  no scale keeps {', '.join(advice.hopeless[:_SHOWN])}")
         for row in self.worst(dtype):
-            found = row.stored.fractions(dtype)
-            lost = f"{found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite"
+            fractions = row.stored.fractions(dtype)
+            lost = f"{fractions.zero:6.2%} zero {fractions.subnormal:6.2%} subnormal {fractions.infinite:6.2%} infinite"
             lines.append(f"  {'unknown: all are zero' if row.vanished else lost}  {row}")
         return "\n".join(lines)
 

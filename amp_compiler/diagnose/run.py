@@ -187,12 +187,12 @@ class _Run(ABC):
         if self.low.short != "fp16" or program.trail is None:
             return
         zero = {node: _is_zero(row) for node, row in zip(program.nodes, rows, strict=False)}
-        asked = {node: self.places[node] for node in program.nodes if zero[node] and node in program.scaled}
+        suspects = {node: self.places[node] for node in program.nodes if zero[node] and node in program.scaled}
         for name, (place, counts) in weights.items():
             if name in program.gradients and _is_zero(counts):
-                asked[program.gradients[name]] = place
-        if asked:
-            self.vanished.update(asked[node] for node in program.trail.vanished(zero, asked))
+                suspects[program.gradients[name]] = place
+        if suspects:
+            self.vanished.update(suspects[node] for node in program.trail.vanished(zero, suspects))
 
     def onnx_names(self, program: CountingProgram) -> dict[fx.Node, tuple[str, str]]:
         """Name and planned node of what was made of an ONNX node: the last of what makes its one result is named so.
@@ -201,15 +201,17 @@ class _Run(ABC):
         """
         from amp_compiler.onnx.importing.scope import onnx_values
 
-        values = {node: made for node in program.nodes if (made := onnx_values(node)) and made[0] in self.onnx_nodes}
-        makers = {made[0]: node for node, made in values.items() if len(made) == 1}
-        planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[made[0]] for node, made in values.items()}
-        found = {}
+        values = {
+            node: results for node in program.nodes if (results := onnx_values(node)) and results[0] in self.onnx_nodes
+        }
+        makers = {results[0]: node for node, results in values.items() if len(results) == 1}
+        planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[results[0]] for node, results in values.items()}
+        names = {}
         for node in program.nodes:
             first = values.get(node, ("",))[0]
             if of := self.onnx_nodes.get(first) or planned.get(node.meta.get(Key.PLANNED)):
-                found[node] = (first if makers.get(first) is node else node.name, of)
-        return found
+                names[node] = (first if makers.get(first) is node else node.name, of)
+        return names
 
     def add(self, key: _Place, counts: Counts, shift: int) -> None:
         kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
@@ -279,12 +281,12 @@ class _StepRun(_Run):
                 kept = self.before[name] = torch.empty_like(parameter, requires_grad=False)
             kept.copy_(parameter.detach())
 
-    def update(self, name: str, ratios: Counts, found: Counts) -> None:
+    def update(self, name: str, ratios: Counts, numbers: Counts) -> None:
         """Take in what was done to a parameter."""
-        made, *lost = map(int, found)
+        changed, *lost = map(int, numbers)
         known = self.updates.get(name, UpdateRow(name, Histogram.empty(), 0, dict.fromkeys(_LOST_IN, 0)))
         sums = {dtype: known.lost[dtype] + more for dtype, more in zip(_LOST_IN, lost, strict=True)}
-        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + made, sums)
+        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + changed, sums)
 
 
 class _ModelRun(_Run):
@@ -315,21 +317,21 @@ class _LossRun(_Run):
 
     def step_with(self, loss_fn: Callable[..., Any]) -> TrainingStep:
         """A step that is never called."""
-        given = self.settings.pipelines
+        pipelines = self.settings.pipelines
         setup = set_up(
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
             dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
-            backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
-            process_group=None,
+            backend=EAGER, enabled=True, process_group=None, mode=DEFAULT,
+            passes=[pipelines[one.name] for one in RUN if one.name in pipelines],
         )  # fmt: skip
         return TrainingStep(setup)
 
     def take(self, batch: Any) -> None:
         args, named = arguments(batch)
-        step, given = (self.by_name, (named,)) if named else (self.step, args)
+        step, args = (self.by_name, (named,)) if named else (self.step, args)
         shift = _exponent_of(step.loss_scale)
         with _told_of("the loss"):
-            self.count((given, {}), lambda: step._counting(given, with_weights=True), shift)
+            self.count((args, {}), lambda: step._counting(args, with_weights=True), shift)
 
 
 def _of_model(
@@ -358,8 +360,8 @@ def _told_of(subject: str) -> Iterator[None]:
 
 
 def _count(values: Sequence[Tensor]) -> Counts:
-    found: Counts = count_exponents([one.detach() for one in values]).cpu().numpy()
-    return found
+    counts: Counts = count_exponents([one.detach() for one in values]).cpu().numpy()
+    return counts
 
 
 def _place_of(parameter: str, kind: str, dtype: torch.dtype) -> _Place:
@@ -371,7 +373,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _key(node: fx.Node, kind: str, name: str = "", planned: str = "") -> _Place:
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
     where, planned = user_source(node.meta.get("stack_trace")), planned or str(node.meta.get(Key.PLANNED, ""))
-    op, module, dtype = canonical_op(made.target), module_of(node)[0], _short(node.meta["val"].dtype)
+    op, module, dtype = canonical_op(maker.target), module_of(node)[0], _short(node.meta["val"].dtype)
     return (name or node.name, kind, op, module, where, planned, dtype)

@@ -84,21 +84,21 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         was.
     """
     zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (256, 1, 1, 1, 1))
-    fields, made, nans, *changed = zeros
+    fields, nonzero, nans, *changed = zeros
     for old, new in ((one.float(), two.float()) for one, two in _chunks(before.detach(), after.detach())):
         fall = old - new
         ratio = fall / old
         if not _looks(old) or not ratio.sum().isfinite():  # weights that are zero, and what is not finite
             fall.add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
-            made += ((old == 0) & (fall != 0)).sum()
+            nonzero += ((old == 0) & (fall != 0)).sum()
             ratio = ratio.where(old != 0, 0.0)
             nans += ratio.isnan().sum()
         fields += _exponent_fields(ratio)
         for number, dtype in zip(changed, (torch.float16, torch.bfloat16), strict=True):
             number += _nonzeros(_changed_bits(old.to(dtype), fall))
-    made += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
+    nonzero += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
     counts = torch.cat([fields.new_zeros(_NORMAL), fields[1:-1], fields[:1], fields[-1:] - nans, nans])
-    return counts, torch.cat([made, *(made - number for number in changed)])
+    return counts, torch.cat([nonzero, *(nonzero - number for number in changed)])
 
 
 def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:

@@ -91,16 +91,16 @@ class _Graph:
 
     def cast(self, value: int, src: str, dst: str, count: int, own: bool, name: str) -> int:
         """Add a cast, and give the number of the value that it makes; -1 for one that stands in the graph as a node."""
-        made = -1
+        result = -1
         if not own:
-            made = len(self.values)
+            result = len(self.values)
             self.values.append([self.strings(name), self.strings(dst), CAST, len(self.casts)])
-        self.casts.append([value, made, self.strings(src), self.strings(dst), count, int(own)])
-        return made
+        self.casts.append([value, result, self.strings(src), self.strings(dst), count, int(own)])
+        return result
 
-    def node(self, made: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int]) -> None:
-        """Add a node; `made` are its texts by the names of `_TEXTS`."""
-        texts = [self.strings(made.get(name, "")) for name in _TEXTS]
+    def node(self, named: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+        """Add a node; `named` are its texts by the names of `_TEXTS`."""
+        texts = [self.strings(named.get(name, "")) for name in _TEXTS]
         self.nodes.append([*texts, PRECISIONS.index(precision), list(outputs), list(inputs)])
 
     def data(self, outputs: Iterable[int]) -> dict[str, Any]:
@@ -126,11 +126,11 @@ def _of_plan(plan: PrecisionPlan, strings: Strings) -> dict[str, Any]:
     reads: dict[tuple[str, int], int] = {}
     for cast in plan.casts:
         value = graph.read(cast.value, cast.src)
-        made = value
+        result = value
         if cast.src != cast.dst:  # else it is read past an upcast: nothing is cast
-            made = graph.cast(value, cast.src, cast.dst, cast.bytes, cast.explicit, cast.value)
-        if made >= 0:
-            reads.update(dict.fromkeys(cast.users, made))
+            result = graph.cast(value, cast.src, cast.dst, cast.bytes, cast.explicit, cast.value)
+        if result >= 0:
+            reads.update(dict.fromkeys(cast.users, result))
     for node, made_values in zip(plan.nodes, outputs, strict=True):
         inputs = [reads.get((node.name, place), graph.numbers.get(name, -1)) for place, name in enumerate(node.inputs)]
         inputs = [graph.read(name) if one < 0 else one for one, name in zip(inputs, node.inputs, strict=True)]

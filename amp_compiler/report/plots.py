@@ -103,17 +103,17 @@ def drawing(draw: Callable[[Any], None], kind: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as cause:
         raise AmpError("matplotlib is not installed, which draws runs", hint="pip install matplotlib") from cause
-    with matplotlib.rc_context(), io.BytesIO() as made:
+    with matplotlib.rc_context(), io.BytesIO() as buffer:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = Figure(layout="constrained")
         draw(figure)
-        figure.savefig(made, format=kind, metadata=_NO_DATE[kind], dpi=150)
-        return made.getvalue()
+        figure.savefig(buffer, format=kind, metadata=_NO_DATE[kind], dpi=150)
+        return buffer.getvalue()
 
 
 def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
-    lows = sorted({record.dtype for run in runs.values() for record in run})
+    dtypes = sorted({record.dtype for run in runs.values() for record in run})
     aux = sorted({name for run in runs.values() for record in run for name in record.aux})
 
     def of_aux(name: str) -> Callable[[StepRecord], float | None]:
@@ -125,7 +125,7 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
         _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), _logarithmic),
         _Panel("loss scale, ▾ behind skipped steps", (_Line(lambda record: record.loss_scale, style=_STEPS),), _binary),
         _Panel(
-            f"gradients in {' and '.join(lows)}, % of all elements",
+            f"gradients in {' and '.join(dtypes)}, % of all elements",
             (
                 _Line(lambda record: 100 * record.zero, "zero"),
                 _Line(lambda record: 100 * record.subnormal, "subnormal", "--"),
@@ -161,8 +161,8 @@ def _from_zero(axes: Any) -> None:
 def _points(line: _Line, run: Sequence[StepRecord]) -> list[tuple[int, float]]:
     """What there is of a quantity; what is not finite leaves a gap."""
     values = [(record.step, line.value(record)) for record in run]
-    found = [(step, math.nan if not math.isfinite(value) else value) for step, value in values if value is not None]
-    return found if any(not math.isnan(value) for _, value in found) else []
+    points = [(step, math.nan if not math.isfinite(value) else value) for step, value in values if value is not None]
+    return points if any(not math.isnan(value) for _, value in points) else []
 
 
 def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Sequence[StepRecord]]) -> None:

@@ -103,27 +103,27 @@ class Tuning:
 
     # ---- what was found
 
-    def _written(self, found: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
+    def _written(self, search: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
         """Write the rules, and run with them; with every node by its name where more general rules do not do."""
         for by_name in (False, True):
-            entries = entries_for(self.plan, found.kept, by_name=by_name)
+            entries = entries_for(self.plan, search.kept, by_name=by_name)
             measured, plan = self._tried(entries)
             if measured.error <= self.tolerance:
                 break
         else:
             raise AmpError(
                 f"with the rules read from the file the error is {measured.error:.3g} ({measured.worst}), and "
-                f"{found.error:.3g} was measured for the same nodes",
+                f"{search.error:.3g} was measured for the same nodes",
                 hint="if the model gives other numbers from run to run, use deterministic kernels "
                 "(torch.use_deterministic_algorithms); else report this as a bug, with the model",
             )
         counts = Counter(node.precision for node in plan.nodes)
-        place, nodes = self.options.output, self._nodes(found, estimates)
+        place, nodes = self.options.output, self._nodes(search, estimates)
         result = TuneResult(
-            nodes=nodes, what=self.subject.what, before=found.before, worst_before=self.worst.get(frozenset(), ""),
+            nodes=nodes, what=self.subject.what, before=search.before, worst_before=self.worst.get(frozenset(), ""),
             error=measured.error, worst=measured.worst, tolerance=self.tolerance, dtype=self.plan.dtype,
             searched=len(self.names), fp32=counts["fp32"], low=counts["low"], runs=self.subject.runs,
-            limit=self.limit + len(nodes), batches=self.subject.batches, stopped=found.stopped, rules="", path=place,
+            limit=self.limit + len(nodes), batches=self.subject.batches, stopped=search.stopped, rules="", path=place,
         )  # fmt: skip
         reasons, head = (
             {node.name: node.reason for node in nodes},
@@ -149,11 +149,11 @@ class Tuning:
             read = replace(self.rules, rules=(*self.rules.rules, *read.rules))
         return self.subject.measure(read), self.subject.plan(read)
 
-    def _nodes(self, found: Found, estimates: Mapping[str, Estimate]) -> tuple[TunedNode, ...]:
-        kept = set(found.kept)
+    def _nodes(self, search: Found, estimates: Mapping[str, Estimate]) -> tuple[TunedNode, ...]:
+        kept = set(search.kept)
         return tuple(
             TunedNode(
-                node.name, node.op, node.module, node.source, found.needed.get(node.name),
+                node.name, node.op, node.module, node.source, search.needed.get(node.name),
                 estimates[node.name].error if node.name in estimates else None,
                 estimates[node.name].summary if node.name in estimates else "",
             )

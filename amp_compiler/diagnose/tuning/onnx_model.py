@@ -76,9 +76,9 @@ class OnnxSubject(Subject):
             ranges = calibrate(self._opened, self._batches)
             makers = {name: node for node in self._opened.proto.graph.node for name in node.output}
             first = next((name for name in ranges if math.isinf(ranges[name])), "")
-            told = f"node '{makers[first].name or first}' ({makers[first].op_type})" if first in makers else "an input"
+            maker = f"node '{makers[first].name or first}' ({makers[first].op_type})" if first in makers else "an input"
             raise OnnxError(
-                f"in FP32 the output {bad[0]} is not finite: {told} is the first that is not",
+                f"in FP32 the output {bad[0]} is not finite: {maker} is the first that is not",
                 where=self._opened.name,
                 hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
             )
@@ -109,18 +109,18 @@ class OnnxSubject(Subject):
 
     def _by_range(self, makers: Mapping[str, str], cause: Exception) -> dict[str, Estimate]:
         """What magnitudes alone say: what is infinite in the low type."""
-        told = "amp.tune knows no gradients of %s, and goes by the ranges of its values: %s"
-        logger.warning(told, self._opened.name, first_line(cause))
+        message = "amp.tune knows no gradients of %s, and goes by the ranges of its values: %s"
+        logger.warning(message, self._opened.name, first_line(cause))
         ranges = calibrate(self._opened, self._batches)
         info = torch.finfo(torch_dtype(self.low))
-        found: dict[str, Estimate] = {}
+        estimates: dict[str, Estimate] = {}
         for value, largest in ranges.items():
             if value in makers:
                 error = math.inf if largest > info.max else info.eps * largest / info.max
-                known = found.get(makers[value])
+                known = estimates.get(makers[value])
                 if known is None or error > known.error:
-                    found[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
-        return found
+                    estimates[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
+        return estimates
 
     # ---- 16 bits
 
@@ -141,7 +141,7 @@ class OnnxSubject(Subject):
 
 def _watched(module: fx.GraphModule, makers: Mapping[str, str]) -> dict[fx.Node, str]:
     """The nodes of the module's graph that compute what nodes of the plan do, by the value that they make."""
-    found: dict[fx.Node, str] = {}
+    watched: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in module.graph.nodes:
         value = next(iter(onnx_values(node)), "")
@@ -149,5 +149,5 @@ def _watched(module: fx.GraphModule, makers: Mapping[str, str]) -> dict[fx.Node,
             continue
         taken.add(value)
         is_part = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
-        found[node.args[0] if is_part else node] = makers[value]
-    return found
+        watched[node.args[0] if is_part else node] = makers[value]
+    return watched

@@ -71,8 +71,8 @@ class TuneOptions:
             if not isinstance(self.output, Path):
                 raise AmpError(f"output={self.output!r} is no path", hint="pass the name of the rule file to write")
             target = output_file(self.output)
-            given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
-            if given is not None and given.is_file() and given.resolve() == target:
+            rules = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
+            if rules is not None and rules.is_file() and rules.resolve() == target:
                 raise AmpError("the output is the rule file", where=str(self.output), hint="name another output")
 
     def settings(self) -> Settings:
@@ -107,12 +107,12 @@ def subject_of(
         if isinstance(subject, CompiledModule):
             model = subject.original
             settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
-        given = [arguments(batch) for batch in _listed(batches)]
+        args = [arguments(batch) for batch in _listed(batches)]
         if loss_fn is None:
-            return TorchSubject(model, given, settings), settings.rules
-        calls = [LossCall(model, loss_fn, batch) for batch in given]
+            return TorchSubject(model, args, settings), settings.rules
+        calls = [LossCall(model, loss_fn, batch) for batch in args]
         goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale)
-        return TorchSubject(model, [call.given for call in calls], settings, goal), settings.rules
+        return TorchSubject(model, [call.model_args for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(
             f"a {type(subject).__name__} cannot be tuned",
@@ -133,15 +133,15 @@ def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Su
     settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
     falls = step._scale_config.constant is None
     goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
-    given: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
-    return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
+    args: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
+    return TorchSubject(step._module, args, settings, goal, step._in_fp32, ROOT), settings.rules
 
 
 def _listed(batches: Any) -> list[Any]:
-    found = list(batches_of(batches))
-    if not found:
+    listed = list(batches_of(batches))
+    if not listed:
         raise AmpError("there is no batch to tune on", hint="pass at least one")
-    return found
+    return listed
 
 
 def _loss(loss: Any) -> Tensor:

@@ -169,13 +169,13 @@ class TorchSubject(Subject):
                 raise AmpError("the loss has no gradient", hint="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
-        made = [
+        named_gradients = [
             (f"the gradient of {goal.label(name)}", one, True)
             for (name, _), one in zip(trained, gradients, strict=True)
             if one is not None
         ]
-        self._check(run, [(name, one) for name, one, _ in made])
-        return [(LOSS, loss.detach(), False), *made]
+        self._check(run, [(name, one) for name, one, _ in named_gradients])
+        return [(LOSS, loss.detach(), False), *named_gradients]
 
     def _check(self, run: ProfiledRun, named: Sequence[tuple[str, Tensor]]) -> None:
         """Refuse a run in FP32 that is not finite."""
@@ -183,9 +183,9 @@ class TorchSubject(Subject):
         if not bad:
             return
         node = next((node for node in run.module.graph.nodes if run.seen.is_bad(node)), None)  # type: ignore[union-attr]
-        told = "the backward makes it" if node is None else _described(node)
+        origin = "the backward makes it" if node is None else _described(node)
         raise AmpError(
-            f"in FP32 {bad[0]} is not finite: {told}",
+            f"in FP32 {bad[0]} is not finite: {origin}",
             where="" if node is None else user_source(node.meta.get("stack_trace")),
             hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
         )
@@ -196,19 +196,19 @@ class TorchSubject(Subject):
         """All batches under some rules, against FP32."""
         self.runs += 1
         rewritten: dict[int, fx.GraphModule] = {}
-        found = Deviation()
+        deviation = Deviation()
         with self._surrounded():
             for number, batch in enumerate(self._batches):
                 form = self._form(batch)
                 if id(form) not in rewritten:
                     rewritten[id(form)] = self._rewritten(form, rules)
-                made = dict(self._made(number, batch, form, rewritten[id(form)]))
+                results = dict(self._made(number, batch, form, rewritten[id(form)]))
                 for name, expected, gradient in self._expected[number]:
-                    given = made.get(name)
-                    if given is None:  # a gradient that nothing reaches any more
-                        given = torch.zeros_like(expected)
-                    found.add(name, expected, given, gradient=gradient)
-        return found.result()
+                    actual = results.get(name)
+                    if actual is None:  # a gradient that nothing reaches any more
+                        actual = torch.zeros_like(expected)
+                    deviation.add(name, expected, actual, gradient=gradient)
+        return deviation.result()
 
     def _rewritten(self, form: _Form, rules: RuleSet) -> fx.GraphModule:
         graph_module = copy_graph(form.captured.graph_module)
@@ -252,23 +252,23 @@ class TorchSubject(Subject):
         written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
         writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
         with TENSORS:
-            given = [get(leaves) for get in form.getters]
+            inputs = [get(leaves) for get in form.getters]
         return [
             one.detach().clone() if copied and isinstance(one, Tensor) else one
-            for one, copied in zip(given, writes, strict=True)
+            for one, copied in zip(inputs, writes, strict=True)
         ]
 
     def _trained(self, form: _Form, inputs: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        found: dict[int, tuple[str, Tensor]] = {}
+        trained: dict[int, tuple[str, Tensor]] = {}
         for entry, one in zip(form.captured.inputs, inputs, strict=True):
             if entry.source is Source.PARAMETER and isinstance(one, Tensor) and one.requires_grad:
-                found.setdefault(id(one), (entry.target, one))
-        if not found:
+                trained.setdefault(id(one), (entry.target, one))
+        if not trained:
             raise AmpError(
                 "the loss depends on no parameter that requires a gradient",
                 hint="leave loss_fn away, so that the outputs are compared",
             )
-        return list(found.values())
+        return list(trained.values())
 
     def _output(self, form: _Form, results: Sequence[Any]) -> Any:
         spec = form.captured.out_spec
@@ -298,8 +298,8 @@ def _is_low(value: Any) -> bool:
 
 def _casts_itself(graph_module: fx.GraphModule) -> bool:
     """Whether the model says itself what is 16-bit: with FP32 inputs its types would not fit one another."""
-    given = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
-    return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in given)
+    arguments = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
+    return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in arguments)
 
 
 def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:

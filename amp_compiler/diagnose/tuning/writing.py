@@ -72,7 +72,7 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
     for node in plan.nodes:
         by_op.setdefault(node.op, []).append(node)
     done: set[str] = set()
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for node in plan.nodes:
         if node.name not in wanted or node.name in done:
             continue
@@ -85,8 +85,8 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
                 entry = Entry(match, tuple(other.name for other in matched))
                 break
         done.update(entry.nodes)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _general(node: PlannedNode) -> list[dict[str, str]]:
@@ -132,11 +132,11 @@ class Base:
             return ["version: 1", f"extends: {_extended(self.name, folder)}", "rules:"]
         if self.data is None:
             return ["# put these behind the rules of the dict", "rules:"]
-        given = {key: json.dumps(value, ensure_ascii=False) for key, value in self.data.items() if key != "rules"}
+        fields = {key: json.dumps(value, ensure_ascii=False) for key, value in self.data.items() if key != "rules"}
         if self.data.get("extends") is not None:
-            given["extends"] = _extended(str(self.data["extends"]), folder)
+            fields["extends"] = _extended(str(self.data["extends"]), folder)
         rules = self.data.get("rules") or []
-        lines = [*(f"{key}: {value}" for key, value in given.items()), "rules:"]
+        lines = [*(f"{key}: {value}" for key, value in fields.items()), "rules:"]
         return lines + [f"  - {json.dumps(rule, ensure_ascii=False)}" for rule in rules]
 
 
