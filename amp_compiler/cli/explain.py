@@ -84,7 +84,7 @@ def explain(
     With --print-after, show the graph from pass to pass.
     """
     places = {"--output": output, "--html": html, "--svg": svg}
-    read = {"the model": Path(model), "the rules": Path(rules)}
+    read: dict[str, Path | None] = {"the model": Path(model), "the rules": Path(rules)}
     for option, path in places.items():
         check_place(option, path, read)
         read[option] = path

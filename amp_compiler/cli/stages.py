@@ -72,7 +72,8 @@ def make_stages(
         return _of_onnx(model, show, rules, dtype)
     args, kwargs = split_example(example)
     needs_step = loss is not None or show in (ALL, *STEP.names, *DEVICE.names)
-    model, options = _copied(model), {"rules": rules, "dtype": dtype, "backend": backend}
+    model = _copied(model)
+    options: dict[str, Any] = {"rules": rules, "dtype": dtype, "backend": backend}
     if needs_step and (model.training or loss is not None):
         return _of_step(model, args, kwargs, loss or mean_of_first, options)
     run = forward.compile(model, **options)
@@ -97,7 +98,7 @@ def _of_step(
     return step.stages
 
 
-def _of_onnx(path: str, show: str, rules: str, dtype: str) -> Stages:
+def _of_onnx(path: str, show: str, rules: str, dtype: Literal[ShortName, "auto"]) -> Stages:
     """The stages of a file: the neutral passes alone, because it is converted and not compiled."""
     from amp_compiler.onnx.plan import explain_onnx
 

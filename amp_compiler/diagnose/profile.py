@@ -242,8 +242,8 @@ class Profile:
             ]
             if not isinstance(data["dtype"], str):
                 raise TypeError(f"dtype is {data['dtype']!r}")
-            numbers = [int(data[name]) for name in ("batches", "skipped")]
-            return cls(tuple(rows), tuple(updates), *numbers, data["dtype"], int(data.get("every", 1)))
+            batches, skipped, every = int(data["batches"]), int(data["skipped"]), int(data.get("every", 1))
+            return cls(tuple(rows), tuple(updates), batches, skipped, data["dtype"], every)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
             raise AmpError(f"this is no profile: {cause!r}", hint="pass what Profile.to_dict() gave") from cause
 

@@ -201,9 +201,8 @@ class _Run(ABC):
         """
         from amp_compiler.onnx.importing.scope import onnx_values
 
-        values = {
-            node: results for node in program.nodes if (results := onnx_values(node)) and results[0] in self.onnx_nodes
-        }
+        all_values = {node: onnx_values(node) for node in program.nodes}
+        values = {node: results for node, results in all_values.items() if results and results[0] in self.onnx_nodes}
         makers = {results[0]: node for node, results in values.items() if len(results) == 1}
         planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[results[0]] for node, results in values.items()}
         names = {}
