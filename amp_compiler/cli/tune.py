@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,13 @@ import typer
 
 from amp_compiler.cli.options import ArgsOption, EvalOption, JsonOption, RulesOption, TypeOption
 from amp_compiler.cli.usage import UsageError, check_data_files, check_place
+
+
+class Start(enum.StrEnum):
+    """What `--start` takes."""
+
+    LOW = "low"
+    FP32 = "fp32"
 
 
 def tune(
@@ -32,8 +40,12 @@ def tune(
         float | None,
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
     ] = None,
+    start: Annotated[
+        Start, typer.Option("--start", help="Keep nodes in FP32, or from all in FP32 put nodes low.")
+    ] = Start.LOW,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
     max_runs: Annotated[
-        int | None, typer.Option("--max-runs", metavar="N", help="Stop the search after so many runs of the model.")
+        int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
     ] = None,
     loss: Annotated[
         str,
@@ -49,7 +61,7 @@ def tune(
     """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
 
     Exit codes: 1 the tolerance cannot be met, or the model not be tuned; 2 wrong usage; 3 the file is written and meets
-    the tolerance, but the search was stopped before each of its nodes was shown to be needed.
+    the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
     """
     check_place("OUT.yaml", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
     is_onnx = model.endswith(".onnx")
@@ -72,7 +84,10 @@ def tune(
         if not isinstance(batches[0], tuple):
             raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
         subject = _step(subject, loss_fn, rules, dtype)
-    result = api.tune(subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, max_runs=max_runs)
+    result = api.tune(
+        subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, start=start.value,
+        budget=budget, max_runs=max_runs,
+    )  # fmt: skip
     typer.echo(result.to_json() if json_ else str(result), nl=not json_)
     if result.stopped:
         raise typer.Exit(3)

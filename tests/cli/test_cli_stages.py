@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.cli.stages import make_stages, print_stages, stages_text
+from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_text
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, ONNX_PLAN, PIECE, PLAN, STEP
 
 MODEL = """
@@ -125,7 +125,7 @@ def test_the_text_is_that_of_the_stages_in_python(explain):
 
 def test_a_training_step_has_the_stages_that_python_shows(step):
     model = step.model
-    stages = make_stages(model, (torch.ones(2, 8),), "fold_loss_scale", dtype="fp16")
+    stages = make_stages(model, (torch.ones(2, 8),), StageOptions(show="fold_loss_scale", dtype="fp16"))
     assert [stage.name for stage in stages] == [stage.name for stage in step.stages]
     assert stages["fold_loss_scale"].text == step.stages["fold_loss_scale"].text
     assert "loss_scale" in stages["fold_loss_scale"].text
@@ -164,10 +164,11 @@ def test_what_a_compiler_is_given_is_shown_for_its_backend(explain):
 
 def test_the_diff_has_colours_on_a_terminal(step):
     text = io.StringIO()
-    print_stages(step.stages, console=Console(file=text, force_terminal=True, color_system="standard"))
+    options = StageOptions()
+    print_stages(step.stages, options, Console(file=text, force_terminal=True, color_system="standard"))
     assert re.search(r"\x1b\[[39]2m\+", text.getvalue())
     assert re.search(r"\x1b\[[39]1m-", text.getvalue())
-    assert re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) == stages_text(step.stages)
+    assert re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) == stages_text(step.stages, options)
 
 
 def test_the_model_is_not_trained(explain):
@@ -204,18 +205,33 @@ def test_inference_has_its_own_passes(explain):
     assert names(out) == ["capture", *expected]
 
 
-def test_a_model_with_graph_breaks_shows_each_subgraph(explain):
+def test_stop_after_runs_no_more(explain, monkeypatch):
+    from amp_compiler.passes.step.differentiate import Differentiate
+
+    monkeypatch.setattr(Differentiate, "run", lambda *_: pytest.fail("it ran"))
+    code, out, err = explain("make", "--print-after", "all", "--stop-after", "place_weights")
+    assert code == 0, err
+    assert names(out)[-1] == "place_weights"
+    code, out, _ = explain("make", "--stop-after", "capture")
+    assert code == 0
+    assert not names(out)
+    assert "aten.linear.default" in out
+
+
+def test_skip_leaves_a_pass_out(explain):
+    code, out, _ = explain("make", "--print-after", "all", "--skip", "simplify_casts", "--format", "json")
+    assert code == 0
+    stages = json.loads(out)
+    assert "simplify_casts" not in [stage["name"] for stage in stages]
+    assert [*stages[0]] == ["name", "text"]
+    assert stages[-1]["name"] == "gather_weights"
+
+
+def test_a_model_in_pieces_shows_each(explain):
     code, out, _ = explain("branch", "--print-after", "classify")
     assert code == 0
     assert "=== piece0/classify\n" in out
     assert "=== piece1/classify\n" in out
-
-
-def test_stages_as_json(explain):
-    code, out, _ = explain("make", "--print-after", "all", "--format", "json")
-    stages = json.loads(out)
-    assert code == 0 and [*stages[0]] == ["name", "text"]
-    assert stages[-1]["name"] == "gather_weights"
 
 
 def test_stages_are_written_to_a_file(explain, tmp_path):
@@ -229,14 +245,20 @@ def test_stages_are_written_to_a_file(explain, tmp_path):
     ("name", "options", "words"),
     [
         ("make", ["--print-after", "fold_loss_scal"], ["no pass 'fold_loss_scal'", "did you mean 'fold_loss_scale'?"]),
+        ("make", ["--stop-after", "plan"], ["--stop-after: there is no pass 'plan'"]),
+        ("make", ["--stop-after", "all"], ["--stop-after: there is no pass 'all'"]),
+        ("make", ["--print-after", "all", "--skip", "nothing"], ["--skip: there is no pass 'nothing'"]),
+        ("make", ["--print-after", "all", "--skip", "classify"], ["'classify' cannot be skipped"]),
         ("make", ["--print-after", "fold_loss_scale", "--eval"], ["did not run", "STEP: leave out --eval"]),
         ("make", ["--print-after", "hoist_weight_casts"], ["did not run", "INFERENCE: give --eval"]),
         ("make", ["--print-after", "cut_step"], ["did not run", "give --backend inductor"]),
         ("make", ["--print-after", "remake_masks"], ["did not run", "LATE: it runs inside of Inductor"]),
         ("make", ["--print-after", "multiply_convolutions"], ["did not run", "give --backend inductor"]),
+        ("make", ["--print-after", "place_casts", "--stop-after", "classify"], ["comes behind 'classify'"]),
+        ("make", ["--skip", "simplify_casts"], ["--skip", "give --print-after as well"]),
         ("make", ["--loss", "{file}:loss"], ["--loss", "give --print-after as well"]),
         ("make", ["--backend", "inductor"], ["--backend", "give --print-after as well"]),
-        ("make", ["--print-after", "all", "--html", "page.html"], ["--html: it is for the plan"]),
+        ("make", ["--print-after", "all", "--html", "page.html"], ["--html", "use --output"]),
         ("make", ["--print-after", "all", "--loss", "{file}:NUMBER"], ["it is a int, not a function"]),
         ("make", ["--print-after", "all", "--loss", "{file}:loss"], ["do not fit loss(model, x, target)"]),
         ("indices", ["--print-after", "all"], ["no floating-point number to train on", "give a loss"]),
@@ -268,11 +290,13 @@ def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
     code, text, _ = shell("explain", onnx_file, "--print-after", "place_casts")
     assert code == 0
     assert text and out.endswith(text)
-    assert shell("explain", onnx_file, "--print-after", "classify")[1].count("by default.yaml") > 1
+    assert shell("explain", onnx_file, "--stop-after", "classify")[1].count("by default.yaml") > 1
     assert shell("explain", onnx_file, "--print-after", "capture")[1].startswith("graph onnx")
+    out = shell("explain", onnx_file, "--print-after", "all", "--stop-after", "classify")[1]
+    assert names(out)[-1] == "classify" and len(names(out)) == len(ONNX_PLAN.names) + 2
 
 
-@pytest.mark.parametrize("options", [["--print-after", "apply_plan"], ["--print-after", "all", "--args", "fp32[1]"]])
+@pytest.mark.parametrize("options", [["--print-after", "apply_plan"], ["--print-after", "all", "--skip", "legalize"]])
 def test_what_an_onnx_file_does_not_go_through(shell, onnx_file, options):
     code, out, err = shell("explain", onnx_file, *options)
     assert (code, out) == (2, "")

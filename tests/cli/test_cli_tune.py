@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -56,12 +57,14 @@ def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, spec, tmp_path):
     assert code == 0 and found["what"] == "loss and gradients" and found["nodes"][0]["module"] == "wide"
 
 
-def test_an_onnx_file_is_tuned_on_its_data(run, tmp_path):
+def test_an_onnx_file_is_tuned_on_its_data_and_from_an_fp32_start(run, tmp_path):
     model, batches = ranges.overflow_in_activations()
     onnx.save(model, tmp_path / "in.onnx")
     np.savez(tmp_path / "data.npz", **batches[0])
     code, text, _ = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz", "--tolerance", 0.02)
     assert code == 0 and "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "b.yaml", "--data", tmp_path / "data.npz", "--start", "fp32")
+    assert code == 0 and "what is not named below stays in FP32" in (tmp_path / "b.yaml").read_text()
     code, _, _ = run(tmp_path / "in.onnx", tmp_path / "c.yaml")
     assert code == 0  # drawn inputs
 
@@ -75,21 +78,22 @@ def test_inputs_are_not_drawn_for_a_model_that_takes_too_much_memory(run, tmp_pa
     assert code == 1 and "its values take more than 2 GiB on this batch" in err and "give batches" in err
 
 
-def test_a_stopped_search_ends_with_three(run, tmp_path):
+def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):
     model, batches = ranges.overflow_in_activations()
     onnx.save(model, tmp_path / "in.onnx")
     np.savez(tmp_path / "data.npz", **batches[0])
     command = (tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz")
     code, text, _ = run(*command, "--max-runs", 5)
-    assert code == 3 and "not searched to the end" in text and load_rules(command[1])
+    assert code == 3 and "not searched to the end" in text and Path(f"{command[1]}.journal").exists()
     code, text, _ = run(*command)
-    assert code == 0 and "not searched" not in text
+    assert code == 0 and "not searched" not in text and not Path(f"{command[1]}.journal").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
         (("--data", "x.npz"), 2, "--data: it is for an ONNX file"),
+        (("--start", "high"), 2, "high"),
         (("--tolerance", "0"), 1, "tolerance=0.0 is no error"),
         (("--rules", "defualt"), 1, "did you mean 'default'"),
         ((), 1, "the model needs example arguments"),

@@ -19,6 +19,7 @@ from planted import PLANTED, RULES, Net, batch, linear
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.diagnose.tuning import torch_model
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.search import run_limit
 from amp_compiler.errors import AmpError
@@ -162,6 +163,15 @@ def test_a_dynamic_loss_scale_counts_as_fallen_to_where_gradients_fit():
     assert amp.tune(step_of(model, loss_scale=2.0**16), [30 * X]).nodes
 
 
+def test_from_an_fp32_start_what_the_tolerance_allows_is_put_low(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    found = amp.tune(Small(), [X], dtype="fp16", start="fp32", output=path)
+    assert places(found) == {("wide", "aten.linear"), ("", "aten.mul")} and found.error <= found.tolerance
+    plan = amp.explain(Small(), X, rules=str(path), dtype="fp16")
+    low = {(node.module, node.op) for node in plan.nodes if node.precision == "low"}
+    assert low == {("first", "aten.linear"), ("last", "aten.linear"), ("", "aten.tanh")} and found.low == 3
+
+
 class Many(nn.Module):
     """Blocks of two layers each, the second of which 16 bits do not hold in some."""
 
@@ -233,6 +243,66 @@ def test_nothing_is_kept_where_the_tolerance_is_met(tmp_path):
     assert len(load_rules(path).rules) == len(load_rules("default").rules)
 
 
+# ---- a run that goes on
+
+
+class KilledError(Exception):
+    pass
+
+
+def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
+    whole = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=tmp_path / "whole.yaml")
+    path, asked = tmp_path / "tuned.yaml", []
+    measure = torch_model.TorchSubject.measure
+
+    def counted(self, rules):
+        asked.append(rules)
+        if len(asked) == 4:
+            raise KilledError
+        return measure(self, rules)
+
+    monkeypatch.setattr(torch_model.TorchSubject, "measure", counted)
+    with pytest.raises(KilledError):
+        amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+    journal = tmp_path / "tuned.yaml.journal"
+    assert len(journal.read_text().splitlines()) == 2 + 3 and not path.exists()
+    again = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+    assert len(asked) == 4 + whole.runs - 1 - 3  # but for the reference all that was not measured before
+    assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
+
+
+@pytest.mark.parametrize("other", ["targets", "loss", "buffer"])
+def test_a_journal_is_not_taken_for_another_loss_or_for_what_no_state_dict_holds(other, tmp_path):
+    class Scaled(Many):
+        def __init__(self, scale):
+            super().__init__({1, 3})
+            self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def distance(model, x, y):
+        return (model(x).float() - y).square().mean()
+
+    def shorter(model, x, y):
+        return (model(x).float() - y).abs().mean()
+
+    path, zeros = tmp_path / "tuned.yaml", torch.zeros(())
+    journal = path.with_name("tuned.yaml.journal")
+    line = {"runs": 1, "fingerprint": [], "estimates": ["x"]}
+    amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", tolerance=2e-3, output=path, loss_fn=distance, budget=1e-9)
+    made = {
+        "targets": (Scaled(1.0), torch.ones(()), distance), "loss": (Scaled(1.0), zeros, shorter),
+        "buffer": (Scaled(3.0), zeros, distance),
+    }  # fmt: skip
+    model, target, loss = made[other]
+    with pytest.raises(AmpError, match=r"journal is of another model.*delete it"):
+        amp.tune(model, [(X, target)], dtype="fp16", output=path, loss_fn=loss)
+    journal.write_text("\n".join([journal.read_text().splitlines()[0], json.dumps(line)]))
+    with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
+        amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", output=path, loss_fn=distance)
+
+
 def test_batches_that_go_different_ways_are_refused():
     class Ways(nn.Module):
         def __init__(self):
@@ -265,7 +335,22 @@ def test_classes_that_differ_count_by_their_share():
     assert found.result() == Measured(0.01, "classes")
 
 
-def test_a_stopped_search_gives_nodes_that_meet_the_tolerance():
+def test_a_journal_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    journal = tmp_path / "tuned.yaml.journal"
+    stopped = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path, budget=1e-9)
+    assert stopped.stopped == "the time was up" and journal.exists() and stopped.error <= 2e-3
+    for model, x, rules in (
+        (Many({1}), X * 8, "default"), (Many({1, 3}), X * 7, "default"), (Many({1, 3}), X * 8, "safe"),
+    ):  # fmt: skip
+        with pytest.raises(AmpError, match=r"of another model, other rules or other batches; delete it, or name"):
+            amp.tune(model, [x], rules=rules, dtype="fp16", tolerance=2e-3, output=path)
+    journal.write_text("nonsense")
+    with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
+        amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+
+
+def test_budgets_stop_with_nodes_that_meet_the_tolerance():
     found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=6)
     assert found.runs <= 6 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
     assert "not searched to the end" in str(found)
@@ -335,7 +420,10 @@ class Attention(nn.Module):
     [
         ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
         ({"tolerance": "small"}, "tolerance='small' is no error"),
+        ({"budget": "60"}, "budget='60' is no time"),
         ({"max_runs": 2.5}, r"max_runs=2\.5 is too few runs"),
+        ({"start": "high"}, "start='high' is not known; use 'low' or 'fp32'"),
+        ({"budget": -1}, "budget=-1 is no time"),
         ({"max_runs": 4}, "max_runs=4 is too few runs; pass 5 or more"),
         ({"output": "/nowhere/at/all.yaml"}, "nowhere"),
         ({"output": 3}, "output=3 is no path"),

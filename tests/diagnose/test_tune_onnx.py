@@ -14,7 +14,7 @@ from planted import ONNX_PLANTED, ONNX_RULES, batch, file
 import amp_compiler as amp
 from amp_compiler.diagnose.tuning import onnx_model
 from amp_compiler.diagnose.tuning.subject import searched
-from amp_compiler.diagnose.tuning.writing import with_kept
+from amp_compiler.diagnose.tuning.writing import with_chosen
 from amp_compiler.errors import AmpError, OnnxError, RuleError
 
 TOLERANCE = 5e-3
@@ -94,7 +94,7 @@ def test_estimates_are_what_a_run_with_one_node_low_shows():
     names = [node.name for node in searched(plan, rules.ops)]
     estimates = subject.profile(plan, frozenset(names))
     for name in ("block0/up", "block20/add", "block39/down", "variance/inner"):
-        alone = subject.measure(with_kept(rules, frozenset(names) - {name})).error
+        alone = subject.measure(with_chosen(rules, frozenset(names) - {name})).error
         assert estimates[name].error / 3 < alone < estimates[name].error * 3
 
 
@@ -110,3 +110,13 @@ def test_refusals():
         amp.tune(scaled(), [{}])
     with pytest.raises(RuleError):
         amp.tune(scaled(), [{"x": X}], rules="nowhere.yaml")
+
+
+def test_from_an_fp32_start_one_rule_is_for_all_nodes_of_an_op(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    found = amp.tune(file(10), [{"x": batch().numpy()}], tolerance=TOLERANCE, start="fp32", output=path)
+    assert {"attention/scores", "channel/up"} <= {node.name for node in found.nodes} and found.error <= TOLERANCE
+    done = amp.convert_onnx(file(10), rules=str(path), dtype="fp16", check=False)
+    low = {node.name for node in done.plan.nodes if node.precision == "low"}
+    assert len(low) == found.low >= found.searched - len(found.nodes) and "block3/up" in low
+    assert found.rules.count('op: "onnx.Tanh"') == 1  # all of which are low

@@ -9,6 +9,7 @@ from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
+from amp_compiler.diagnose.tuning.writing import LOW
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 
 
@@ -20,6 +21,8 @@ def tune(
     dtype: DTypeArgument = "auto",
     tolerance: float | None = None,
     output: str | Path | None = None,
+    start: str = LOW,
+    budget: float | None = None,
     max_runs: int | None = None,
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
@@ -42,8 +45,12 @@ def tune(
         dtype: as for `amp.compile`, of a plain module or an ONNX model; `auto` is FP16 for an ONNX model.
         tolerance: the largest relative L2 error of a result that is allowed: 0.01 in FP16 and 0.08 in BF16 by default.
             Gradients are results each; one below a thousandth of the norm of all is measured against that.
-        output: where the rule file is written, atomically.
-        max_runs: runs of the model after which the search stops, with nodes that meet the tolerance; 5 at least.
+        output: where the rule file is written, atomically. Beside it stands `<output>.journal` until all is done, from
+            which a run that was killed, or stopped by a budget, goes on.
+        start: `low` keeps nodes in FP32 and leaves the others to the rules; `fp32` keeps everything in FP32, and puts
+            low what the tolerance allows of what the rules would put low.
+        budget: seconds after which the search stops, with nodes that meet the tolerance.
+        max_runs: runs of the model after which it does; 5 at least.
         loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`. It calls the module once.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
             gradients fit, if it can fall.
@@ -53,7 +60,7 @@ def tune(
 
     Raises:
         AmpError: what FP32 gives is not finite; the tolerance is not met even with all in FP32; `subject` is none of
-            these, is no one graph, or its batches do not fit.
+            these, is no one graph, or its batches do not fit; the journal is of another model, rules or batches.
 
     Source: delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Signs for
     the length of a vector: Hutchinson, 1990.
@@ -67,9 +74,8 @@ def tune(
         >>> [node.module for node in result.nodes], result.error < result.tolerance < result.before
         (['0', '1'], True)
     """
-    options = TuneOptions(
-        rules, low_name(dtype), tolerance, Path(output) if isinstance(output, str) else output, max_runs
-    )
+    path = Path(output) if isinstance(output, str) else output
+    options = TuneOptions(rules, low_name(dtype), tolerance, path, start, budget, max_runs)
     options.check()
     tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
     return Tuning(tuned, rule_set, options).run()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from amp_compiler.diagnose.tuning.deviation import Measured
+from amp_compiler.diagnose.tuning.journal import Journal
 from amp_compiler.diagnose.tuning.options import TuneOptions
 from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
 from amp_compiler.diagnose.tuning.search import Found, OutOfReachError, find_kept, run_limit
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_prefix
 from amp_compiler.diagnose.tuning.subject import Subject, searched
-from amp_compiler.diagnose.tuning.writing import Base, Entry, entries_for, rules_file, with_kept
+from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, entries_for, rules_file, with_chosen
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
@@ -25,6 +29,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.sources import FROM_DICT
 
+logger = logging.getLogger("amp_compiler")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}  # those of `amp-compiler convert --verify`
 _WRITTEN = 2  # runs that the written file may take: once as it is, once with every node by its name
 
@@ -55,7 +60,9 @@ class Tuning:
                 hint="pass rules= with the dict, or write it to a file",
             )
         self.limit = run_limit(len(self.names))
+        self.above = self.plan if options.start == FP32 else None
         self.worst: dict[frozenset[str], str] = {}
+        self.begun = time.monotonic()
 
     def run(self) -> TuneResult:
         """Profile, search, write, and run with what was written.
@@ -63,26 +70,61 @@ class Tuning:
         Raises:
             AmpError: see `tune`.
         """
+        place = self.options.output
+        path = None if place is None else place.with_name(f"{place.name}.journal")
+        journal = Journal(path, self._digest() if path is not None else "")
+        if journal.resumed:
+            logger.info("amp.tune goes on from %d measurements in %s", journal.resumed, path)
         console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("profile", total=self.limit)
-            estimates = self.subject.profile(self.plan, frozenset(self.names))
+            estimates = self._estimates(journal)
             order = in_order(estimates, self.names)
+            places = {name: at for at, name in enumerate(self.names)}
 
             def measure(kept: frozenset[str]) -> float:
-                measured = self.subject.measure(with_kept(self.rules, kept))
+                measured = journal.get(key := sorted(places[name] for name in kept))
+                if measured is None:
+                    chosen = frozenset(self._chosen(kept))
+                    measured = self.subject.measure(with_chosen(self.rules, chosen, above=self.above))
+                    journal.note(key, measured)
+                else:
+                    self.subject.runs += 1  # of the run that was killed
                 self.worst[kept] = measured.worst
                 description = f"{len(kept)} of {len(order)} in FP32: {measured.error:.2g}"
                 progress.update(task, advance=1, description=description)
                 return measured.error
 
-            return self._written(self._searched(order, estimates, measure), estimates)
+            result = self._written(self._searched(order, estimates, measure), estimates)
+        if not result.stopped:
+            journal.close()
+        return result
+
+    def _digest(self) -> str:
+        rules = [replace(rule, where="", text="") for rule in self.rules.rules]
+        digest = hashlib.blake2b(self.subject.digest().encode(), digest_size=16)
+        digest.update(repr((rules, sorted(self.rules.keep.items()), self.options.start, self.names)).encode())
+        return digest.hexdigest()
+
+    def _estimates(self, journal: Journal) -> dict[str, Estimate]:
+        if journal.estimates and self.names:
+            self.subject.reference()
+            journal.check_fingerprint(self.subject.fingerprint())
+            self.subject.runs = journal.profiled  # a run that goes on counts as the one that it goes on from
+            return journal.estimates
+        estimates = self.subject.profile(self.plan, frozenset(self.names))
+        journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
+        return estimates
+
+    def _chosen(self, kept: Collection[str]) -> list[str]:
+        """The nodes that rules are written for, where some are to be FP32."""
+        return [name for name in self.names if (name in kept) == (self.above is None)]
 
     def _searched(
         self, order: list[str], estimates: Mapping[str, Estimate], measure: Callable[[frozenset[str]], float]
     ) -> Found:
-        spent, most = self.subject.runs + _WRITTEN, self.options.max_runs
+        spent, budget, most = self.subject.runs + _WRITTEN, self.options.budget, self.options.max_runs
         try:
             return find_kept(
                 order,
@@ -91,6 +133,7 @@ class Tuning:
                 first=likely_prefix(estimates, order, self.tolerance),
                 allowance=self.limit - spent,
                 most=None if most is None else max(most - spent, 2),
+                expired=lambda: budget is not None and time.monotonic() - self.begun > budget,
             )
         except OutOfReachError as out:
             worst = self.worst.get(frozenset(order), "")
@@ -105,8 +148,9 @@ class Tuning:
 
     def _written(self, search: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
         """Write the rules, and run with them; with every node by its name where more general rules do not do."""
+        chosen = self._chosen(frozenset(search.kept))
         for by_name in (False, True):
-            entries = entries_for(self.plan, search.kept, by_name=by_name)
+            entries = entries_for(self.plan, chosen, by_name=by_name)
             measured, plan = self._tried(entries)
             if measured.error <= self.tolerance:
                 break
@@ -122,21 +166,20 @@ class Tuning:
         result = TuneResult(
             nodes=nodes, what=self.subject.what, before=search.before, worst_before=self.worst.get(frozenset(), ""),
             error=measured.error, worst=measured.worst, tolerance=self.tolerance, dtype=self.plan.dtype,
-            searched=len(self.names), fp32=counts["fp32"], low=counts["low"], runs=self.subject.runs,
+            start=self.options.start, searched=len(self.names), fp32=counts[FP32], low=counts[LOW],
+            runs=self.subject.runs,
             limit=self.limit + len(nodes), batches=self.subject.batches, stopped=search.stopped, rules="", path=place,
         )  # fmt: skip
-        reasons, head = (
-            {node.name: node.reason for node in nodes},
-            ["Made by amp.tune.", *result.summary().splitlines()],
-        )
+        reasons = {name: estimates[name].summary for name in chosen if name in estimates}
+        reasons |= {node.name: node.reason for node in nodes}
+        head = ["Made by amp.tune.", *result.summary().splitlines()]
         text = self._text(entries, reasons, head, None if place is None else place.parent)
         if place is not None:
             write_atomically(place, text)
         return replace(result, rules=text)
 
     def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
-        why = f"amp.tune: needed for the tolerance {self.tolerance:g}"
-        return rules_file(self.base, entries, reasons, head, why, folder)
+        return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above)
 
     def _tried(self, entries: list[Entry]) -> tuple[Measured, PrecisionPlan]:
         """What a run gives with the rules as they are read back from a file, and the plan that they make."""

@@ -6,10 +6,12 @@ made, the magnitudes of the values say what becomes infinite, and nothing else i
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from amp_compiler.onnx.check.verify import Expected
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.importing.api import onnx_to_fx
 from amp_compiler.onnx.importing.scope import onnx_values
+from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.policy.rules import RuleSet
 
@@ -66,9 +69,24 @@ class OnnxSubject(Subject):
         """The plan that a conversion carries out."""
         return explain_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
 
+    def digest(self) -> str:
+        """Of the message, the data files and the batches."""
+        digest = hashlib.blake2b(self._opened.proto.SerializeToString(deterministic=True), digest_size=16)
+        for file in external_files(self._opened.proto, self._opened.folder or Path()):
+            with file.open("rb") as data:
+                digest.update(hashlib.file_digest(data, "blake2b").digest())
+        for batch in self._batches:
+            for name, one in sorted(batch.items()):
+                array = np.asarray(one)
+                digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+                digest.update(repr(array.tolist()).encode() if array.dtype.kind in "OUS" else array.tobytes())
+        digest.update(str(self.low).encode())
+        return digest.hexdigest()
+
     # ---- FP32
 
-    def _reference(self) -> None:
+    def reference(self) -> None:
+        """Run in FP32."""
         self.runs += 1
         self._expected = Expected(self._opened, self._batches)
         bad = self._expected.nonfinite()
@@ -85,7 +103,7 @@ class OnnxSubject(Subject):
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """The reference, and a run as a module with the rounding of some nodes measured beside it."""
-        self._reference()
+        self.reference()
         self.runs += 1
         makers = {value: node.name for node in plan.nodes if node.name in names for value, _ in node.outputs}
         try:
@@ -128,7 +146,7 @@ class OnnxSubject(Subject):
         """All batches through a conversion under some rules, against FP32."""
         self.runs += 1
         if self._expected is None:
-            raise AmpError("there is nothing to compare with", hint="call profile() first")
+            raise AmpError("there is nothing to compare with", hint="call reference() first")
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)

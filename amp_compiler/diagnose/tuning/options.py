@@ -21,6 +21,7 @@ from amp_compiler.diagnose.losses import (
 )
 from amp_compiler.diagnose.tuning.subject import Subject
 from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
+from amp_compiler.diagnose.tuning.writing import FP32, LOW
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -45,6 +46,8 @@ class TuneOptions:
         dtype: `fp16`, `bf16` or `auto`.
         tolerance: the largest error; `None` for that of the type.
         output: the file to write.
+        start: `low` or `fp32`.
+        budget: in seconds.
         max_runs: runs of the model.
     """
 
@@ -52,6 +55,8 @@ class TuneOptions:
     dtype: Literal["fp16", "bf16", "auto"]
     tolerance: float | None
     output: Path | None
+    start: str
+    budget: float | None
     max_runs: int | None
 
     def check(self) -> None:
@@ -60,8 +65,12 @@ class TuneOptions:
         Raises:
             AmpError: an option is none of those that there are, or the output cannot be written.
         """
+        if self.start not in (LOW, FP32):
+            raise AmpError(f"start={self.start!r} is not known", hint="use 'low' or 'fp32'")
         if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
             raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
+        if self.budget is not None and not _is_above_zero(self.budget):
+            raise AmpError(f"budget={self.budget!r} is no time", hint="pass seconds, or leave it out")
         if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < LEAST_RUNS):
             raise AmpError(
                 f"max_runs={self.max_runs!r} is too few runs",
@@ -111,7 +120,8 @@ def subject_of(
         if loss_fn is None:
             return TorchSubject(model, args, settings), settings.rules
         calls = [LossCall(model, loss_fn, batch) for batch in args]
-        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale)
+        batches_of_loss = [call.batch for call in calls]
+        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, loss_args=batches_of_loss)
         return TorchSubject(model, [call.model_args for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(

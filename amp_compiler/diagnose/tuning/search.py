@@ -64,6 +64,7 @@ def find_kept(
     first: int = 1,
     allowance: int | None = None,
     most: int | None = None,
+    expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """Find a small set of nodes which, kept in FP32, bring the error under the tolerance.
 
@@ -82,6 +83,7 @@ def find_kept(
         first: the length of the prefix to begin with.
         allowance: measurements beside one for each kept node; `run_limit` by default.
         most: measurements in all; no limit by default.
+        expired: whether the time is up.
 
     Raises:
         OutOfReachError: the tolerance is not met with all nodes kept.
@@ -92,7 +94,7 @@ def find_kept(
         (('a', 'c'), {'c': 1.0, 'a': 1.0})
     """
     spare = run_limit(len(order)) if allowance is None else allowance
-    return _Search(order, measure, tolerance, spare, math.inf if most is None else most).run(first)
+    return _Search(order, measure, tolerance, spare, math.inf if most is None else most, expired).run(first)
 
 
 class _Search:
@@ -103,9 +105,10 @@ class _Search:
         tolerance: float,
         allowance: int,
         most: float,
+        expired: Callable[[], bool],
     ) -> None:
         self.order, self._measure, self.tolerance = list(order), measure, tolerance
-        self.allowance, self.most = allowance, most
+        self.allowance, self.most, self.expired = allowance, most, expired
         self.runs = 0
         self.needed: dict[str, float] = {}
         self.kept: frozenset[str] | None = None  # the last that met the tolerance
@@ -134,7 +137,9 @@ class _Search:
         """Whether there is time for a measurement that may come to nothing, with `reserve` of them left behind it."""
         if self.stopped:
             return False
-        if self.runs + 1 + reserve > self.most:
+        if self.expired():
+            self.stopped = "the time was up"
+        elif self.runs + 1 + reserve > self.most:
             self.stopped = "the runs that were allowed are used up"
         elif self.runs - len(self.needed) + 1 + reserve > self.allowance:
             self.stopped = f"{self.allowance} runs and one for each kept node are used up"

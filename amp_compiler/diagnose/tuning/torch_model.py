@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -47,12 +49,14 @@ class Goal:
         scale: what it is multiplied by before the backward.
         falls: whether that falls where gradients are too large with it.
         label: how a parameter is called, by its name in the module.
+        loss_args: what the loss is made of beside what the module returns.
     """
 
     loss_of: Callable[[Any, int], Tensor]
     scale: float = 1.0
     falls: bool = False
     label: Callable[[str], str] = str
+    loss_args: Sequence[Any] = ()
 
 
 @dataclass
@@ -132,6 +136,25 @@ class TorchSubject(Subject):
     def _planned(self, form: _Form, rules: RuleSet) -> PrecisionPlan:
         return make_plan(lower(form.captured), rules, self.low, pipeline=self._settings.pipelines["PLAN"])
 
+    def digest(self) -> str:
+        """Of graph, weights and batches, and of what else the loss is given; `fingerprint` tells the rest."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self._surrounded():
+            for form in self._forms.values():
+                digest.update(format_graph(lower(form.captured)).encode())
+            given = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
+            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(given)]
+            for name, one in tensors:
+                digest.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
+                held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
+                digest.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
+        return digest.hexdigest()
+
+    def fingerprint(self) -> list[float]:
+        """Norms of what FP32 gives: of constants, of the loss function and of code that no graph shows."""
+        return [float(one.double().abs().norm()) for batch in self._expected for _, one, _ in batch]
+
     # ---- FP32
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
@@ -143,6 +166,10 @@ class TorchSubject(Subject):
             for number, batch in enumerate(self._batches):
                 self._expected.append(self._reference(number, batch, names, sums))
         return estimates_of(sums, len(self._batches))
+
+    def reference(self) -> None:
+        """Run in FP32."""
+        self.profile(self.plan(self._settings.rules), frozenset())
 
     def _reference(
         self, number: int, batch: Arguments, names: frozenset[str], sums: dict[str, Sums]

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.policy.loader import preset_names
+from amp_compiler.policy.loader import load_rules, preset_names
 from amp_compiler.policy.rules import Condition, Matcher, Precision, Rule, RuleSet, View
 from amp_compiler.policy.sources import FROM_DICT
 
+LOW, FP32 = "low", "fp32"
 _SHOWN = 8  # nodes of one rule beside which stands what was measured
 _GLOB = re.compile(r"[*?\[\]]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_FIXED = ("factory", "cast", "random", "control", "sparse", "quantization")  # families that no type is chosen for
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,30 @@ class _Chosen(Condition):
         return node.name in self.names
 
 
-def with_kept(rules: RuleSet, kept: frozenset[str]) -> RuleSet:
-    """Rules with some nodes kept in FP32, for a trial."""
-    quiet = tuple(replace(rule, own=False) for rule in rules.rules)  # a trial does not tell of rules that match nothing
-    trial = [Rule("<tune>", Matcher((_Chosen(kept),)), Precision.FP32)] if kept else []
-    return replace(rules, rules=(*quiet, *trial))
+def all_fp32(plan: PrecisionPlan) -> list[dict[str, Any]]:
+    """Rules by which nothing is low that is not named behind them, and what has to keep its type keeps it.
+
+    Args:
+        plan: says which families there are.
+    """
+    fixed = [family for family in _FIXED if any(node.family == family for node in plan.nodes)]
+    rules: list[dict[str, Any]] = [{"match": {}, "precision": FP32, "why": "what is not named below stays in FP32"}]
+    why = "its type is fixed by the model or by what it works on"
+    return [*rules, *([{"match": {"family": fixed}, "precision": "keep", "why": why}] if fixed else [])]
+
+
+def with_chosen(rules: RuleSet, chosen: frozenset[str], *, above: PrecisionPlan | None = None) -> RuleSet:
+    """Rules with some nodes kept in FP32, for a trial.
+
+    Args:
+        rules: what they are added to.
+        chosen: the nodes.
+        above: the plan that the rules make, where all is to be FP32 but the chosen nodes, which are put low.
+    """
+    first = () if above is None else load_rules({"version": 1, "rules": all_fp32(above)}).rules
+    own = Rule("<tune>", Matcher((_Chosen(chosen),)), Precision.FP32 if above is None else Precision.LOW)
+    quiet = [replace(rule, own=False) for rule in (*rules.rules, *first)]  # no word of rules that match nothing
+    return replace(rules, rules=(*quiet, *([own] if chosen else [])))
 
 
 @dataclass(frozen=True)
@@ -152,7 +173,13 @@ def _extended(name: str, folder: Path | None) -> str:
 
 
 def rules_file(
-    base: Base, entries: Sequence[Entry], reasons: Mapping[str, str], head: Sequence[str], why: str, folder: Path | None
+    base: Base,
+    entries: Sequence[Entry],
+    reasons: Mapping[str, str],
+    head: Sequence[str],
+    tolerance: float,
+    folder: Path | None,
+    above: PrecisionPlan | None = None,
 ) -> str:
     """A rule file in YAML with comments.
 
@@ -161,10 +188,13 @@ def rules_file(
         entries: the rules.
         reasons: what was measured, by node.
         head: what there is to say of all, in lines.
-        why: the reason that plans give.
+        tolerance: what the reason names that plans give.
         folder: where the file will be; `None` where it will be nowhere, so that paths are absolute.
+        above: the plan of what is extended, where all is to be FP32 but what the entries put low.
     """
+    why = f"amp.tune: {'needed for' if above is None else 'allowed by'} the tolerance {tolerance:g}"
     lines = [*(f"# {line}" for line in head), *base.head(folder)]
+    lines += [] if above is None else [f"  - {json.dumps(rule)}" for rule in all_fp32(above)]
     if lines[-1] == "rules:" and not entries:
         lines.pop()  # nothing has to be kept
     for entry in entries:
@@ -173,5 +203,6 @@ def rules_file(
             lines.append(f"  # {name}: {reasons[name]}" if reasons.get(name) else f"  # {name}")
         if len(entry.nodes) > _SHOWN:
             lines.append(f"  # and {len(entry.nodes) - _SHOWN} more")
-        lines += [f"  - match: {{{match}}}", "    precision: fp32", f"    why: {json.dumps(why)}"]
+        precision = FP32 if above is None else LOW
+        lines += [f"  - match: {{{match}}}", f"    precision: {precision}", f"    why: {json.dumps(why)}"]
     return "\n".join([*lines, ""])
