@@ -57,6 +57,13 @@ def explain(
             "of the model is trained by AdamW for one step, on the --loss.",
         ),
     ] = "",
+    stop_after: Annotated[
+        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
+    ] = "",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
+    ] = None,
     loss: Annotated[
         str,
         typer.Option(
@@ -88,14 +95,18 @@ def explain(
     for option, path in places.items():
         check_place(option, path, read)
         read[option] = path
-    if print_after not in ("", ALL, CAPTURED):
-        check_pass(print_after, "--print-after")
-    of_stages = {"--loss": loss, "--backend": backend != NODE_BY_NODE}
+    show = print_after or stop_after
+    for option, name in (("--print-after", print_after), ("--stop-after", stop_after)):
+        if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
+            check_pass(name, option)
+    for name in skip or ():
+        check_pass(name, "--skip")
+    of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
         "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
     }  # fmt: skip
-    for option, value in (of_plan if print_after else of_stages).items():
-        if value and print_after:
+    for option, value in (of_plan if show else of_stages).items():
+        if value and show:
             raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
         if value:
             raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
@@ -104,16 +115,19 @@ def explain(
     loss_fn: Any = load_loss(loss) if loss else None
     loaded, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
     check_data_files(model, places)
-    if print_after:
+    if show:
         from amp_compiler.cli.stages import make_stages, print_stages, stages_json, stages_text
 
-        stages = make_stages(loaded, example, print_after, loss=loss_fn, rules=rules, dtype=dtype, backend=backend)
+        stages = make_stages(
+            loaded, example, show,
+            stop=stop_after, skip=skip or (), loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
+        )  # fmt: skip
         if format_ == PlanFormat.JSON:
-            emit(stages_json(stages, print_after), output)
+            emit(stages_json(stages, show), output)
         elif output is not None or format_ == PlanFormat.TEXT:
-            emit(stages_text(stages, print_after), output)
+            emit(stages_text(stages, show), output)
         else:
-            print_stages(stages, print_after)
+            print_stages(stages, show)
         return
     from amp_compiler.forward import api
     from amp_compiler.report.table import plan_text, print_plan

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import sys
 import textwrap
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Table
 from rich.text import Text
 
 from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import InPlacePass, Pass
 from amp_compiler.passes.pipeline import PIPELINES, Pipeline
 
+COLUMNS = ("pass", "works", "numbers", "skip", "what it does")
 HEAD = """\
 <!-- made by `make docs` from the docstrings; edit those -->
 # Passes
@@ -29,26 +33,38 @@ described once, where it first stands. `amp-compiler passes` prints this too.
 """
 
 
-def run_passes(name: str = "", console: Console | None = None) -> None:
-    """Print the catalogue, a line for each pass of each pipeline, or all about one pass, rendered on a terminal.
+def run_passes(name: str = "", *, markdown: bool = False, console: Console | None = None) -> None:
+    """Print the catalogue, a line for each pass of each pipeline, or all about one pass; rendered on a terminal.
 
     Args:
         name: of the pass; empty for the catalogue.
+        markdown: as Markdown, on a terminal too.
         console: where to; the standard output by default.
 
     Raises:
         PassError: no pass has this name.
     """
     console = console or Console()
+    if markdown:
+        sys.stdout.write(f"{entry(name)}\n" if name else catalogue_markdown())
+        return
     if name:
         text = entry(name, level="#")
         console.print(Markdown(text) if console.is_terminal else Text(text), soft_wrap=not console.is_terminal)
         return
     for pipeline in filled():
         console.print(Text.assemble((pipeline.name, "bold cyan"), f": {pipeline.about}"), soft_wrap=True)
-        for one in pipeline.names:
-            works, numbers, skip = traits(find_pass(one))
-            line = f"  {one:<22} {works:<9}  {numbers:<7}  {skip:<6}  {summary(find_pass(one))}"
+        rows = [(one, *traits(find_pass(one)), summary(find_pass(one))) for one in pipeline.names]
+        if console.is_terminal:
+            table = Table(box=box.SIMPLE_HEAD)
+            for column in COLUMNS:
+                table.add_column(column, overflow="fold", no_wrap=column != COLUMNS[-1])
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+            continue
+        for one, works, numbers, skip, about in rows:
+            line = f"  {one:<22} {works:<9}  {numbers:<7}  {skip:<6}  {about}"
             console.print(Text(line), soft_wrap=True, highlight=False)
 
 
