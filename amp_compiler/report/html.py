@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ir.step_graph import StepGraph
 from amp_compiler.report.page_data import PRECISIONS, page_data
@@ -58,7 +59,8 @@ def plan_html(
         ],
         compared=other is not None,
         step=step,
-        measured=profile is not None,
+        profile=profile,
+        advice={dtype: profile.loss_scale(dtype) for dtype in LOW_TYPES} if profile is not None else {},
         precisions=PRECISIONS,
         style=part("page.css"),
         libraries=part(LIBRARIES),

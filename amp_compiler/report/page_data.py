@@ -174,18 +174,22 @@ def precision_of(types: Sequence[str], low: str) -> str:
 
 
 def _of_profile(profile: Any, strings: Strings) -> list[list[Any]]:
-    """The histograms, with what becomes of the numbers in each type.
+    """The histograms, with what becomes of the numbers in each type, and of the updates of a weight.
 
     Raises:
         AmpError: it is none.
     """
     try:
+        updates = {row.name: row for row in profile.updates if row.made}
         rows = [
             [
                 *(strings(getattr(row, name)) for name in ("name", "kind", "op", "module", "planned", "dtype")),
                 data["stored"],
                 data["exponents"] if data["exponents"] != data["stored"] else None,
                 {dtype: list(astuple(row.stored.fractions(dtype))) for dtype in LOW_TYPES},
+                {dtype: updates[row.name].fraction_lost(dtype) for dtype in LOW_TYPES}
+                if row.kind == "weight" and row.name in updates
+                else None,
             ]
             for row, data in zip(profile.rows, profile.to_dict()["rows"], strict=True)
         ]

@@ -258,14 +258,23 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     batch = torch.randn(4, 8), torch.randint(2, (4,))
     profile = amp.profile(step, [batch, batch])
     step.to_html(tmp_path / "step.html", profile=profile)
-    told = Page((tmp_path / "step.html").read_text(encoding="utf-8")).data
+    page = Page((tmp_path / "step.html").read_text(encoding="utf-8"))
+    told = page.data
     rows = told["profile"]
     assert len(rows) == len(profile.rows)
-    for row, (name, kind, *_, stored, _, fractions) in zip(profile.rows, rows, strict=True):
+    for row, (name, kind, *_, stored, _, fractions, updates) in zip(profile.rows, rows, strict=True):
         assert (told["strings"][name], told["strings"][kind]) == (row.name, row.kind)
         assert sum(stored.values()) == row.stored.total
         for dtype, found in fractions.items():
             assert found == [getattr(row.stored.fractions(dtype), part) for part in ("zero", "subnormal", "infinite")]
+        made = [one for one in profile.updates if one.made and row.kind == "weight" and one.name == row.name]
+        assert updates == ({dtype: made[0].fraction_lost(dtype) for dtype in ("fp16", "bf16")} if made else None)
+    assert sum(row[-1] is not None for row in rows) == len(list(step.model.parameters()))
+    words = " ".join(" ".join(page.words).split())
+    advice = profile.loss_scale("fp16")
+    assert "Over 2 batches. In fp16" in words
+    assert f"In fp16 a static loss scale of {advice.scale:,.0f} loses {advice.lost:.2%} of the gradients" in words
+    assert f"none loses {advice.lost_without:.2%}" in words
     assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
 
 

@@ -77,6 +77,7 @@ function measured(row) {
   const special = ["zero", "infinite", "nan"].filter((name) => row.stored[name]);
   const words = { zero: "zeros", infinite: "infinite", nan: "NaN" };
   const counts = special.map((name) => `${row.stored[name].toLocaleString("en")} ${words[name]}`);
+  const updates = row.updates && Object.entries(row.updates).map(([dtype, lost]) => `${percent(lost)} in ${dtype}`);
   const heads = ["would become", "zero", "subnormal", "infinite"];
   const lines = Object.entries(row.fractions).map(([dtype, parts]) => {
     const kind = (part) => (part > 0.001 ? "number bad" : "number");
@@ -94,6 +95,7 @@ function measured(row) {
       ? note("As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".")
       : null,
     histogram(row, row.stored),
+    updates ? note(`Updates too small for a 16-bit weight: ${updates.join(", ")}.`) : null,
     counts.length ? note(`Beside them ${counts.join(", ")}.`) : null,
     make("table", { class: "lost" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, lines)),
   );

@@ -132,7 +132,7 @@ class Page {
     this.ruleTable = new Table(at("rules"), ruleColumns(graph), (row) => this.filters.set({ rule: row.rule }));
     this.ruleTable.show(rules);
     if (PROFILE) {
-      this.rangeTable = new Table(at("ranges"), RANGE_COLUMNS, (row) => {
+      this.rangeTable = new Table(document.getElementById("ranges"), RANGE_COLUMNS, (row) => {
         const entry = graph.nodes.find((one) => measuredOf(graph, one).includes(row)) ?? graph.node(row.planned);
         if (!entry) return;
         this.choose(entry);
