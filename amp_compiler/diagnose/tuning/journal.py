@@ -117,4 +117,7 @@ def _number(value: Any) -> Any:
 
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:
-    return Estimate(**{key: value if key == "name" or value is None else float(value) for key, value in row.items()})
+    values: dict[str, Any] = {
+        key: value if key == "name" or value is None else float(value) for key, value in row.items()
+    }
+    return Estimate(**values)
