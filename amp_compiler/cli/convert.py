@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches
 from amp_compiler.onnx.check.loads import Refusal
 from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.run import Engine, make_engine, open_to_run, stored_bytes
-from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
+from amp_compiler.onnx.check.run import make_engine, open_to_run, stored_bytes
+from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport
+from amp_compiler.onnx.check.verify import verify as compare
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.model.model import OnnxFile
@@ -29,88 +30,34 @@ from amp_compiler.report.table import human_bytes
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """What the command line asked for.
-
-    Args:
-        source: the model.
-        output: the file to write.
-        rules: a preset's name or a path.
-        dtype: `fp16` or `bf16`.
-        calibrate: an npz file or a folder of them.
-        verify: run both models and compare.
-        tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
-        report: write the plan there as a page for the browser.
-        keep_io_types: inputs and outputs keep their types.
-        raise_opset: raise the opset where only a later one admits the low type.
-        opset: the opset to raise the model to.
-        check: refuse what ONNX's full checker refuses, and load the result once.
-        providers: execution providers of ONNX Runtime.
-        custom_ops: libraries of custom ops for ONNX Runtime.
-        as_fp32: types that are made FP32 first.
-        fuse: write norms and GELUs that stand in parts as one op each. An RMSNorm has an op from opset 23 on.
-    """
-
-    source: Path
-    output: Path
-    rules: str = "default"
-    dtype: ShortName = "fp16"
-    calibrate: Path | None = None
-    verify: bool = False
-    tolerance: float | None = None
-    report: Path | None = None
-    keep_io_types: bool = True
-    raise_opset: bool = True
-    opset: int | None = None
-    check: bool = True
-    providers: tuple[str, ...] = ()
-    custom_ops: tuple[Path, ...] = ()
-    as_fp32: tuple[str, ...] = ()
-    fuse: bool = False
-
-    @property
-    def engine(self) -> Engine:
-        """What models run in.
-
-        Raises:
-            OnnxError: there is no such provider or library.
-        """
-        return make_engine(self.providers or None, self.custom_ops or None)
-
-
-@dataclass(frozen=True)
 class Summary:
     """What came of it.
 
     Args:
-        options: what was asked for.
+        output: the file that was written.
         plan: the plan.
         run_time_casts: casts of values that are made when the model runs; stored weights are cast once, here.
         cast_bytes: bytes that those casts move in one run.
         input_bytes: size of the input with its external data.
         output_bytes: size of the output with its external data.
         verification: the comparison, where it was asked for.
-        random: whether the comparison's inputs were random.
+        calibrate: the data that it was compared on; `None` for random inputs.
+        tolerance: the error that passes.
         refusal: why the installed ONNX Runtime does not load the output.
         notes: what else there is to know.
     """
 
-    options: ConvertOptions
+    output: Path
     plan: PrecisionPlan
     run_time_casts: int
     cast_bytes: int
     input_bytes: int
     output_bytes: int
     verification: VerifyReport | None
-    random: bool
+    calibrate: Path | None
+    tolerance: float
     refusal: Refusal | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def tolerance(self) -> float:
-        """The bound that the verification must keep."""
-        given = self.options.tolerance
-        return TOLERANCES[self.options.dtype] if given is None else given
 
     @property
     def failed(self) -> bool:
@@ -125,7 +72,7 @@ class Summary:
     def to_json(self) -> str:
         """The summary as JSON, for scripts."""
         data: dict[str, Any] = {
-            "output": str(self.options.output),
+            "output": str(self.output),
             "dtype": self.plan.dtype,
             "rules": self.plan.rules,
             "nodes": {name: self.precisions[name] for name in ("low", "fp32", "keep")},
@@ -143,7 +90,7 @@ class Summary:
                 **self.verification.to_dict(),
                 "tolerance": self.tolerance,
                 "passed": not self.failed,
-                "random_inputs": self.random,
+                "random_inputs": self.calibrate is None,
             }
         return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
 
@@ -159,72 +106,81 @@ class Summary:
         sizes = f"{human_bytes(self.input_bytes)} → {human_bytes(self.output_bytes)}"
         table.add_row("size", f"{sizes} (ratio {self.output_bytes / self.input_bytes:.2f})")
         if self.verification is not None:
-            source = "random inputs" if self.random else str(self.options.calibrate)
+            source = "random inputs" if self.calibrate is None else str(self.calibrate)
             verdict = "FAILED" if self.failed else "passed"
             error = f"{self.verification.largest_error:.3g} (at most {self.tolerance:g}): {verdict}, on {source}"
             table.add_row("largest error", error)
-        table.add_row("written", str(self.options.output))
+        table.add_row("written", str(self.output))
         console.print(table, markup=False)
         for note in (*self.notes, *([str(self.refusal)] if self.refusal is not None else [])):
             console.print(f"note: {note}", markup=False, highlight=False)
-        found = self.verification
-        if found is not None and not (self.failed or found.first_bad is not None) and found.untried:
-            console.print(f"not tried: {'; '.join(found.untried)}", markup=False, highlight=False)
+        report = self.verification
+        if report is not None and not (self.failed or report.first_bad is not None) and report.untried:
+            console.print(f"not tried: {'; '.join(report.untried)}", markup=False, highlight=False)
         if self.verification is not None and (self.failed or self.verification.first_bad is not None):
             console.print(str(self.verification), markup=False, highlight=False, end="")
 
 
-def run_convert(options: ConvertOptions) -> Summary:
-    """Convert as the command line asked, with a progress bar on the standard error where that is a terminal.
+def run_convert(
+    source: Path,
+    output: Path,
+    *,
+    dtype: ShortName = "fp16",
+    calibrate: Path | None = None,
+    verify: bool = False,
+    tolerance: float | None = None,
+    report: Path | None = None,
+    providers: Sequence[str] | None = None,
+    custom_ops: Sequence[Path] | None = None,
+    **options: Any,
+) -> Summary:
+    """Convert as the command line asks, with a progress bar on the standard error where that is a terminal.
+
+    Args:
+        source: the model.
+        output: the file to write.
+        dtype: `fp16` or `bf16`.
+        calibrate: an npz file or a folder of them.
+        verify: run both models and compare.
+        tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
+        report: write the plan there as a page for the browser.
+        providers: execution providers of ONNX Runtime.
+        custom_ops: libraries of custom ops for ONNX Runtime.
+        options: others of `convert_onnx`.
 
     Raises:
         AmpError: the model, the rules or the data cannot be read, or the model cannot be converted or written.
     """
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
-    opened = open_to_run(options.source)
-    for file in external_files(opened.proto, options.source.parent):
-        check_place("--report", options.report, {"a data file of the input": file})
+    opened = open_to_run(source)
+    for file in external_files(opened.proto, source.parent):
+        check_place("--report", report, {"a data file of the input": file})
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
-        calibration = None
-        if options.calibrate is not None:
-            calibration = _ticking(progress, "calibrate", options.calibrate, opened)
+        calibration = None if calibrate is None else _ticking(progress, "calibrate", calibrate, opened)
         task = progress.add_task("convert", total=1)
         done = convert_onnx(
-            opened,
-            options.output,
-            rules=options.rules,
-            dtype=options.dtype,
-            calibration=calibration,
-            keep_io_types=options.keep_io_types,
-            raise_opset=options.raise_opset,
-            opset=options.opset,
-            check=options.check,
-            providers=options.providers or None,
-            custom_ops=options.custom_ops or None,
-            as_fp32=options.as_fp32,
-            fuse=options.fuse,
-        )
+            opened, output, dtype=dtype, calibration=calibration, providers=providers or None,
+            custom_ops=custom_ops or None, **options,
+        )  # fmt: skip
         progress.advance(task)
-        made, found = open_to_run(options.output), None
-        if options.verify:
-            found = _verify(progress, options, opened, made)
-    if options.report is not None:
-        done.plan.to_html(options.report)
+        written, compared = open_to_run(output), None
+        if verify:
+            engine = make_engine(providers or None, custom_ops or None)
+            if calibrate is not None:
+                compared = compare(opened, written, _ticking(progress, "verify", calibrate, opened), engine=engine)
+            else:
+                task = progress.add_task("verify", total=None)
+                drawn = Probes(opened)
+                compared = compare(opened, written, drawn, on_batch=lambda _: progress.advance(task), engine=engine)
+    if report is not None:
+        done.plan.to_html(report)
     weights = {tensor.name for tensor in opened.proto.graph.initializer}
     casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
     return Summary(
-        options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened),
-        stored_bytes(made), found, random=options.calibrate is None, refusal=done.refusal, notes=done.notes,
+        output, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened), stored_bytes(written),
+        compared, calibrate, TOLERANCES[dtype] if tolerance is None else tolerance, done.refusal, done.notes,
     )  # fmt: skip
-
-
-def _verify(progress: Progress, options: ConvertOptions, opened: OnnxFile, made: OnnxFile) -> VerifyReport:
-    """The comparison on the calibration data, else on inputs that are drawn."""
-    if options.calibrate is not None:
-        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened), engine=options.engine)
-    task = progress.add_task("verify", total=None)
-    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task), engine=options.engine)
 
 
 def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:

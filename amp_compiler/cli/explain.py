@@ -1,11 +1,14 @@
-"""What `amp-compiler explain` does: check the options, plan or make the stages, print. Torch is imported last."""
+"""The commands `amp-compiler explain` and `diff`. Torch is imported last."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import typer
+
+from amp_compiler.cli.options import ArgsOption, Device, EvalOption, OutputOption, RulesOption, TypeOption
 from amp_compiler.cli.usage import (
     ALL,
     CAPTURED,
@@ -17,176 +20,152 @@ from amp_compiler.cli.usage import (
     emit,
 )
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.dtypes import ShortName
 
 
-@dataclass(frozen=True)
-class ExplainOptions:
-    """What the command line asked for.
+class PlanFormat(enum.StrEnum):
+    """How `explain` writes a plan."""
 
-    Args:
-        model: names a model as `load_model` takes it.
-        args: one text for each example argument.
-        rules: a preset's name or a path.
-        dtype: `fp16`, `bf16` or `auto`.
-        eval_mode: plan for inference.
-        format: `table`, `text` or `json`.
-        output: write there instead of to the terminal.
-        html: write the plan there as a page for the browser.
-        svg: write the plan there as a picture.
-        print_after: print stages instead of the plan: the one behind this pass, or `all`.
-        stop_after: run no pass behind this one.
-        skip: passes to leave out.
-        loss: names the loss of a training step.
-        backend: what the stages are made for.
-        device: the device that is planned for: `cpu`, `cuda`, or `auto` for that of the model.
-        fuse: of an ONNX model: as for `convert`.
-        opset: of an ONNX model: raise it to this opset first.
+    TABLE = "table"
+    TEXT = "text"
+    JSON = "json"
+
+
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="`package.module:name`, `path/to/file.py:name` (a model, or a function or class that makes one, or a "
+            "function that gives (model, example_args)), or an ONNX file.",
+        ),
+    ],
+    args: ArgsOption = None,
+    rules: RulesOption = "default",
+    dtype: TypeOption = "auto",
+    eval_mode: EvalOption = False,
+    format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
+    output: OutputOption = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
+    print_after: Annotated[
+        str,
+        typer.Option(
+            "--print-after",
+            metavar="PASS",
+            help="Print the graph behind this pass instead of the plan, or behind each with `all`: the first in full, "
+            "then what each pass changed. `amp-compiler passes` lists them. For the passes of a training step a copy "
+            "of the model is trained by AdamW for one step, on the --loss.",
+        ),
+    ] = "",
+    stop_after: Annotated[
+        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
+    ] = "",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            "--loss",
+            metavar="FUNCTION",
+            help="Called as loss(model, *args) by a training step, named as MODEL is. Without it the loss is the mean "
+            "of the first floating-point output in FP32.",
+        ),
+    ] = "",
+    backend: Annotated[
+        str, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
+    ] = NODE_BY_NODE,
+    device: Annotated[
+        Device, typer.Option("--device", help="Plan for this device, which need not be there.")
+    ] = Device.AUTO,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
+    ] = False,
+    opset: Annotated[
+        int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
+    ] = None,
+) -> None:
+    """Show the precision of every node, the rule that decided it, and every cast with its bytes.
+
+    With --print-after, show the graph from pass to pass.
     """
-
-    model: str
-    args: tuple[str, ...] = ()
-    rules: str = "default"
-    dtype: Literal[ShortName, "auto"] = "auto"
-    eval_mode: bool = False
-    format: str = "table"
-    output: Path | None = None
-    html: Path | None = None
-    svg: Path | None = None
-    print_after: str = ""
-    stop_after: str = ""
-    skip: tuple[str, ...] = ()
-    loss: str = ""
-    backend: str = NODE_BY_NODE
-    device: str = "auto"
-    fuse: bool = False
-    opset: int | None = None
-
-    @property
-    def stages(self) -> bool:
-        """Whether stages are asked for, and not the plan."""
-        return bool(self.print_after or self.stop_after)
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            UsageError: a name that no pass has, an option that goes with another one, a place that is no file.
-        """
-        read = {"the model": Path(self.model), "the rules": Path(self.rules)}
-        check_place("--output", self.output, read)
-        check_place("--html", self.html, {**read, "--output": self.output})
-        check_place("--svg", self.svg, {**read, "--output": self.output, "--html": self.html})
-        for option, name in (("--print-after", self.print_after), ("--stop-after", self.stop_after)):
-            if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
-                check_pass(name, option)
-        for name in self.skip:
-            check_pass(name, "--skip")
-        for option, page in (("--html", self.html), ("--svg", self.svg)):
-            if self.stages and page is not None:
-                raise UsageError("stages are not written as a page", where=option, hint="use --output")
-        for option, plans in (("--fuse", self.fuse), ("--opset", self.opset is not None)):
-            if self.stages and plans:
-                raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
-        if self.stages and self.device != "auto":
-            raise UsageError("stages are of where the model is", where="--device", hint="leave it out")
-        for option, given in (
-            ("--skip", self.skip),
-            ("--loss", self.loss),
-            ("--backend", self.backend != NODE_BY_NODE),
-        ):
-            if given and not self.stages:
-                raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
-
-
-def run_explain(options: ExplainOptions) -> None:
-    """Print or write what was asked for.
-
-    Raises:
-        UsageError: wrong options.
-        AmpError: the model or the rules cannot be read, or the model cannot be planned or trained.
-    """
-    options.check()
+    places = {"--output": output, "--html": html, "--svg": svg}
+    read: dict[str, Path | None] = {"the model": Path(model), "the rules": Path(rules)}
+    for option, path in places.items():
+        check_place(option, path, read)
+        read[option] = path
+    show = print_after or stop_after
+    for option, name in (("--print-after", print_after), ("--stop-after", stop_after)):
+        if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
+            check_pass(name, option)
+    for name in skip or ():
+        check_pass(name, "--skip")
+    of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
+    of_plan = {
+        "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
+    }  # fmt: skip
+    for option, value in (of_plan if show else of_stages).items():
+        if value and show:
+            raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
+        if value:
+            raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
     from amp_compiler.cli.model_spec import load_loss, load_model
 
-    loss: Any = load_loss(options.loss) if options.loss else None
-    model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
-    places = {"--output": options.output, "--html": options.html, "--svg": options.svg}
-    check_data_files(options.model, places)
-    if options.stages:
-        _explain_stages(model, example, loss, options)
-    else:
-        _explain_plan(model, example, options)
+    loss_fn: Any = load_loss(loss) if loss else None
+    loaded, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
+    check_data_files(model, places)
+    if show:
+        from amp_compiler.cli.stages import make_stages, print_stages, stages_json, stages_text
 
-
-def _explain_plan(model: Any, example: Any, options: ExplainOptions) -> None:
-    from amp_compiler.forward.api import explain
+        stages = make_stages(
+            loaded, example, show,
+            stop=stop_after, skip=skip or (), loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
+        )  # fmt: skip
+        if format_ == PlanFormat.JSON:
+            emit(stages_json(stages, show), output)
+        elif output is not None or format_ == PlanFormat.TEXT:
+            emit(stages_text(stages, show), output)
+        else:
+            print_stages(stages, show)
+        return
+    from amp_compiler.forward import api
     from amp_compiler.report.table import plan_text, print_plan
 
-    device = None if options.device == "auto" else options.device
-    plan = explain(
-        model, example,
-        rules=options.rules, dtype=options.dtype, device=device, fuse=options.fuse, opset=options.opset,
-    )  # fmt: skip
-    if options.html is not None:
-        plan.to_html(options.html)
-    if options.svg is not None:
-        plan.to_svg(options.svg)
-    if options.format == "json":
-        emit(plan.to_json(), options.output)
-    elif options.format == "text":
-        emit(plan.to_text(), options.output)
-    elif options.output is not None:
-        emit(plan_text(plan), options.output)
+    planned_for = None if device == Device.AUTO else device.value
+    plan = api.explain(loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset)
+    if html is not None:
+        plan.to_html(html)
+    if svg is not None:
+        plan.to_svg(svg)
+    if format_ == PlanFormat.JSON:
+        emit(plan.to_json(), output)
+    elif format_ == PlanFormat.TEXT:
+        emit(plan.to_text(), output)
+    elif output is not None:
+        emit(plan_text(plan), output)
     else:
         print_plan(plan)
 
 
-def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions) -> None:
-    from rich.console import Console
-
-    from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_json, stages_text
-
-    wanted = StageOptions(
-        show=options.print_after or options.stop_after,
-        stop=options.stop_after,
-        skip=options.skip,
-        loss=loss,
-        rules=options.rules,
-        dtype=options.dtype,
-        backend=options.backend,
-    )
-    stages = make_stages(model, example, wanted)
-    if options.format == "json":
-        emit(stages_json(stages, wanted), options.output)
-    elif options.output is not None or options.format == "text":
-        emit(stages_text(stages, wanted), options.output)
-    else:
-        print_stages(stages, wanted, Console())
-
-
-def run_diff(before: Path, after: Path, output: Path | None, html: Path | None = None) -> bool:
-    """Print or write what differs between two plans; says whether anything does.
-
-    Args:
-        before: a plan.
-        after: another one.
-        output: write there instead of to the terminal.
-        html: write a page with both there.
-
-    Raises:
-        UsageError: a file is not there, or is no plan; the output is one of them.
-        AmpError: a plan is of another version.
-    """
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    output: OutputOption = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page for the browser as well, with both side by side.")
+    ] = None,
+) -> None:
+    """Show what differs between two plans. Ends with 1 where anything does, and with 0 where nothing does."""
     read = {"the first plan": before, "the second plan": after}
     check_place("--output", output, read)
     check_place("--html", html, {**read, "--output": output})
     one, other = _read_plan(before), _read_plan(after)
-    found = one.diff(other, str(before), str(after))
+    differences = one.diff(other, str(before), str(after))
     if html is not None:
         one.to_html(html, other=other, names=(str(before), str(after)))
-    emit(found, output)
-    return bool(found)
+    emit(differences, output)
+    raise typer.Exit(int(bool(differences)))
 
 
 def _read_plan(path: Path) -> Any:

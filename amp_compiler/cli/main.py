@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import io
 import sys
 from pathlib import Path
@@ -10,16 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from amp_compiler.cli.explain import diff, explain
+from amp_compiler.cli.options import Device, JsonOption, RulesOption
 from amp_compiler.cli.rules import rules_app
-from amp_compiler.cli.usage import (
-    NODE_BY_NODE,
-    UsageError,
-    check_pass,
-    check_place,
-    print_error,
-    read_stored_type,
-    read_type,
-)
+from amp_compiler.cli.tune import tune
+from amp_compiler.cli.usage import UsageError, check_pass, check_place, print_error, read_stored_type
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -49,145 +43,8 @@ def _common(
     """Automatic mixed precision as a compiler pass: plan it, read it, run it."""
 
 
-class PlanFormat(enum.StrEnum):
-    """How `explain` writes a plan."""
-
-    TABLE = "table"
-    TEXT = "text"
-    JSON = "json"
-
-
-class Device(enum.StrEnum):
-    """What `--device` takes."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Start(enum.StrEnum):
-    """What `tune --start` takes."""
-
-    LOW = "low"
-    FP32 = "fp32"
-
-
-RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
-TypeOption = Annotated[
-    Any, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
-]
-EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
-ArgsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--args",
-        metavar="SPEC",
-        help="An example argument, such as `fp32[8,64]`, or `labels=i64[8]` for a keyword. Give it once for each.",
-    ),
-]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-
-
-@app.command()
-def explain(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="`package.module:name`, `path/to/file.py:name` (a model, or a function or class that makes one, or a "
-            "function that gives (model, example_args)), or an ONNX file.",
-        ),
-    ],
-    args: ArgsOption = None,
-    rules: RulesOption = "default",
-    dtype: TypeOption = "auto",
-    eval_mode: EvalOption = False,
-    format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
-    output: OutputOption = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
-    print_after: Annotated[
-        str,
-        typer.Option(
-            "--print-after",
-            metavar="PASS",
-            help="Print the graph behind this pass instead of the plan, or behind each with `all`: the first in full, "
-            "then what each pass changed. `amp-compiler passes` lists them. For the passes of a training step a copy "
-            "of the model is trained by AdamW for one step, on the --loss.",
-        ),
-    ] = "",
-    stop_after: Annotated[
-        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
-    ] = "",
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
-    ] = None,
-    loss: Annotated[
-        str,
-        typer.Option(
-            "--loss",
-            metavar="FUNCTION",
-            help="Called as loss(model, *args) by a training step, named as MODEL is. Without it the loss is the mean "
-            "of the first floating-point output in FP32.",
-        ),
-    ] = "",
-    backend: Annotated[
-        str, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
-    ] = NODE_BY_NODE,
-    device: Annotated[
-        Device, typer.Option("--device", help="Plan for this device, which need not be there.")
-    ] = Device.AUTO,
-    fuse: Annotated[
-        bool, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
-    ] = False,
-    opset: Annotated[
-        int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
-    ] = None,
-) -> None:
-    """Show the precision of every node, the rule that decided it, and every cast with its bytes.
-
-    With --print-after, show the graph from pass to pass.
-    """
-    from amp_compiler.cli.explain import ExplainOptions, run_explain
-
-    run_explain(
-        ExplainOptions(
-            model=model,
-            args=tuple(args or ()),
-            rules=rules,
-            dtype=dtype,
-            eval_mode=eval_mode,
-            format=format_.value,
-            output=output,
-            html=html,
-            svg=svg,
-            print_after=print_after,
-            stop_after=stop_after,
-            skip=tuple(skip or ()),
-            loss=loss,
-            backend=backend,
-            device=device.value,
-            fuse=fuse,
-            opset=opset,
-        )
-    )
-
-
-@app.command()
-def diff(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
-    output: OutputOption = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write a page for the browser as well, with both side by side.")
-    ] = None,
-) -> None:
-    """Show what differs between two plans. Ends with 1 where anything does, and with 0 where nothing does."""
-    from amp_compiler.cli.explain import run_diff
-
-    raise typer.Exit(int(run_diff(before, after, output, html)))
+app.command()(explain)
+app.command()(diff)
 
 
 @app.command()
@@ -267,31 +124,17 @@ def convert(
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
     from rich.console import Console
 
-    from amp_compiler.cli.convert import ConvertOptions, run_convert
+    from amp_compiler.cli.convert import run_convert
 
     named = {"the input": source, "the output": output, "the data of the output": Path(f"{output}.data")}
     check_place("--report", report, named | {"the rules": Path(rules), "the calibration data": calibrate})
     if tolerance is not None and not verify:
         raise UsageError("it says which --verify passes", where="--tolerance", hint="give --verify as well")
-    options = ConvertOptions(
-        source,
-        output,
-        rules,
-        dtype,
-        calibrate,
-        verify,
-        tolerance,
-        report,
-        keep_io_types=keep_io_types,
-        raise_opset=raise_opset,
-        opset=opset,
-        check=check,
-        providers=tuple(provider or ()),
-        custom_ops=tuple(custom_ops or ()),
-        as_fp32=tuple(as_fp32 or ()),
-        fuse=fuse,
-    )
-    summary = run_convert(options)
+    summary = run_convert(
+        source, output, dtype=dtype, calibrate=calibrate, verify=verify, tolerance=tolerance, report=report,
+        providers=provider, custom_ops=custom_ops, rules=rules, keep_io_types=keep_io_types, raise_opset=raise_opset,
+        opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+    )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)
     else:
@@ -300,71 +143,7 @@ def convert(
         raise typer.Exit(3)
 
 
-@app.command()
-def tune(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory of one, or an ONNX file.")
-    ],
-    output: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="The rule file to write.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="DATA",
-            help="Of an ONNX file: an npz file of inputs, or a folder of them, one batch a file. Without it inputs are "
-            "drawn, which says little of a trained model.",
-        ),
-    ] = None,
-    args: ArgsOption = None,
-    rules: RulesOption = "default",
-    dtype: TypeOption = "auto",
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
-    ] = None,
-    start: Annotated[
-        Start, typer.Option("--start", help="Keep nodes in FP32, or from all in FP32 put nodes low.")
-    ] = Start.LOW,
-    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
-    max_runs: Annotated[
-        int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
-    ] = None,
-    loss: Annotated[
-        str,
-        typer.Option(
-            "--loss",
-            metavar="FUNCTION",
-            help="Called as loss(model, *args), named as MODEL is: loss and gradients are compared, not outputs.",
-        ),
-    ] = "",
-    eval_mode: EvalOption = False,
-    json_: JsonOption = False,
-) -> None:
-    """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
-
-    Exit codes: 1 the tolerance cannot be met, or the model not be tuned; 2 wrong usage; 3 the file is written and meets
-    the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
-    """
-    from amp_compiler.cli.tune import TuneOptions, run_tune
-
-    options = TuneOptions(
-        model=model,
-        output=output,
-        data=data,
-        args=tuple(args or ()),
-        rules=rules,
-        dtype=dtype,
-        tolerance=tolerance,
-        start=start.value,
-        budget=budget,
-        max_runs=max_runs,
-        loss=loss,
-        eval_mode=eval_mode,
-    )
-    found = run_tune(options)
-    typer.echo(found.to_json() if json_ else str(found), nl=not json_)
-    if found.stopped:
-        raise typer.Exit(3)
+app.command()(tune)
 
 
 @app.command()

@@ -41,13 +41,13 @@ def load_model(
         UsageError: an argument cannot be read, or does not fit the model.
         AmpError: the name leads to no model.
     """
-    given = example_arguments(argument_specs)
+    example_args = example_arguments(argument_specs)
     if spec.endswith(".onnx"):
-        return _onnx_file(spec, eval_mode), given
-    model, made = _build(_find(spec), spec)
+        return _onnx_file(spec, eval_mode), example_args
+    model, own_example = _build(_find(spec), spec)
     if eval_mode:
         model.eval()
-    example = made if given is None else given
+    example = own_example if example_args is None else example_args
     if example is None:
         raise AmpError(
             "the model needs example arguments",
@@ -55,7 +55,7 @@ def load_model(
             hint="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
         )
     if loss is None:
-        _check_fit(model.forward, (), example, "forward", "--args" if given is not None else spec)
+        _check_fit(model.forward, (), example, "forward", "--args" if example_args is not None else spec)
     else:
         _check_fit(loss, (model,), example, getattr(loss, "__name__", "the loss"), "--args")
     return model, example
@@ -76,11 +76,11 @@ def load_loss(spec: str) -> Callable[..., Any]:
         UsageError: it cannot be called.
         AmpError: the name leads nowhere.
     """
-    found = _find(spec)
-    if not callable(found):
+    loss = _find(spec)
+    if not callable(loss):
         hint = "name a function that is called as loss(model, *args)"
-        raise UsageError(f"it is a {type(found).__name__}, not a function", where=f"--loss {spec}", hint=hint)
-    return found  # type: ignore[no-any-return]
+        raise UsageError(f"it is a {type(loss).__name__}, not a function", where=f"--loss {spec}", hint=hint)
+    return loss  # type: ignore[no-any-return]
 
 
 def _check_fit(function: Callable[..., Any], before: tuple[Any, ...], example: Any, name: str, where: str) -> None:
@@ -153,14 +153,14 @@ def _find(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise AmpError(f"'{spec}' names no model", hint=_SPEC_MEND)
-    found: Any = _import(place)
+    value: Any = _import(place)
     for part in name.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [known for known in dir(found) if not known.startswith("_")], n=1)
+        if not hasattr(value, part):
+            near = difflib.get_close_matches(part, [known for known in dir(value) if not known.startswith("_")], n=1)
             hint = f"did you mean '{near[0]}'?" if near else "name a model, a class or a function of that module"
             raise AmpError(f"there is no '{part}' in it", where=place, hint=hint)
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _import(place: str) -> ModuleType:
@@ -191,10 +191,10 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
-    if not isinstance(found, torch.nn.Module) and callable(found):
+def _build(model: Any, spec: str) -> tuple[torch.nn.Module, Any]:
+    if not isinstance(model, torch.nn.Module) and callable(model):
         try:
-            found = found()
+            model = model()
         except SystemExit as cause:
             hint = "name a function without arguments that gives the model"
             raise AmpError("calling it ends the program", where=spec, hint=hint) from cause
@@ -205,17 +205,17 @@ def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
                 hint="name a function without arguments that gives the model",
             ) from cause
     example = None
-    if isinstance(found, tuple) and len(found) == 2:
-        found, example = found
+    if isinstance(model, tuple) and len(model) == 2:
+        model, example = model
         # A lone tensor is the commonest single argument; a tuple of one is what explain takes.
         example = (example,) if isinstance(example, torch.Tensor) else example
-    if not isinstance(found, torch.nn.Module):
+    if not isinstance(model, torch.nn.Module):
         raise AmpError(
-            f"it is a {type(found).__name__}, not an nn.Module",
+            f"it is a {type(model).__name__}, not an nn.Module",
             where=spec,
             hint="name a model, or a function that gives a model or (model, example_args)",
         )
-    return found, example
+    return model, example
 
 
 def _describe(cause: Exception) -> str:

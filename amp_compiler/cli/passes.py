@@ -33,41 +33,39 @@ described once, where it first stands. `amp-compiler passes` prints this too.
 """
 
 
-def run_passes(name: str = "", *, markdown: bool = False) -> None:
-    """Print the catalogue, or all about one pass.
+def run_passes(name: str = "", *, markdown: bool = False, console: Console | None = None) -> None:
+    """Print the catalogue, a line for each pass of each pipeline, or all about one pass; rendered on a terminal.
 
     Args:
         name: of the pass; empty for the catalogue.
         markdown: as Markdown, on a terminal too.
+        console: where to; the standard output by default.
 
     Raises:
         PassError: no pass has this name.
     """
-    console = Console()
+    console = console or Console()
     if markdown:
         sys.stdout.write(f"{entry(name)}\n" if name else catalogue_markdown())
-    elif name:
-        print_pass(name, console)
-    else:
-        print_catalogue(console)
-
-
-def print_catalogue(console: Console) -> None:
-    """One line for each pass of each pipeline: its name, how it works, what it does. Plain where it is no terminal."""
+        return
+    if name:
+        text = entry(name, level="#")
+        console.print(Markdown(text) if console.is_terminal else Text(text), soft_wrap=not console.is_terminal)
+        return
     for pipeline in filled():
-        rows = [(name, *traits(find_pass(name)), summary(find_pass(name))) for name in pipeline.names]
+        console.print(Text.assemble((pipeline.name, "bold cyan"), f": {pipeline.about}"), soft_wrap=True)
+        rows = [(one, *traits(find_pass(one)), summary(find_pass(one))) for one in pipeline.names]
         if console.is_terminal:
-            title = Text.assemble((pipeline.name, "bold cyan"), f"  {pipeline.about}")
-            table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+            table = Table(box=box.SIMPLE_HEAD)
             for column in COLUMNS:
                 table.add_column(column, overflow="fold", no_wrap=column != COLUMNS[-1])
             for row in rows:
                 table.add_row(*map(Text, row))
             console.print(table)
-        else:
-            lines = [f"  {row[0]:<22} {row[1]:<9}  {row[2]:<7}  {row[3]:<6}  {row[4]}" for row in rows]
-            text = "\n".join([f"{pipeline.name}: {pipeline.about}", *lines])
-            console.print(Text(text), soft_wrap=True, highlight=False)
+            continue
+        for one, works, numbers, skip, about in rows:
+            line = f"  {one:<22} {works:<9}  {numbers:<7}  {skip:<6}  {about}"
+            console.print(Text(line), soft_wrap=True, highlight=False)
 
 
 def filled() -> list[Pipeline]:
@@ -89,28 +87,14 @@ def summary(kind: type[Pass[Any]]) -> str:
     return (inspect.getdoc(kind) or "").partition("\n")[0]
 
 
-def print_pass(name: str, console: Console) -> None:
-    """The whole docstring of one pass, with its traits: rendered on a terminal, as it stands elsewhere.
-
-    Raises:
-        PassError: no pass has this name.
-    """
-    kind = find_pass(name)
-    if console.is_terminal:
-        console.print(Markdown(entry(name, level="#")))
-        return
-    text = f"{name}\n\n{facts(kind, quote='')}\n\n{inspect.getdoc(kind) or ''}\n"
-    console.print(Text(text), soft_wrap=True, highlight=False, end="")
-
-
 def catalogue_markdown() -> str:
     """The text of `passes/README.md`."""
     rows = [f"| {one.name} | {', '.join(f'[{name}](#{name})' for name in one.names)} |" for one in filled()]
     parts = [HEAD, "\n".join(["| pipeline | passes |", "|---|---|", *rows]), "\n\n"]
-    told: set[str] = set()
+    described: set[str] = set()
     for pipeline in filled():
-        own = [name for name in pipeline.names if name not in told]
-        told.update(own)
+        own = [name for name in pipeline.names if name not in described]
+        described.update(own)
         if own:
             parts += [f"## {pipeline.name}\n\n{pipeline.about}\n\n", *(f"{entry(name)}\n\n" for name in own)]
     return "".join(parts).rstrip() + "\n"
@@ -136,28 +120,28 @@ def entry(name: str, level: str = "###") -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def facts(kind: type[Pass[Any]], quote: str = "`") -> str:
+def facts(kind: type[Pass[Any]]) -> str:
     """The file, the traits, and those options that the docstring leaves out."""
     works, numbers, skip = traits(kind)
-    told = inspect.getdoc(kind) or ""
+    docstring = inspect.getdoc(kind) or ""
     words = [
-        f"{quote}{kind.__module__.removeprefix('amp_compiler.').replace('.', '/')}.py{quote}",
+        f"`{kind.__module__.removeprefix('amp_compiler.').replace('.', '/')}.py`",
         "in place" if works == "in place" else "gives a new object",
         "changes no number" if numbers == "kept" else "changes numbers",
         *(["may be skipped"] if skip else []),
-        *(f"option {quote}{one}{quote}" for one in _options(kind) if f"\n    {one.partition(':')[0]}:" not in told),
+        *(f"option `{one}`" for one in _options(kind) if f"\n    {one.partition(':')[0]}:" not in docstring),
     ]
     return " · ".join(words)
 
 
 def _options(kind: type[Pass[Any]]) -> list[str]:
     """The fields of a pass as `name: type = default`."""
-    found = []
+    options = []
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every pass is a dataclass
         plain = isinstance(field.default, str | int | float | bool | tuple | None)
         default = f" = {field.default!r}" if field.default is not dataclasses.MISSING and plain else ""
-        found.append(f"{field.name}: {field.type}{default}")
-    return found
+        options.append(f"{field.name}: {field.type}{default}")
+    return options
 
 
 def _first(kind: type[Pass[Any]], method: str) -> str:

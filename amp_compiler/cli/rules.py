@@ -88,9 +88,9 @@ def rules_import(
     from amp_compiler.policy.importing.files import import_file
 
     check_place("--output", output, {"the file": source})
-    made = import_file(source, extends=extends)
-    emit(made.to_text(), output)
-    for note in made.notes:
+    rules = import_file(source, extends=extends)
+    emit(rules.to_text(), output)
+    for note in rules.notes:
         typer.echo(f"note: {note}", err=True)
 
 

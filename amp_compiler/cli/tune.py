@@ -1,94 +1,100 @@
-"""What `amp-compiler tune` does: find the model and its batches, tune, report. Torch is imported last."""
+"""The command `amp-compiler tune`: find the model and its batches, tune, report. Torch is imported last."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import typer
+
+from amp_compiler.cli.options import ArgsOption, EvalOption, JsonOption, RulesOption, TypeOption
 from amp_compiler.cli.usage import UsageError, check_data_files, check_place
-from amp_compiler.ir.dtypes import ShortName
 
 
-@dataclass(frozen=True)
-class TuneOptions:
-    """What the command line asked for.
+class Start(enum.StrEnum):
+    """What `--start` takes."""
 
-    Args:
-        model: names a model as `load_model` takes it.
-        output: the rule file to write.
-        data: inputs of an ONNX model: an npz file or a folder of them.
-        args: one text for each example argument.
-        rules: a preset's name or a path.
-        dtype: `fp16`, `bf16` or `auto`.
-        tolerance: the largest relative error; `None` for that of the type.
-        start: `low` or `fp32`.
-        budget: seconds after which the search stops.
-        max_runs: runs after which it does.
-        loss: names the loss of a training step.
-        eval_mode: put the model into eval mode.
+    LOW = "low"
+    FP32 = "fp32"
+
+
+def tune(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory of one, or an ONNX file.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="The rule file to write.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="DATA",
+            help="Of an ONNX file: an npz file of inputs, or a folder of them, one batch a file. Without it inputs are "
+            "drawn, which says little of a trained model.",
+        ),
+    ] = None,
+    args: ArgsOption = None,
+    rules: RulesOption = "default",
+    dtype: TypeOption = "auto",
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
+    ] = None,
+    start: Annotated[
+        Start, typer.Option("--start", help="Keep nodes in FP32, or from all in FP32 put nodes low.")
+    ] = Start.LOW,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
+    max_runs: Annotated[
+        int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            "--loss",
+            metavar="FUNCTION",
+            help="Called as loss(model, *args), named as MODEL is: loss and gradients are compared, not outputs.",
+        ),
+    ] = "",
+    eval_mode: EvalOption = False,
+    json_: JsonOption = False,
+) -> None:
+    """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
+
+    Exit codes: 1 the tolerance cannot be met, or the model not be tuned; 2 wrong usage; 3 the file is written and meets
+    the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
     """
-
-    model: str
-    output: Path
-    data: Path | None = None
-    args: tuple[str, ...] = ()
-    rules: str = "default"
-    dtype: Literal[ShortName, "auto"] = "auto"
-    tolerance: float | None = None
-    start: str = "low"
-    budget: float | None = None
-    max_runs: int | None = None
-    loss: str = ""
-    eval_mode: bool = False
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            UsageError: a place that is no file, or an option that does not go with the model.
-        """
-        read = {"the model": Path(self.model), "the rules": Path(self.rules), "the data": self.data}
-        check_place("OUT.yaml", self.output, read)
-        is_onnx = self.model.endswith(".onnx")
-        if is_onnx and self.loss:
-            raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
-        if not is_onnx and self.data is not None:
-            raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
-
-
-def run_tune(options: TuneOptions) -> Any:
-    """Tune, and write the rules.
-
-    Raises:
-        UsageError: wrong options.
-        AmpError: the model, the rules or the data cannot be read, or the model cannot be tuned.
-    """
-    options.check()
+    check_place("OUT.yaml", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
+    is_onnx = model.endswith(".onnx")
+    if is_onnx and loss:
+        raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
+    if not is_onnx and data is not None:
+        raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
     from amp_compiler.cli.model_spec import load_loss, load_model
-    from amp_compiler.diagnose.tuning.api import tune
+    from amp_compiler.diagnose.tuning import api
 
-    loss: Any = load_loss(options.loss) if options.loss else None
-    model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
-    check_data_files(options.model, {"OUT.yaml": options.output})
-    asked: dict[str, Any] = {
-        "rules": options.rules, "tolerance": options.tolerance, "output": options.output, "start": options.start,
-        "budget": options.budget, "max_runs": options.max_runs,
-    }  # fmt: skip
+    loss_fn: Any = load_loss(loss) if loss else None
+    subject, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
+    check_data_files(model, {"OUT.yaml": output})
+    batches: Any
     if example is None:
-        return tune(model, _data(options, model), dtype=options.dtype, **asked)
-    batch = _batch(example, options)
-    if loss is None:
-        return tune(model, [batch], dtype=options.dtype, **asked)
-    if not isinstance(batch, tuple):
-        raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
-    return tune(_step(model, loss, options), [batch], **asked)
+        batches = _drawn(model) if data is None else data
+    else:
+        batches = [_batch(example, "--args" if args else model)]
+    if loss_fn is not None:
+        if not isinstance(batches[0], tuple):
+            raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
+        subject = _step(subject, loss_fn, rules, dtype)
+    result = api.tune(
+        subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, start=start.value,
+        budget=budget, max_runs=max_runs,
+    )  # fmt: skip
+    typer.echo(result.to_json() if json_ else str(result), nl=not json_)
+    if result.stopped:
+        raise typer.Exit(3)
 
 
-def _data(options: TuneOptions, model: str) -> Any:
-    """The inputs of an ONNX file, drawn where there are none."""
-    if options.data is not None:
-        return options.data
+def _drawn(model: str) -> Any:
+    """Inputs of an ONNX file."""
     from amp_compiler.onnx.check.probes import random_batch
     from amp_compiler.onnx.check.run import Runner, open_to_run
 
@@ -98,17 +104,16 @@ def _data(options: TuneOptions, model: str) -> Any:
     return [batch]
 
 
-def _batch(example: Any, options: TuneOptions) -> Any:
+def _batch(example: Any, where: str) -> Any:
     from amp_compiler.fx.examples import split_example
 
     args, named = split_example(example)
     if args and named:
-        where = "--args" if options.args else options.model
         raise UsageError("a batch is by position or by name", where=where, hint="name all of the arguments, or none")
     return named or args
 
 
-def _step(model: Any, loss: Any, options: TuneOptions) -> Any:
+def _step(model: Any, loss: Any, rules: str, dtype: Any) -> Any:
     """A training step of it, which is never called."""
     import torch
 
@@ -118,4 +123,4 @@ def _step(model: Any, loss: Any, options: TuneOptions) -> Any:
     if not trained:
         raise UsageError("the model has no parameter to train", where="--loss", hint="leave it out")
     optimizer = torch.optim.SGD(trained, 1e-3)
-    return training_step(model, loss, optimizer, rules=options.rules, dtype=options.dtype, backend="eager")
+    return training_step(model, loss, optimizer, rules=rules, dtype=dtype, backend="eager")

@@ -93,14 +93,14 @@ class Histogram:
     @property
     def lowest(self) -> int | None:
         """The least exponent; `None` where every element is zero or not finite."""
-        found = np.flatnonzero(self.numbers)
-        return int(found[0]) + LOWEST if len(found) else None
+        occupied = np.flatnonzero(self.numbers)
+        return int(occupied[0]) + LOWEST if len(occupied) else None
 
     @property
     def highest(self) -> int | None:
         """The greatest exponent of a finite number."""
-        found = np.flatnonzero(self.numbers)
-        return int(found[-1]) + LOWEST if len(found) else None
+        occupied = np.flatnonzero(self.numbers)
+        return int(occupied[-1]) + LOWEST if len(occupied) else None
 
     def shifted(self, by: int) -> Histogram:
         """That of the same numbers times 2^`by`, as if no exponent were too small or too large to stand here."""
@@ -120,13 +120,6 @@ class Histogram:
         numbers = self.numbers.tolist()
         parts = lost_in(dtype, numbers, LOWEST + math.floor(math.log2(scale)))
         return Fractions(*(part / max(sum(numbers), 1) for part in parts))
-
-    def unused(self, dtype: str) -> tuple[int, int]:
-        """How many exponents of a type's normal numbers lie unused below and above the numbers."""
-        limits, low, high = RANGES[dtype], self.lowest, self.highest
-        if low is None or high is None:
-            return (limits.greatest - limits.normal + 1, 0)
-        return max(low - limits.normal, 0), max(limits.greatest - high, 0)
 
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(self.counts + other.counts)

@@ -9,7 +9,7 @@ from torch import nn
 
 from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials, Tried
-from amp_compiler.diagnose.piece_trials import ModelPieceTrials
+from amp_compiler.diagnose.subgraph_trials import SubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -79,19 +79,19 @@ def find_nonfinite(
             model, settings = subject.original, subject.settings
         else:
             model, settings = subject, make_settings(rules, dtype, EAGER)
-        given = arguments(batch)
+        model_args = arguments(batch)
         start = Backward(None, loss_scale) if backward else None
         if loss_fn is not None:
-            call = LossCall(model, loss_fn, given)
-            given, start = call.given, Backward(call.of, loss_scale)
-        tried = Tried(model, *given, settings, start)
+            call = LossCall(model, loss_fn, model_args)
+            model_args, start = call.model_args, Backward(call.of, loss_scale)
+        tried = Tried(model, *model_args, settings, start)
         try:
             return ModelTrials(tried).report()
         except HookError:
             raise
         except CaptureError as error:
             cause = error
-        return ModelPieceTrials(tried, cause).report()
+        return SubgraphTrials(tried, cause).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",

@@ -35,8 +35,8 @@ def arguments(batch: Any) -> Arguments:
         (((), {'a': 1, 'b': 2}), ((3,), {}))
     """
     named = dict(sorted(batch.items())) if isinstance(batch, Mapping) else {}
-    made: Arguments = pytree.tree_map(_tensor, (() if isinstance(batch, Mapping) else positional(batch), named))
-    return made
+    tensors: Arguments = pytree.tree_map(_tensor, (() if isinstance(batch, Mapping) else positional(batch), named))
+    return tensors
 
 
 def positional(batch: Any) -> tuple[Any, ...]:
@@ -86,14 +86,14 @@ def check_given(
     number = float(loss_scale) if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) else math.nan
     if not 0 < number < math.inf:
         raise AmpError(f"loss_scale={loss_scale!r} is no scale", hint="pass a number above 0: scaler.get_scale()")
-    given = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
+    refused = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
     if isinstance(subject, (TrainingStep, CompiledModule)):
         low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
-        given |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
+        refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")
     kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
-    for name in (name for name, is_given in given.items() if is_given):
+    for name in (name for name, is_given in refused.items() if is_given):
         raise AmpError(f"{name}= is given with a {kind}, which has its own", hint="leave it out")
 
 
@@ -112,7 +112,7 @@ class LossCall:
         batch: its arguments behind the model, positional and by name.
 
     Attributes:
-        given: what it gives the model, positional and by name.
+        model_args: what it gives the model, positional and by name.
 
     Raises:
         AmpError: it is no function, does not call the model, or raises something.
@@ -120,14 +120,14 @@ class LossCall:
     Example:
         >>> model = nn.Linear(2, 1)
         >>> call = LossCall(model, lambda model, x, y: (model(x) - y).abs().sum(), arguments((torch.ones(3, 2), 1.0)))
-        >>> call.given[0][0].shape, float(call.of(torch.zeros(3, 1)))
+        >>> call.model_args[0][0].shape, float(call.of(torch.zeros(3, 1)))
         (torch.Size([3, 2]), 3.0)
     """
 
     model: nn.Module
     loss_fn: LossFunction
     batch: Arguments
-    given: Arguments = field(init=False)
+    model_args: Arguments = field(init=False)
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -137,7 +137,7 @@ class LossCall:
         try:
             self._run(_give_up)
         except _Called as called:
-            object.__setattr__(self, "given", (called.args, called.named))
+            object.__setattr__(self, "model_args", (called.args, called.named))
             return
         raise AmpError(
             "loss_fn does not call the model that it is given",
@@ -157,8 +157,8 @@ class LossCall:
                 raise AmpError("loss_fn calls the model more than once", hint="pass a training step with this loss")
             return outputs.pop()
 
-        made = self._run(give)
-        return made[0] if isinstance(made, tuple) and len(made) == 2 else made
+        loss = self._run(give)
+        return loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
 
     def _run(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         args, named = self.batch

@@ -59,7 +59,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Observed:
     """What a run showed.
 
     Args:
@@ -144,7 +144,7 @@ class ModelTrials:
         seen = self._run(rules)
         return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
-    def _run(self, rules: RuleSet) -> _Seen:
+    def _run(self, rules: RuleSet) -> Observed:
         with autocast_off(), building():
             settings = self._tried.under(rules)
             program = build_program(self._model, self._args, self._kwargs, settings, keep_weights=False)
@@ -155,10 +155,10 @@ class ModelTrials:
                 return seen
             return self._gradients(program, inputs, seen, self._backward)
 
-    def _forward(self, program: Program, inputs: list[Any]) -> _Seen:
+    def _forward(self, program: Program, inputs: list[Any]) -> Observed:
         graph = program.graph_module.graph
-        given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        found = Replay(program.graph_module).run_again(given, self._device)
+        values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        replayed = Replay(program.graph_module).run_again(values, self._device)
         count = program.captured.out_spec.num_leaves
         paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
         named = {
@@ -166,37 +166,41 @@ class ModelTrials:
             for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
             if isinstance(node, torch.fx.Node)
         }
-        origins = {name: found.origins([node]) for name, node in named.items()}
+        origins = {name: replayed.origins([node]) for name, node in named.items()}
         broken = {node for bad in origins.values() for node in bad}
-        told = {
-            node: described(node, is_forward=True, ranges=found.ranges, plan=program.plan)
-            for node in broken | found.origins(found.bad)
+        descriptions = {
+            node: described(node, is_forward=True, ranges=replayed.ranges, plan=program.plan)
+            for node in broken | replayed.origins(replayed.bad)
         }
-        return _Seen(
+        return Observed(
             program.plan,
-            tuple(told[node] for node in in_order(graph, broken)),
-            tuple(told[node] for node in in_order(graph, told)),
+            tuple(descriptions[node] for node in in_order(graph, broken)),
+            tuple(descriptions[node] for node in in_order(graph, descriptions)),
             tuple(name for name, bad in origins.items() if bad),
             (),
             self._names(program),
         )
 
-    def _gradients(self, program: Program, inputs: list[Any], seen: _Seen, backward: Backward) -> _Seen:
+    def _gradients(self, program: Program, inputs: list[Any], seen: Observed, backward: Backward) -> Observed:
         replay = PieceReplay()
-        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             results = list(replay.run("", program.graph_module, inputs))
             spec = program.captured.out_spec
             loss = backward.start(pytree.tree_unflatten(results[: spec.num_leaves], spec))
-            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        bad = tuple(
+            bad = self._spoilt(loss)
+        nodes = replay.origins(program.plan) if bad else ()
+        return replace(seen, nodes=nodes, parameters=bad)
+
+    def _spoilt(self, loss: Tensor) -> tuple[str, ...]:
+        """The parameters whose gradient is not finite."""
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        return tuple(
             name
             for name, gradient in zip(trained, gradients, strict=True)
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         )
-        nodes = replay.origins(program.plan) if bad else ()
-        return replace(seen, nodes=nodes, parameters=bad)
 
     def _names(self, program: Program) -> dict[str, str]:
         paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]

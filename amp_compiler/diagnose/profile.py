@@ -114,9 +114,10 @@ class Profile:
     Args:
         rows: one for each tensor, in the order of execution; parameters behind them.
         updates: one for each parameter.
-        batches: how many were run.
+        batches: how many there were.
         skipped: how many of the steps were skipped.
         dtype: the low type of the step.
+        every: the first of so many batches was counted.
     """
 
     rows: tuple[Row, ...]
@@ -124,6 +125,12 @@ class Profile:
     batches: int
     skipped: int
     dtype: str
+    every: int = 1
+
+    @property
+    def counted(self) -> range:
+        """The numbers of the batches that were counted, from 1."""
+        return range(1, self.batches + 1, self.every)
 
     def of(self, kind: str) -> list[Row]:
         """The rows of a kind."""
@@ -161,17 +168,18 @@ class Profile:
         limits = _range(dtype).name
 
         def lost(row: Row) -> float:
-            found = row.stored.fractions(limits)
-            return math.inf if row.vanished else found.lost + found.subnormal / 2
+            fractions = row.stored.fractions(limits)
+            return math.inf if row.vanished else fractions.lost + fractions.subnormal / 2
 
         return sorted((row for row in self.rows if lost(row) > 0), key=lost, reverse=True)[:most]
 
     def __str__(self) -> str:
         dtype = self.dtype if self.dtype in RANGES else "fp16"
         advice = self.loss_scale(dtype)
+        sampled = f", counted in {len(self.counted)}: the first of every {self.every}" if self.every > 1 else ""
         lines = [
             f"{len(self.rows)} tensors over {self.batches} batch{'es' * (self.batches != 1)},"
-            f" {self.skipped} of them skipped; as {dtype}:",
+            f" {self.skipped} of them skipped{sampled}; as {dtype}:",
             f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
             f"none {advice.lost_without:.2%}",
         ]
@@ -183,8 +191,8 @@ class Profile:
         if advice.hopeless:
             lines.append(f"  no scale keeps {', '.join(advice.hopeless[:_SHOWN])}")
         for row in self.worst(dtype):
-            found = row.stored.fractions(dtype)
-            lost = f"{found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite"
+            fractions = row.stored.fractions(dtype)
+            lost = f"{fractions.zero:6.2%} zero {fractions.subnormal:6.2%} subnormal {fractions.infinite:6.2%} infinite"
             lines.append(f"  {'unknown: all are zero' if row.vanished else lost}  {row}")
         return "\n".join(lines)
 
@@ -196,6 +204,7 @@ class Profile:
             "dtype": self.dtype,
             "batches": self.batches,
             "skipped": self.skipped,
+            "every": self.every,
             "rows": [
                 {
                     **{name: getattr(row, name) for name in _FIELDS},
@@ -233,7 +242,8 @@ class Profile:
             ]
             if not isinstance(data["dtype"], str):
                 raise TypeError(f"dtype is {data['dtype']!r}")
-            return cls(tuple(rows), tuple(updates), int(data["batches"]), int(data["skipped"]), data["dtype"])
+            batches, skipped, every = int(data["batches"]), int(data["skipped"]), int(data.get("every", 1))
+            return cls(tuple(rows), tuple(updates), batches, skipped, data["dtype"], every)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
             raise AmpError(f"this is no profile: {cause!r}", hint="pass what Profile.to_dict() gave") from cause
 

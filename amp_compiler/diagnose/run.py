@@ -58,6 +58,7 @@ def profile(
     dtype: DTypeArgument = "auto",
     loss_fn: Callable[..., Any] | None = None,
     loss_scale: float = 1.0,
+    every: int = 1,
 ) -> Profile:
     """Run some batches, and count the binary exponents of all that is computed.
 
@@ -76,9 +77,12 @@ def profile(
         loss_fn: of a model, as for a training step: `loss_fn(model, *batch)` gives the loss, or `(loss, aux)`; a batch
             that is a dict is given by name.
         loss_scale: what that loss is multiplied by; a step has its own.
+        every: count the first batch of so many. A training step trains on the others at no cost; a model does not run
+            on them. `Profile.counted` says which batches were counted.
 
     Raises:
-        AmpError: `subject` or `batches` is none of these, there is no batch, or the subject is no one graph.
+        AmpError: `subject` or `batches` is none of these, there is no batch, the subject is no one graph, or `every` is
+            no number from 1 on.
 
     Source: the histograms of Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
@@ -93,6 +97,8 @@ def profile(
     """
     dtype = low_name(dtype)
     check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
+    if type(every) is not int or every < 1:
+        raise AmpError(f"every={every!r} is no number of batches", hint="pass 1, or more for the first of so many")
     run: _Run
     if isinstance(subject, TrainingStep):
         run = _StepRun(subject)
@@ -113,8 +119,12 @@ def profile(
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     for batch in batches_of(batches):
-        run.take(batch)
-    return run.profile()
+        if run.batches % every == 0:
+            run.take(batch)
+        elif isinstance(subject, TrainingStep):
+            subject(*positional(batch))
+        run.batches += 1
+    return run.profile(every)
 
 
 class _Run(ABC):
@@ -132,7 +142,7 @@ class _Run(ABC):
 
     @abstractmethod
     def take(self, batch: Any) -> None:
-        """Run one batch."""
+        """Run one batch, and count."""
 
     def skipped(self) -> int:
         """How many steps were skipped."""
@@ -177,12 +187,12 @@ class _Run(ABC):
         if self.low.short != "fp16" or program.trail is None:
             return
         zero = {node: _is_zero(row) for node, row in zip(program.nodes, rows, strict=False)}
-        asked = {node: self.places[node] for node in program.nodes if zero[node] and node in program.scaled}
+        suspects = {node: self.places[node] for node in program.nodes if zero[node] and node in program.scaled}
         for name, (place, counts) in weights.items():
             if name in program.gradients and _is_zero(counts):
-                asked[program.gradients[name]] = place
-        if asked:
-            self.vanished.update(asked[node] for node in program.trail.vanished(zero, asked))
+                suspects[program.gradients[name]] = place
+        if suspects:
+            self.vanished.update(suspects[node] for node in program.trail.vanished(zero, suspects))
 
     def onnx_names(self, program: CountingProgram) -> dict[fx.Node, tuple[str, str]]:
         """Name and planned node of what was made of an ONNX node: the last of what makes its one result is named so.
@@ -191,22 +201,23 @@ class _Run(ABC):
         """
         from amp_compiler.onnx.importing.scope import onnx_values
 
-        values = {node: made for node in program.nodes if (made := onnx_values(node)) and made[0] in self.onnx_nodes}
-        makers = {made[0]: node for node, made in values.items() if len(made) == 1}
-        planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[made[0]] for node, made in values.items()}
-        found = {}
+        all_values = {node: onnx_values(node) for node in program.nodes}
+        values = {node: results for node, results in all_values.items() if results and results[0] in self.onnx_nodes}
+        makers = {results[0]: node for node, results in values.items() if len(results) == 1}
+        planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[results[0]] for node, results in values.items()}
+        names = {}
         for node in program.nodes:
             first = values.get(node, ("",))[0]
             if of := self.onnx_nodes.get(first) or planned.get(node.meta.get(Key.PLANNED)):
-                found[node] = (first if makers.get(first) is node else node.name, of)
-        return found
+                names[node] = (first if makers.get(first) is node else node.name, of)
+        return names
 
     def add(self, key: _Place, counts: Counts, shift: int) -> None:
         kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
         kept[0][:] += Histogram(counts).shifted(shift).counts if shift else counts
         kept[1][:] += counts
 
-    def profile(self) -> Profile:
+    def profile(self, every: int) -> Profile:
         """All of it."""
         if not self.batches:
             raise AmpError("there is no batch to profile", hint="pass at least one")
@@ -218,7 +229,7 @@ class _Run(ABC):
         for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
             held = Histogram(counts)
             rows.append(Row(*_place_of(name, WEIGHT, parameter.dtype), held, held))
-        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short)
+        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short, every)
 
 
 class _StepRun(_Run):
@@ -244,10 +255,9 @@ class _StepRun(_Run):
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(
-                f"the step runs {self.step.execution}: what its pieces compute is not counted",
+                f"the step runs {self.step.execution}: what its subgraphs compute is not counted",
                 hint="profile a loss that is one graph",
             )
-        self.batches += 1
         weights = {}
         report = program.report
         for name, weight, gradient in zip(report.updated, report.weights, output.gradients, strict=True):
@@ -270,12 +280,12 @@ class _StepRun(_Run):
                 kept = self.before[name] = torch.empty_like(parameter, requires_grad=False)
             kept.copy_(parameter.detach())
 
-    def update(self, name: str, ratios: Counts, found: Counts) -> None:
+    def update(self, name: str, ratios: Counts, numbers: Counts) -> None:
         """Take in what was done to a parameter."""
-        made, *lost = map(int, found)
+        changed, *lost = map(int, numbers)
         known = self.updates.get(name, UpdateRow(name, Histogram.empty(), 0, dict.fromkeys(_LOST_IN, 0)))
         sums = {dtype: known.lost[dtype] + more for dtype, more in zip(_LOST_IN, lost, strict=True)}
-        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + made, sums)
+        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + changed, sums)
 
 
 class _ModelRun(_Run):
@@ -290,7 +300,6 @@ class _ModelRun(_Run):
         tree = arguments(batch)
         with building():
             self.count(tree, lambda: build_counting(self.model, tree[0], tree[1], self.settings, self.device), 0)
-        self.batches += 1
 
 
 class _LossRun(_Run):
@@ -307,22 +316,21 @@ class _LossRun(_Run):
 
     def step_with(self, loss_fn: Callable[..., Any]) -> TrainingStep:
         """A step that is never called."""
-        given = self.settings.pipelines
+        pipelines = self.settings.pipelines
         setup = set_up(
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
             dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
-            backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
-            process_group=None,
+            backend=EAGER, enabled=True, process_group=None, mode=DEFAULT,
+            passes=[pipelines[one.name] for one in RUN if one.name in pipelines],
         )  # fmt: skip
         return TrainingStep(setup)
 
     def take(self, batch: Any) -> None:
         args, named = arguments(batch)
-        step, given = (self.by_name, (named,)) if named else (self.step, args)
+        step, args = (self.by_name, (named,)) if named else (self.step, args)
         shift = _exponent_of(step.loss_scale)
         with _told_of("the loss"):
-            self.count((given, {}), lambda: step._counting(given, with_weights=True), shift)
-        self.batches += 1
+            self.count((args, {}), lambda: step._counting(args, with_weights=True), shift)
 
 
 def _of_model(
@@ -351,8 +359,8 @@ def _told_of(subject: str) -> Iterator[None]:
 
 
 def _count(values: Sequence[Tensor]) -> Counts:
-    found: Counts = count_exponents([one.detach() for one in values]).cpu().numpy()
-    return found
+    counts: Counts = count_exponents([one.detach() for one in values]).cpu().numpy()
+    return counts
 
 
 def _place_of(parameter: str, kind: str, dtype: torch.dtype) -> _Place:
@@ -364,7 +372,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _key(node: fx.Node, kind: str, name: str = "", planned: str = "") -> _Place:
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
     where, planned = user_source(node.meta.get("stack_trace")), planned or str(node.meta.get(Key.PLANNED, ""))
-    op, module, dtype = canonical_op(made.target), module_of(node)[0], _short(node.meta["val"].dtype)
+    op, module, dtype = canonical_op(maker.target), module_of(node)[0], _short(node.meta["val"].dtype)
     return (name or node.name, kind, op, module, where, planned, dtype)

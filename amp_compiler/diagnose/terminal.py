@@ -86,7 +86,7 @@ def table_of(record: StepRecord, bars: str = "") -> Table:
 
 
 def _texts(record: StepRecord) -> dict[str, str]:
-    found = {
+    texts = {
         "loss": f"{record.loss:.4g}",
         **{name: f"{value:.4g}" for name, value in record.aux.items()},
         "grad norm": f"{record.grad_norm:.3g}",
@@ -97,10 +97,10 @@ def _texts(record: StepRecord) -> dict[str, str]:
         "infinite": f"{record.infinite:.1%}",
     }
     if record.milliseconds is not None:
-        found["ms"] = f"{record.milliseconds:.1f}"
+        texts["ms"] = f"{record.milliseconds:.1f}"
     if record.memory is not None:
-        found["MiB"] = f"{record.memory / _MIB:.0f}"
-    return found
+        texts["MiB"] = f"{record.memory / _MIB:.0f}"
+    return texts
 
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:

@@ -58,10 +58,10 @@ class Writer(Callback):
         except (OSError, ValueError) as cause:
             self._missing += 1
             if self._missing == 1:
-                told = getattr(cause, "strerror", None) or cause
+                reason = getattr(cause, "strerror", None) or cause
                 logger.warning(
                     "%s cannot be written: %s; the training goes on without it, and records are missing until it can",
-                    self._where, told,
+                    self._where, reason,
                 )  # fmt: skip
             return
         if self._missing:
@@ -195,8 +195,8 @@ class TensorBoard(Writer):
         try:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            told = "it is a file" if isinstance(cause, FileExistsError) else f"it cannot be written: {cause.strerror}"
-            raise AmpError(told, where=str(log_dir), hint="name a folder that can be written") from cause
+            reason = "it is a file" if isinstance(cause, FileExistsError) else f"it cannot be written: {cause.strerror}"
+            raise AmpError(reason, where=str(log_dir), hint="name a folder that can be written") from cause
         if not os.access(log_dir, os.W_OK):
             raise AmpError("it cannot be written", where=str(log_dir), hint="name a folder that can be written")
 
@@ -224,7 +224,7 @@ class TensorBoard(Writer):
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    found = {
+    scalars = {
         "loss": record.loss,
         "grad_norm": record.grad_norm,
         "amp/loss_scale": record.loss_scale,
@@ -235,7 +235,7 @@ def _scalars(record: StepRecord) -> dict[str, float]:
         **{f"aux/{name}": value for name, value in record.aux.items()},
     }
     if record.milliseconds is not None:
-        found["speed/milliseconds"] = record.milliseconds
+        scalars["speed/milliseconds"] = record.milliseconds
     if record.memory is not None:
-        found["speed/memory_bytes"] = record.memory
-    return found
+        scalars["speed/memory_bytes"] = record.memory
+    return scalars

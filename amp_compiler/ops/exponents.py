@@ -6,7 +6,7 @@ own, so that every element is counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,11 +38,25 @@ def count(value: Tensor) -> Tensor:
         int64 [`BINS`].
 
     Example:
-        >>> found = count(torch.tensor([1.0, 1.5, -0.25, 0.0]))
-        >>> found[0 - LOWEST].item(), found[-2 - LOWEST].item(), found[ZERO].item()
+        >>> counts = count(torch.tensor([1.0, 1.5, -0.25, 0.0]))
+        >>> counts[0 - LOWEST].item(), counts[-2 - LOWEST].item(), counts[ZERO].item()
         (2, 1, 1)
     """
-    return _counted((part for (part,) in _chunks(value.detach())), value.device)
+    fields, raised, zeros, nans = (
+        torch.zeros(size, dtype=torch.int64, device=value.device) for size in (256, 256, 1, 1)
+    )
+    for (part,) in _chunks(value.detach()):
+        these, looks = _exponent_fields(part), _looks(part)
+        fields += these
+        if not looks or these[0]:  # zeros, and numbers that are not normal
+            part_zeros = len(part) - _nonzeros(part)
+            zeros += part_zeros
+            if not looks or part_zeros < these[0]:
+                raised += _exponent_fields(part.float() * 2.0**_RAISED)
+        if not looks or these[-1]:
+            nans += part.isnan().sum()
+    small = raised[LOWEST + _RAISED + _BIAS :][:_NORMAL]
+    return torch.cat([small, fields[1:-1], zeros, fields[-1:] - nans, nans])
 
 
 def count_exponents(values: Sequence[Tensor]) -> Tensor:
@@ -69,20 +83,22 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         many elements changed, and of these how many changes would have left a weight in FP16, and one in BF16, as it
         was.
     """
-    changes = torch.zeros(3, dtype=torch.int64, device=before.device)
-
-    def ratios() -> Iterator[Tensor]:
-        for old, new in _chunks(before.detach(), after.detach()):
-            fall = (old - new).add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
-            changed = _nonzeros(fall)
-            same = [
-                changed - _nonzeros(_changed_bits(old.to(dtype), fall)) for dtype in (torch.float16, torch.bfloat16)
-            ]
-            changes.add_(torch.stack([changed, *same]))
-            ratio = fall.div_(old)
-            yield ratio.where(old != 0, 0.0) if not _looks(old) or _nonzeros(old) < len(old) else ratio
-
-    return _counted(ratios(), before.device), changes
+    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (256, 1, 1, 1, 1))
+    fields, nonzero, nans, *changed = zeros
+    for old, new in ((one.float(), two.float()) for one, two in _chunks(before.detach(), after.detach())):
+        fall = old - new
+        ratio = fall / old
+        if not _looks(old) or not ratio.sum().isfinite():  # weights that are zero, and what is not finite
+            fall.add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
+            nonzero += ((old == 0) & (fall != 0)).sum()
+            ratio = ratio.where(old != 0, 0.0)
+            nans += ratio.isnan().sum()
+        fields += _exponent_fields(ratio)
+        for number, dtype in zip(changed, (torch.float16, torch.bfloat16), strict=True):
+            number += _nonzeros(_changed_bits(old.to(dtype), fall))
+    nonzero += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
+    counts = torch.cat([fields.new_zeros(_NORMAL), fields[1:-1], fields[:1], fields[-1:] - nans, nans])
+    return counts, torch.cat([nonzero, *(nonzero - number for number in changed)])
 
 
 def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:
@@ -91,31 +107,10 @@ def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:
 
 
 def _chunks(*values: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Some elements after others, as FP32: equal places of all values, in whatever order."""
-    if all(is_dense(one) and same_layout(one, values[0]) for one in values):
-        flat = [one.as_strided((one.numel(),), (1,)) for one in values]
-    else:
-        flat = [one.reshape(-1) for one in values]
-    size = _CHUNK if flat[0].is_cpu else _ELSEWHERE
-    for parts in zip(*(one.split(size) for one in flat), strict=True):
-        yield tuple(part.float() for part in parts)
-
-
-def _counted(parts: Iterable[Tensor], device: torch.device) -> Tensor:
-    """As `count`, of FP32 numbers in rows."""
-    fields, raised, others = (torch.zeros(size, dtype=torch.int64, device=device) for size in (256, 256, 2))
-    for part in parts:
-        these, looks = _exponent_fields(part), _looks(part)
-        fields += these
-        if not looks or these[0]:  # zeros, and numbers that are not normal
-            zeros = len(part) - _nonzeros(part)
-            others[0] += zeros
-            if not looks or zeros < these[0]:
-                raised += _exponent_fields(part * 2.0**_RAISED)
-        if not looks or these[-1]:
-            others[1] += part.isnan().sum()
-    small = raised[LOWEST + _RAISED + _BIAS :][:_NORMAL]
-    return torch.cat([small, fields[1:-1], others[:1], fields[-1:] - others[1:], others[1:]])
+    """Some elements after others: equal places of all values, in whatever order."""
+    alike = all(is_dense(one) and same_layout(one, values[0]) for one in values)
+    flat = [one.as_strided((one.numel(),), (1,)) if alike else one.reshape(-1) for one in values]
+    yield from zip(*(one.split(_CHUNK if one.is_cpu else _ELSEWHERE) for one in flat), strict=True)
 
 
 def _looks(part: Tensor) -> bool:
@@ -124,13 +119,16 @@ def _looks(part: Tensor) -> bool:
 
 
 def _nonzeros(part: Tensor) -> Tensor:
-    """How many elements are not zero, without the branches of `torch.count_nonzero`, which take a CPU much longer."""
-    return part.bool().sum(dtype=torch.int32)
+    """How many elements are not zero."""
+    return part.bool().count_nonzero()  # of other types `torch.count_nonzero` branches at each element
 
 
 def _exponent_fields(part: Tensor) -> Tensor:
-    """How many FP32 numbers have each exponent field: int64 [256]."""
-    fields = (part.view(torch.int32) >> 23).to(torch.uint8)  # the sign before them does not fit in
+    """How many numbers, as FP32 holds them, have each exponent field: int64 [256]."""
+    if part.dtype is torch.bfloat16:
+        fields = (part.view(torch.int16) >> 7).to(torch.uint8)  # the sign before them does not fit in
+    else:
+        fields = (part.float().view(torch.int32) >> 23).to(torch.uint8)
     if _looks(part):  # as bincount does
         return torch.bincount(fields, minlength=256)
     places = fields.long()

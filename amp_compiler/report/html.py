@@ -10,6 +10,7 @@ from typing import Any
 import jinja2
 
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ir.step_graph import StepGraph
 from amp_compiler.report.page_data import PRECISIONS, page_data
@@ -44,30 +45,43 @@ def plan_html(
     Raises:
         AmpError: `other`, `step` or `profile` is none, or `names` are not two.
     """
-    for name, given, kind in (("other", other, PrecisionPlan), ("step", step, StepGraph)):
-        if given is not None and not isinstance(given, kind):
-            raise AmpError(f"{name} is a {type(given).__name__}", hint=f"pass a {kind.__name__}")
+    for name, value, kind in (("other", other, PrecisionPlan), ("step", step, StepGraph)):
+        if value is not None and not isinstance(value, kind):
+            raise AmpError(f"{name} is a {type(value).__name__}", hint=f"pass a {kind.__name__}")
     if not isinstance(names, (tuple, list)) or len(names) != 2 or not all(isinstance(one, str) for one in names):
         raise AmpError(f"names is {names!r}", hint='pass what the two plans are called: names=("before", "after")')
     plans = (plan,) if other is None else (plan, other)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["bytes"] = human_bytes
     data = json.dumps(page_data(plans, names[: len(plans)], step, profile), ensure_ascii=False, separators=(",", ":"))
-    return environment.from_string(part("page.html")).render(
+    return render(
+        "page.html",
         totals=[
             (name, one, Counter(node.precision for node in one.nodes)) for name, one in zip(names, plans, strict=False)
         ],
         compared=other is not None,
         step=step,
-        measured=profile is not None,
+        profile=profile,
+        advice={dtype: profile.loss_scale(dtype) for dtype in LOW_TYPES} if profile is not None else {},
         precisions=PRECISIONS,
         style=part("page.css"),
         libraries=part(LIBRARIES),
         script="".join(map(part, SCRIPTS)),
         data=data.translate(_UNSAFE),
     )
+
+
+def render(name: str, **values: Any) -> str:
+    """A template of the folder with its values, which are escaped."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["bytes"] = human_bytes
+    environment.filters["short"] = _short
+    return environment.from_string(part(name)).render(**values)
+
+
+def _short(text: str, most: int = 120) -> str:
+    """Of a text from a model, which may be of any length."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def part(name: str) -> str:

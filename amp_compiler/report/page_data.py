@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
-from amp_compiler.ir.plan import RETURN, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ir.step_graph import StepGraph
 
@@ -66,8 +66,7 @@ def line_of(place: str) -> str:
     file, _, number = place.rpartition(":")
     if not file or not number.isdigit():
         return ""
-    line = linecache.getline(file, int(number)).strip()
-    return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+    return linecache.getline(file, int(number)).strip()[:_LONGEST_LINE]
 
 
 class _Graph:
@@ -92,16 +91,16 @@ class _Graph:
 
     def cast(self, value: int, src: str, dst: str, count: int, own: bool, name: str) -> int:
         """Add a cast, and give the number of the value that it makes; -1 for one that stands in the graph as a node."""
-        made = -1
+        result = -1
         if not own:
-            made = len(self.values)
+            result = len(self.values)
             self.values.append([self.strings(name), self.strings(dst), CAST, len(self.casts)])
-        self.casts.append([value, made, self.strings(src), self.strings(dst), count, int(own)])
-        return made
+        self.casts.append([value, result, self.strings(src), self.strings(dst), count, int(own)])
+        return result
 
-    def node(self, made: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int]) -> None:
-        """Add a node; `made` are its texts by the names of `_TEXTS`."""
-        texts = [self.strings(made.get(name, "")) for name in _TEXTS]
+    def node(self, named: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+        """Add a node; `named` are its texts by the names of `_TEXTS`."""
+        texts = [self.strings(named.get(name, "")) for name in _TEXTS]
         self.nodes.append([*texts, PRECISIONS.index(precision), list(outputs), list(inputs)])
 
     def data(self, outputs: Iterable[int]) -> dict[str, Any]:
@@ -127,11 +126,11 @@ def _of_plan(plan: PrecisionPlan, strings: Strings) -> dict[str, Any]:
     reads: dict[tuple[str, int], int] = {}
     for cast in plan.casts:
         value = graph.read(cast.value, cast.src)
-        made = value
+        result = value
         if cast.src != cast.dst:  # else it is read past an upcast: nothing is cast
-            made = graph.cast(value, cast.src, cast.dst, cast.bytes, cast.explicit, cast.value)
-        if made >= 0:
-            reads.update(dict.fromkeys(cast.users, made))
+            result = graph.cast(value, cast.src, cast.dst, cast.bytes, cast.explicit, cast.value)
+        if result >= 0:
+            reads.update(dict.fromkeys(cast.users, result))
     for node, made_values in zip(plan.nodes, outputs, strict=True):
         inputs = [reads.get((node.name, place), graph.numbers.get(name, -1)) for place, name in enumerate(node.inputs)]
         inputs = [graph.read(name) if one < 0 else one for one, name in zip(inputs, node.inputs, strict=True)]
@@ -161,17 +160,12 @@ def _of_step(step: StepGraph, plan: PrecisionPlan, strings: Strings) -> dict[str
         texts = {name: getattr(node, name) for name in ("name", "op", "module", "source", "phase")}
         texts["planned"] = node.planned if source else ""
         if source is not None:
-            texts |= _shared(source, texts)
+            texts |= {"rule": source.rule, "reason": source.reason, "asked": source.asked}
+            texts |= {name: texts[name] or getattr(source, name) for name in ("module", "source")}
         types = [dtype for _, dtype in node.outputs]
         inputs = [graph.read(name) for name in node.inputs]
         graph.node(texts, precision_of(types, plan.dtype), made_values, inputs)
     return graph.data(graph.read(name) for name in step.outputs)
-
-
-def _shared(source: PlannedNode, texts: dict[str, str]) -> dict[str, str]:
-    """What is said of the node of the plan, and where nothing nearer is known its module and its line."""
-    shared = {"rule": source.rule, "reason": source.reason, "asked": source.asked}
-    return shared | {name: texts[name] or getattr(source, name) for name in ("module", "source")}
 
 
 def precision_of(types: Sequence[str], low: str) -> str:
@@ -179,37 +173,28 @@ def precision_of(types: Sequence[str], low: str) -> str:
     return "low" if low in types else "fp32" if "fp32" in types else "keep"
 
 
-def _of_profile(profile: Any, strings: Strings) -> dict[str, Any]:
-    """The histograms, with what becomes of the numbers in each type.
+def _of_profile(profile: Any, strings: Strings) -> list[list[Any]]:
+    """The histograms, with what becomes of the numbers in each type, and of the updates of a weight.
 
     Raises:
         AmpError: it is none.
     """
     try:
-        found = profile.to_dict()
-        advice = {dtype: profile.loss_scale(dtype) for dtype in LOW_TYPES}
+        updates = {row.name: row for row in profile.updates if row.made}
         rows = [
             [
                 *(strings(getattr(row, name)) for name in ("name", "kind", "op", "module", "planned", "dtype")),
                 data["stored"],
                 data["exponents"] if data["exponents"] != data["stored"] else None,
-                {dtype: _fractions(row.stored, dtype) for dtype in LOW_TYPES},
+                {dtype: list(astuple(row.stored.fractions(dtype))) for dtype in LOW_TYPES},
+                {dtype: updates[row.name].fraction_lost(dtype) for dtype in LOW_TYPES}
+                if row.kind == "weight" and row.name in updates
+                else None,
             ]
-            for row, data in zip(profile.rows, found["rows"], strict=True)
+            for row, data in zip(profile.rows, profile.to_dict()["rows"], strict=True)
         ]
     except AttributeError as cause:
         raise AmpError(
             f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave, or Profile.from_dict"
         ) from cause
-    return {
-        "batches": found["batches"],
-        "skipped": found["skipped"],
-        "rows": rows,
-        "advice": {dtype: [one.scale, one.lost, one.lost_without] for dtype, one in advice.items()},
-        "updates": [[one.name, one.made, dict(sorted(one.lost.items()))] for one in profile.updates],
-    }
-
-
-def _fractions(histogram: Any, dtype: str) -> list[float]:
-    found = histogram.fractions(dtype)
-    return [found.zero, found.subnormal, found.infinite]
+    return rows

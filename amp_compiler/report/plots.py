@@ -63,19 +63,6 @@ def draw_runs(runs: Mapping[str, Sequence[StepRecord]], path: str | Path) -> Non
             where=str(path),
             hint=f"end it in one of {', '.join(KINDS)}",
         )
-    write_atomically(path, picture_of(runs, kind))
-
-
-def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
-    """The bytes of such a picture.
-
-    Args:
-        runs: as for `draw_runs`.
-        kind: one of `KINDS`.
-
-    Raises:
-        AmpError: matplotlib is not installed.
-    """
     panels = [
         panel for panel in _panels(runs) if any(_points(line, run) for run in runs.values() for line in panel.lines)
     ]
@@ -94,7 +81,7 @@ def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
             handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
             figure.legend(handles, [_plain(name) for name in runs], loc="outside upper center", ncols=min(len(runs), 4))
 
-    return drawing(draw, kind)
+    write_atomically(path, drawing(draw, kind))
 
 
 def drawing(draw: Callable[[Any], None], kind: str) -> bytes:
@@ -116,17 +103,17 @@ def drawing(draw: Callable[[Any], None], kind: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as cause:
         raise AmpError("matplotlib is not installed, which draws runs", hint="pip install matplotlib") from cause
-    with matplotlib.rc_context(), io.BytesIO() as made:
+    with matplotlib.rc_context(), io.BytesIO() as buffer:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = Figure(layout="constrained")
         draw(figure)
-        figure.savefig(made, format=kind, metadata=_NO_DATE[kind], dpi=150)
-        return made.getvalue()
+        figure.savefig(buffer, format=kind, metadata=_NO_DATE[kind], dpi=150)
+        return buffer.getvalue()
 
 
 def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
-    lows = sorted({record.dtype for run in runs.values() for record in run})
+    dtypes = sorted({record.dtype for run in runs.values() for record in run})
     aux = sorted({name for run in runs.values() for record in run for name in record.aux})
 
     def of_aux(name: str) -> Callable[[StepRecord], float | None]:
@@ -138,7 +125,7 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
         _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), _logarithmic),
         _Panel("loss scale, ▾ behind skipped steps", (_Line(lambda record: record.loss_scale, style=_STEPS),), _binary),
         _Panel(
-            f"gradients in {' and '.join(lows)}, % of all elements",
+            f"gradients in {' and '.join(dtypes)}, % of all elements",
             (
                 _Line(lambda record: 100 * record.zero, "zero"),
                 _Line(lambda record: 100 * record.subnormal, "subnormal", "--"),
@@ -174,8 +161,8 @@ def _from_zero(axes: Any) -> None:
 def _points(line: _Line, run: Sequence[StepRecord]) -> list[tuple[int, float]]:
     """What there is of a quantity; what is not finite leaves a gap."""
     values = [(record.step, line.value(record)) for record in run]
-    found = [(step, math.nan if not math.isfinite(value) else value) for step, value in values if value is not None]
-    return found if any(not math.isnan(value) for _, value in found) else []
+    points = [(step, math.nan if not math.isfinite(value) else value) for step, value in values if value is not None]
+    return points if any(not math.isnan(value) for _, value in points) else []
 
 
 def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Sequence[StepRecord]]) -> None:

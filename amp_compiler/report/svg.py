@@ -92,11 +92,11 @@ def _rows(plan: PrecisionPlan) -> Iterator[_Row]:
         if cast.src != cast.dst and cast.value not in known:
             stored.update({user: stored.get(user, 0) + cast.bytes for user in users})
             continue
-        made = (cast.value, number if cast.src != cast.dst else -1)
-        reads.update(dict.fromkeys(cast.users, made))
+        result = (cast.value, number if cast.src != cast.dst else -1)
+        reads.update(dict.fromkeys(cast.users, result))
         if cast.src != cast.dst:
             words = f"{cast.src} → {cast.dst}, {human_bytes(cast.bytes)}"
-            row = _Row("cast", ("cast", cast.value, "", words), str(cast), {made: cast.dst}, ((cast.value, -1),))
+            row = _Row("cast", ("cast", cast.value, "", words), str(cast), {result: cast.dst}, ((cast.value, -1),))
             due.setdefault(min(users, key=lambda name: order.get(name, len(order))), []).append(row)
     for name, dtype in plan.inputs:
         yield _Row(precision_of([dtype], plan.dtype), ("input", name, "", ""), "", {(name, -1): dtype})
@@ -123,15 +123,15 @@ def _wires(rows: list[_Row], low: str) -> tuple[list[str], int]:
     wires: list[str] = []
     ends: list[int] = []  # of each lane, the row from which on it is free
     for key, (maker, dtype) in types.items():
-        found = readers[key]
-        if not found:
+        reading = readers[key]
+        if not reading:
             continue
-        if [*found] == [maker + 1]:  # to the next line
+        if [*reading] == [maker + 1]:  # to the next line
             path = f"M14 {maker * _ROW + _HEIGHT}v{_ROW - _HEIGHT}m-3 -4l3 4l3 -4"
         else:
-            lane = next((lane for lane, end in enumerate(ends) if end <= min(maker, *found)), len(ends))
-            ends[lane : lane + 1] = [max(maker, *found)]
-            x, out, inward = -_LANE * (lane + 2), maker * _ROW + 13, [reader * _ROW + 5 for reader in found]
+            lane = next((lane for lane, end in enumerate(ends) if end <= min(maker, *reading)), len(ends))
+            ends[lane : lane + 1] = [max(maker, *reading)]
+            x, out, inward = -_LANE * (lane + 2), maker * _ROW + 13, [reader * _ROW + 5 for reader in reading]
             path = f"M0 {out}H{x}M{x} {min(out, *inward)}V{max(out, *inward)}"
             path += "".join(f"M{x} {y}H0m-4 -3l4 3l-4 3" for y in inward)
         title = _text(f"{key[0]}: {dtype}")

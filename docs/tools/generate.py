@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import way
 
 from amp_compiler.cli.passes import catalogue_markdown
 from amp_compiler.ir.run_file import read_run
-from amp_compiler.report.plots import picture_of
+from amp_compiler.report.plots import draw_runs
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -26,7 +27,9 @@ PICTURES = ROOT / "docs" / "pictures"
 def draw_recorded() -> str:
     """The runs that `examples/08_watch_a_run.py` wrote, which stand beside the picture."""
     runs = {name: read_run(PICTURES / f"{name}.jsonl").records for name in ("scaled", "unscaled")}
-    return picture_of(runs, "svg").decode("utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        draw_runs(runs, Path(folder) / "runs.svg")
+        return (Path(folder) / "runs.svg").read_text(encoding="utf-8")
 
 
 FILES: dict[Path, Callable[[], str]] = {

@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_text
+from amp_compiler.cli.stages import make_stages, print_stages, stages_text
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, ONNX_PLAN, PIECE, PLAN, STEP
 
 MODEL = """
@@ -125,7 +125,7 @@ def test_the_text_is_that_of_the_stages_in_python(explain):
 
 def test_a_training_step_has_the_stages_that_python_shows(step):
     model = step.model
-    stages = make_stages(model, (torch.ones(2, 8),), StageOptions(show="fold_loss_scale", dtype="fp16"))
+    stages = make_stages(model, (torch.ones(2, 8),), "fold_loss_scale", dtype="fp16")
     assert [stage.name for stage in stages] == [stage.name for stage in step.stages]
     assert stages["fold_loss_scale"].text == step.stages["fold_loss_scale"].text
     assert "loss_scale" in stages["fold_loss_scale"].text
@@ -164,11 +164,10 @@ def test_what_a_compiler_is_given_is_shown_for_its_backend(explain):
 
 def test_the_diff_has_colours_on_a_terminal(step):
     text = io.StringIO()
-    options = StageOptions()
-    print_stages(step.stages, options, Console(file=text, force_terminal=True, color_system="standard"))
+    print_stages(step.stages, console=Console(file=text, force_terminal=True, color_system="standard"))
     assert re.search(r"\x1b\[[39]2m\+", text.getvalue())
     assert re.search(r"\x1b\[[39]1m-", text.getvalue())
-    assert re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) == stages_text(step.stages, options)
+    assert re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) == stages_text(step.stages)
 
 
 def test_the_model_is_not_trained(explain):
@@ -227,7 +226,7 @@ def test_skip_leaves_a_pass_out(explain):
     assert stages[-1]["name"] == "gather_weights"
 
 
-def test_a_model_in_pieces_shows_each(explain):
+def test_a_model_with_graph_breaks_shows_each_subgraph(explain):
     code, out, _ = explain("branch", "--print-after", "classify")
     assert code == 0
     assert "=== piece0/classify\n" in out
@@ -258,7 +257,7 @@ def test_stages_are_written_to_a_file(explain, tmp_path):
         ("make", ["--skip", "simplify_casts"], ["--skip", "give --print-after as well"]),
         ("make", ["--loss", "{file}:loss"], ["--loss", "give --print-after as well"]),
         ("make", ["--backend", "inductor"], ["--backend", "give --print-after as well"]),
-        ("make", ["--print-after", "all", "--html", "page.html"], ["--html", "use --output"]),
+        ("make", ["--print-after", "all", "--html", "page.html"], ["--html: it is for the plan"]),
         ("make", ["--print-after", "all", "--loss", "{file}:NUMBER"], ["it is a int, not a function"]),
         ("make", ["--print-after", "all", "--loss", "{file}:loss"], ["do not fit loss(model, x, target)"]),
         ("indices", ["--print-after", "all"], ["no floating-point number to train on", "give a loss"]),

@@ -149,9 +149,3 @@ def test_a_shift_is_a_product_with_a_power_of_two(by: int) -> None:
 def test_what_leaves_the_histogram_stays_at_its_ends() -> None:
     found = Histogram(count(torch.tensor([1.0, 2.0**100])).numpy()).shifted(60)
     assert (found.lowest, found.highest, found.total) == (60, 127, 2)
-
-
-def test_unused_exponents() -> None:
-    found = Histogram(count(torch.tensor([2.0**-10, 4.0])).numpy())
-    assert found.unused("fp16") == (4, 13)
-    assert Histogram.empty().unused("fp16") == (30, 0)

@@ -19,14 +19,14 @@ def test_what_the_loss_computes_before_and_behind_the_model_counts():
         return (model(x * 2) - y).square().mean() + model.weight.sum()
 
     call = LossCall(model, loss_fn, arguments((X, Y)))
-    assert torch.equal(call.given[0][0], X * 2) and not call.given[1]
-    assert torch.equal(call.of(model(*call.given[0])), loss_fn(model, X, Y))
+    assert torch.equal(call.model_args[0][0], X * 2) and not call.model_args[1]
+    assert torch.equal(call.of(model(*call.model_args[0])), loss_fn(model, X, Y))
 
 
 def test_batches_by_name_and_arguments_by_name():
     model = nn.Linear(4, 2)
     call = LossCall(model, lambda model, x, y: (model(input=x) - y).sum(), arguments({"y": Y.numpy(), "x": X}))
-    assert call.given == ((), {"input": X}) and torch.equal(call.of(Y), torch.zeros(()))
+    assert call.model_args == ((), {"input": X}) and torch.equal(call.of(Y), torch.zeros(()))
 
 
 def test_an_exception_of_the_loss_functions_own_is_not_mistaken_for_the_call():
@@ -36,7 +36,7 @@ def test_an_exception_of_the_loss_functions_own_is_not_mistaken_for_the_call():
         except ValueError:
             return x.sum()
 
-    assert LossCall(nn.Linear(4, 2), careful, arguments(X)).given == ((X,), {})
+    assert LossCall(nn.Linear(4, 2), careful, arguments(X)).model_args == ((X,), {})
 
 
 def test_losses_that_do_not_call_the_model_or_call_it_twice():
@@ -106,7 +106,7 @@ def test_random_numbers_of_the_loss_stay_as_they_are():
     model, before = nn.Linear(4, 2), torch.get_rng_state()
     call = LossCall(model, lambda model, x: model(x + torch.randn(3, 4)).sum(), arguments(X))
     again = LossCall(model, call.loss_fn, call.batch)
-    assert torch.equal(torch.get_rng_state(), before) and torch.equal(call.given[0][0], again.given[0][0])
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(call.model_args[0][0], again.model_args[0][0])
 
 
 def test_one_meaning_of_loss_fn_everywhere():

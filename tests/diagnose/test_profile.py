@@ -90,6 +90,32 @@ def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
     assert len(other._programs) == len(step._programs)  # what was captured before is used again
 
 
+def test_every_third_step_is_counted_and_all_of_them_train() -> None:
+    plain, profiled = Net(), Net()
+    step, other, followed = step_of(plain), step_of(profiled), Followed()
+    for number, batch in enumerate(batches(5)):
+        if number % 3:
+            step(*batch)
+        else:
+            followed.take(step, batch, 1)
+    profile = amp.profile(other, batches(5), every=3)
+    for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    followed.assert_is(profile)
+    assert (profile.batches, [*profile.counted]) == (5, [1, 4])
+    assert "over 5 batches, 0 of them skipped, counted in 2: the first of every 3; as fp16" in str(profile)
+    assert amp.Profile.from_dict(profile.to_dict()) == profile
+    of_model = amp.profile(plain, [batch[:1] for batch in batches(3)], every=2, dtype="fp16")
+    seen = amp.profile(plain, [batches(3)[0][:1], batches(3)[2][:1]], dtype="fp16")
+    assert of_model.rows == seen.rows and [*of_model.counted] == [1, 3]
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "2", None])
+def test_every_is_a_number_of_batches(every: Any) -> None:
+    with pytest.raises(amp.AmpError, match="is no number of batches"):
+        amp.profile(Net(), batches(1), every=every)
+
+
 def line() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(8, 4)

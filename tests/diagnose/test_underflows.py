@@ -190,4 +190,4 @@ def test_an_underflow_in_a_file():
         and found.error <= found.tolerance
         and {"further", "up"} <= {node.name for node in found.nodes}
     )
-    assert any("becomes zero" in node.told for node in found.nodes)
+    assert any("becomes zero" in node.detail for node in found.nodes)

@@ -21,7 +21,7 @@ from onnx_models import (
 )
 
 import amp_compiler as amp
-from amp_compiler.cli.convert import ConvertOptions, run_convert
+from amp_compiler.cli.convert import run_convert
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.calibrate import calibrate
 from amp_compiler.onnx.check.probes import random_batch
@@ -166,7 +166,6 @@ def test_the_command_opens_its_input_and_its_output_once(opened, tmp_path):
     for calibrate_with in (None, tmp_path / "data.npz"):
         np.savez(tmp_path / "data.npz", x=np.ones((4, 8), np.float32))
         opened["m.onnx"] = opened["o.onnx"] = 0
-        options = ConvertOptions(tmp_path / "m.onnx", tmp_path / "o.onnx", calibrate=calibrate_with, verify=True)
-        assert not run_convert(options).failed
+        assert not run_convert(tmp_path / "m.onnx", tmp_path / "o.onnx", calibrate=calibrate_with, verify=True).failed
         assert opened["m.onnx"] == 1
         assert opened["o.onnx"] == 2  # written and read

@@ -258,14 +258,19 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     batch = torch.randn(4, 8), torch.randint(2, (4,))
     profile = amp.profile(step, [batch, batch])
     step.to_html(tmp_path / "step.html", profile=profile)
-    told = Page((tmp_path / "step.html").read_text(encoding="utf-8")).data
-    rows = told["profile"]["rows"]
+    page = Page((tmp_path / "step.html").read_text(encoding="utf-8"))
+    told, rows = page.data, page.data["profile"]
     assert len(rows) == len(profile.rows)
-    for row, (name, kind, *_, stored, _, fractions) in zip(profile.rows, rows, strict=True):
+    for row, (name, kind, *_, stored, _, fractions, _) in zip(profile.rows, rows, strict=True):
         assert (told["strings"][name], told["strings"][kind]) == (row.name, row.kind)
         assert sum(stored.values()) == row.stored.total
         for dtype, found in fractions.items():
             assert found == [getattr(row.stored.fractions(dtype), part) for part in ("zero", "subnormal", "infinite")]
+    lost = {row.name: {dtype: row.fraction_lost(dtype) for dtype in ("fp16", "bf16")} for row in profile.updates}
+    assert lost == {told["strings"][row[0]]: row[-1] for row in rows if row[-1]}
+    advice = profile.loss_scale("fp16")
+    said = f"In fp16 a static loss scale of {advice.scale:,.0f} loses {advice.lost:.2%} of the gradients of weights"
+    assert f"Over 2 batches. {said}; none loses {advice.lost_without:.2%}" in " ".join(" ".join(page.words).split())
     assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
 
 

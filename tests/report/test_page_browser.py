@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import os
 import random
@@ -152,7 +151,7 @@ def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     type_in(browser, "#search", "softmax sums")
     assert text(browser, "#found") == f"{LAYERS} of {ALL} nodes"
     assert names(browser) == ["softmax_4", "softmax_17", "softmax_30"]
-    assert text(browser, ".module.folded > .hits") == "1 match"
+    assert count(browser, ".module.folded:not(.out)") == LAYERS
     enter = (
         "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
     )
@@ -234,7 +233,6 @@ def test_a_link_to_a_node_shows_it(browser, pages):
 def test_two_plans_stand_side_by_side(browser, pages):
     browser.open(pages["two"], "#node=layer_norm_13")
     assert count(browser, ".pane") == 2
-    assert text(browser, "#differ").startswith(f"{2 * LAYERS} nodes decided otherwise")
     assert count(browser, '.box.changed.fp32[data-node="layer_norm_13"]') == 1
     assert count(browser, '.box.changed.low[data-node="layer_norm_13"]') == 1
     assert "before.json" in text(browser, "#details")
@@ -242,25 +240,24 @@ def test_two_plans_stand_side_by_side(browser, pages):
         "const boxes = [...document.querySelectorAll('[data-node=\"layer_norm_13\"]')];"
         "const [one, other] = boxes.map((box) => box.getAttribute('transform')); return one === other"
     )
-    click(browser, "#larger")
+    click(browser, "#unfold")
     assert (
         browser.run(
             "return new Set([...document.querySelectorAll('.layer')].map((one) => one.getAttribute('transform'))).size"
         )
         == 1
     )
-    click(browser, "#differ .link")
+    type_in(browser, "#by-change", "any")
     assert set(column(browser, 2)) == {"aten.layer_norm"}
     assert text(browser, "#found") == f"{2 * LAYERS} of {ALL} nodes"
 
 
-def test_what_differs_is_shown_from_the_step_too(browser, tmp_path):
+def test_what_differs_is_shown_beside_the_step(browser, tmp_path):
     step = small_step()
     step(torch.randn(4, 8), torch.randint(2, (4,)))
     step.to_html(tmp_path / "page.html", other=transformer(13), names=("mine", "theirs"))
-    browser.open(tmp_path / "page.html", "#graph=step")
-    click(browser, "#differ .link")
-    assert browser.run("return location.hash") == "#change=any" and names(browser)
+    browser.open(tmp_path / "page.html", "#change=any")
+    assert names(browser)
     assert text(browser, ".heads").count("in the whole step") == 1
     assert "theirs" in text(browser, ".heads .totals:last-child")
 
@@ -278,7 +275,7 @@ def test_the_whole_step_and_its_histograms(browser, pages):
     assert count(browser, ".histogram") >= 2
     shown = browser.run(
         "const data = JSON.parse(document.getElementById('data').textContent);"
-        "const row = data.profile.rows.find((row) => data.strings[row[4]] === 'linear');"
+        "const row = data.profile.find((row) => data.strings[row[4]] === 'linear');"
         "const drawn = document.querySelector('.histogram').querySelectorAll('.column').length;"
         "return [Object.keys(row[6]).filter((name) => /\\d/.test(name)).length, drawn]"
     )
@@ -307,8 +304,7 @@ def test_the_whole_step_and_its_histograms(browser, pages):
     assert text(browser, "#details h3") == "layer_norm"
     assert browser.run("return document.querySelector('#graphs [value=forward]').ariaSelected") == "true"
     click(browser, '#lists [value="ranges"]')
-    assert count(browser, "#list-ranges tbody tr") > 10
-    assert "static loss scale" in text(browser, "#advice")
+    assert count(browser, "#list-ranges tbody tr") > 10 and "static loss scale" in text(browser, "#advice")
     click(browser, "#list-ranges tbody tr")
     assert count(browser, ".histogram") >= 1
 
@@ -376,24 +372,6 @@ def test_names_break_at_signs_alone(browser, pages, width, tmp_path):
     )
     assert broken == []
     assert browser.run("return document.documentElement.scrollWidth") <= width
-
-
-def test_on_paper_all_is_there_and_no_buttons(browser, pages):
-    browser.open(pages["large"], "#module=model.layers.7")
-    browser.media("print")
-    browser.run("dispatchEvent(new Event('beforeprint'))")
-    hidden = "return getComputedStyle(document.querySelector(arguments[0])).display"
-    assert [browser.run(hidden, one) for one in ("#tools", ".buttons", ".hint")] == ["none"] * 3
-    assert count(browser, "#list-nodes tbody tr") == len(LAYER)  # those that match
-    assert count(browser, "#list-casts tbody tr") == len(transformer(5000).casts)
-    assert browser.run("return document.querySelector('.pane').viewBox.baseVal.width") > 100
-    browser.resize(650, 900)  # as wide as paper, where a screen would show cards
-    assert browser.run("return getComputedStyle(document.querySelector('#list-nodes td')).display") == "table-cell"
-    browser.run("dispatchEvent(new Event('afterprint'))")
-    assert browser.run("return document.querySelector('.pane').getAttribute('viewBox')") is None
-    browser.open(pages["one"], "#node=linear_22")
-    made = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
-    assert base64.b64decode(made["data"]).startswith(b"%PDF")
 
 
 def test_light_and_dark(browser, pages):

@@ -7,10 +7,9 @@ from typing import Any
 
 from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
-from amp_compiler.diagnose.tuning.given import Asked, subject_of
+from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
 from amp_compiler.diagnose.tuning.writing import LOW
-from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 
 
@@ -71,17 +70,12 @@ def tune(
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
         >>> _ = torch.nn.init.constant_(model[0].weight, 3e4)
         >>> _ = torch.nn.init.constant_(model[1].weight, 1e-4)
-        >>> found = amp.tune(model, [torch.ones(2, 4)], dtype="fp16")
-        >>> [node.module for node in found.nodes], found.error < found.tolerance < found.before
+        >>> result = amp.tune(model, [torch.ones(2, 4)], dtype="fp16")
+        >>> [node.module for node in result.nodes], result.error < result.tolerance < result.before
         (['0', '1'], True)
     """
-    asked = Asked(rules, low_name(dtype), tolerance, _path(output), start, budget, max_runs)
-    asked.check()
-    made, rule_set = subject_of(subject, batches, asked, loss_fn, loss_scale)
-    return Tuning(made, rule_set, asked).run()
-
-
-def _path(output: Any) -> Path | None:
-    if output is not None and not isinstance(output, (str, Path)):
-        raise AmpError(f"output={output!r} is no path", hint="pass the name of the rule file to write")
-    return None if output is None else Path(output)
+    path = Path(output) if isinstance(output, str) else output
+    options = TuneOptions(rules, low_name(dtype), tolerance, path, start, budget, max_runs)
+    options.check()
+    tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
+    return Tuning(tuned, rule_set, options).run()

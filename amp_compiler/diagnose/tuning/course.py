@@ -6,7 +6,8 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from amp_compiler.diagnose.tuning.deviation import Measured
-from amp_compiler.diagnose.tuning.given import Asked
 from amp_compiler.diagnose.tuning.journal import Journal
+from amp_compiler.diagnose.tuning.options import TuneOptions
 from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
 from amp_compiler.diagnose.tuning.search import Found, OutOfReachError, find_kept, run_limit
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_prefix
 from amp_compiler.diagnose.tuning.subject import Subject, searched
-from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, all_fp32, entries_for, rules_file, with_kept
+from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, entries_for, rules_file, with_chosen
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
@@ -39,26 +40,27 @@ class Tuning:
     Args:
         subject: what is tuned.
         rules: what is extended.
-        asked: the options.
+        options: of the call.
 
     Raises:
         AmpError: the rules came as a dict that is not at hand, and a file is to extend them.
     """
 
-    def __init__(self, subject: Subject, rules: RuleSet, asked: Asked) -> None:
-        self.subject, self.rules, self.asked = subject, rules, asked
+    def __init__(self, subject: Subject, rules: RuleSet, options: TuneOptions) -> None:
+        self.subject, self.rules, self.options = subject, rules, options
         self.plan: PrecisionPlan = subject.plan(rules)
         self.names = [node.name for node in searched(self.plan, rules.ops)]
-        self.tolerance = TOLERANCES[self.plan.dtype] if asked.tolerance is None else asked.tolerance
-        data = asked.rules if isinstance(asked.rules, Mapping) else None
+        self.tolerance = TOLERANCES[self.plan.dtype] if options.tolerance is None else options.tolerance
+        data = options.rules if isinstance(options.rules, Mapping) else None
         self.base = Base(rules.name, data if rules.name == FROM_DICT else None)
-        if self.base.is_open and asked.output is not None:
+        if self.base.is_open and options.output is not None:
             raise AmpError(
                 "the rules came as a dict, which no file can extend",
-                where=str(asked.output),
+                where=str(options.output),
                 hint="pass rules= with the dict, or write it to a file",
             )
         self.limit = run_limit(len(self.names))
+        self.above = self.plan if options.start == FP32 else None
         self.worst: dict[frozenset[str], str] = {}
         self.begun = time.monotonic()
 
@@ -68,7 +70,7 @@ class Tuning:
         Raises:
             AmpError: see `tune`.
         """
-        place = self.asked.output
+        place = self.options.output
         path = None if place is None else place.with_name(f"{place.name}.journal")
         journal = Journal(path, self._digest() if path is not None else "")
         if journal.resumed:
@@ -82,28 +84,28 @@ class Tuning:
             places = {name: at for at, name in enumerate(self.names)}
 
             def measure(kept: frozenset[str]) -> float:
-                known = journal.get(key := sorted(places[name] for name in kept))
-                found = known if known is not None else self._measure(kept)
-                if known is None:
-                    journal.note(key, found)
+                measured = journal.get(key := sorted(places[name] for name in kept))
+                if measured is None:
+                    chosen = frozenset(self._chosen(kept))
+                    measured = self.subject.measure(with_chosen(self.rules, chosen, above=self.above))
+                    journal.note(key, measured)
                 else:
                     self.subject.runs += 1  # of the run that was killed
-                self.worst[kept] = found.worst
-                told = f"{len(kept)} of {len(order)} in FP32: {found.error:.2g}"
-                progress.update(task, advance=1, description=told)
-                return found.error
+                self.worst[kept] = measured.worst
+                description = f"{len(kept)} of {len(order)} in FP32: {measured.error:.2g}"
+                progress.update(task, advance=1, description=description)
+                return measured.error
 
-            found = self._searched(order, estimates, measure)
-            result = self._written(found, estimates)
+            result = self._written(self._searched(order, estimates, measure), estimates)
         if not result.stopped:
             journal.close()
         return result
 
     def _digest(self) -> str:
         rules = [replace(rule, where="", text="") for rule in self.rules.rules]
-        made = hashlib.blake2b(self.subject.digest().encode(), digest_size=16)
-        made.update(repr((rules, sorted(self.rules.keep.items()), self.asked.start, self.names)).encode())
-        return made.hexdigest()
+        digest = hashlib.blake2b(self.subject.digest().encode(), digest_size=16)
+        digest.update(repr((rules, sorted(self.rules.keep.items()), self.options.start, self.names)).encode())
+        return digest.hexdigest()
 
     def _estimates(self, journal: Journal) -> dict[str, Estimate]:
         if journal.estimates and self.names:
@@ -115,20 +117,20 @@ class Tuning:
         journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
         return estimates
 
-    def _measure(self, kept: frozenset[str]) -> Measured:
-        return self.subject.measure(with_kept(self.rules, self.plan, self.names, kept, self.asked.start))
+    def _chosen(self, kept: Collection[str]) -> list[str]:
+        """The nodes that rules are written for, where some are to be FP32."""
+        return [name for name in self.names if (name in kept) == (self.above is None)]
 
     def _searched(
         self, order: list[str], estimates: Mapping[str, Estimate], measure: Callable[[frozenset[str]], float]
     ) -> Found:
-        spent, budget, most = self.subject.runs + _WRITTEN, self.asked.budget, self.asked.max_runs
-        first = likely_prefix(estimates, order, self.tolerance)
+        spent, budget, most = self.subject.runs + _WRITTEN, self.options.budget, self.options.max_runs
         try:
             return find_kept(
                 order,
                 measure,
                 self.tolerance,
-                first=first,
+                first=likely_prefix(estimates, order, self.tolerance),
                 allowance=self.limit - spent,
                 most=None if most is None else max(most - spent, 2),
                 expired=lambda: budget is not None and time.monotonic() - self.begun > budget,
@@ -144,14 +146,9 @@ class Tuning:
 
     # ---- what was found
 
-    def _written(self, found: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
+    def _written(self, search: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
         """Write the rules, and run with them; with every node by its name where more general rules do not do."""
-        kept = frozenset(found.kept)
-        chosen = [name for name in self.names if (name in kept) == (self.asked.start == LOW)]
-        nodes = self._nodes(found, estimates)
-        result = self._result(found, nodes)
-        told = {node.name: node.reason for node in nodes}
-        told |= {name: estimates[name].told for name in chosen if name in estimates and name not in told}
+        chosen = self._chosen(frozenset(search.kept))
         for by_name in (False, True):
             entries = entries_for(self.plan, chosen, by_name=by_name)
             measured, plan = self._tried(entries)
@@ -160,37 +157,29 @@ class Tuning:
         else:
             raise AmpError(
                 f"with the rules read from the file the error is {measured.error:.3g} ({measured.worst}), and "
-                f"{found.error:.3g} was measured for the same nodes",
+                f"{search.error:.3g} was measured for the same nodes",
                 hint="if the model gives other numbers from run to run, use deterministic kernels "
                 "(torch.use_deterministic_algorithms); else report this as a bug, with the model",
             )
-        counts = [sum(node.precision == one for node in plan.nodes) for one in (FP32, LOW)]
-        result = replace(
-            result, error=measured.error, worst=measured.worst, fp32=counts[0], low=counts[1], runs=self.subject.runs,
+        counts = Counter(node.precision for node in plan.nodes)
+        place, nodes = self.options.output, self._nodes(search, estimates)
+        result = TuneResult(
+            nodes=nodes, what=self.subject.what, before=search.before, worst_before=self.worst.get(frozenset(), ""),
+            error=measured.error, worst=measured.worst, tolerance=self.tolerance, dtype=self.plan.dtype,
+            start=self.options.start, searched=len(self.names), fp32=counts[FP32], low=counts[LOW],
+            runs=self.subject.runs,
+            limit=self.limit + len(nodes), batches=self.subject.batches, stopped=search.stopped, rules="", path=place,
         )  # fmt: skip
-        place = self.asked.output
+        reasons = {name: estimates[name].summary for name in chosen if name in estimates}
+        reasons |= {node.name: node.reason for node in nodes}
         head = ["Made by amp.tune.", *result.summary().splitlines()]
-        text = self._text(entries, told, head, None if place is None else place.parent)
+        text = self._text(entries, reasons, head, None if place is None else place.parent)
         if place is not None:
             write_atomically(place, text)
-            self._check_written(place, plan)
-        return replace(result, rules=text, path=place)
+        return replace(result, rules=text)
 
-    def _text(self, entries: list[Entry], told: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
-        lowers = self.asked.start == FP32
-        why = f"amp.tune: {'allowed by' if lowers else 'needed for'} the tolerance {self.tolerance:g}"
-        first = all_fp32(self.plan) if lowers else []
-        return rules_file(self.base, entries, told, head, why, first, LOW if lowers else FP32, folder)
-
-    def _check_written(self, place: Path, measured: PrecisionPlan) -> None:
-        """Plan with the file where it lies now: it must be what was measured."""
-        found = self.subject.plan(load_rules(place))
-        if [(one.name, one.precision) for one in found.nodes] != [(one.name, one.precision) for one in measured.nodes]:
-            raise AmpError(
-                "the rules that were written make another plan than those that were measured",
-                where=str(place),
-                hint="report this as a bug, with the model and the rules",
-            )
+    def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
+        return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above)
 
     def _tried(self, entries: list[Entry]) -> tuple[Measured, PrecisionPlan]:
         """What a run gives with the rules as they are read back from a file, and the plan that they make."""
@@ -203,36 +192,14 @@ class Tuning:
             read = replace(self.rules, rules=(*self.rules.rules, *read.rules))
         return self.subject.measure(read), self.subject.plan(read)
 
-    def _nodes(self, found: Found, estimates: Mapping[str, Estimate]) -> tuple[TunedNode, ...]:
-        kept = set(found.kept)
+    def _nodes(self, search: Found, estimates: Mapping[str, Estimate]) -> tuple[TunedNode, ...]:
+        kept = set(search.kept)
         return tuple(
             TunedNode(
-                node.name, node.op, node.module, node.source, found.needed.get(node.name),
+                node.name, node.op, node.module, node.source, search.needed.get(node.name),
                 estimates[node.name].error if node.name in estimates else None,
-                estimates[node.name].told if node.name in estimates else "",
+                estimates[node.name].summary if node.name in estimates else "",
             )
             for node in self.plan.nodes
             if node.name in kept
         )  # fmt: skip
-
-    def _result(self, found: Found, nodes: tuple[TunedNode, ...]) -> TuneResult:
-        """What is known before the rules are written."""
-        return TuneResult(
-            nodes=nodes,
-            what=self.subject.what,
-            before=found.before,
-            worst_before=self.worst.get(frozenset(), ""),
-            error=found.error,
-            worst=self.worst.get(frozenset(found.kept), ""),
-            tolerance=self.tolerance,
-            dtype=self.plan.dtype,
-            start=self.asked.start,
-            searched=len(self.names),
-            fp32=0,
-            low=0,
-            runs=self.subject.runs,
-            limit=self.limit + len(nodes),
-            batches=self.subject.batches,
-            stopped=found.stopped,
-            rules="",
-        )

@@ -38,22 +38,22 @@ class Deviation:
         self._counted: set[str] = set()
         self._bad: dict[str, None] = {}
 
-    def add(self, name: str, expected: Tensor, made: Tensor, *, gradient: bool = False) -> None:
+    def add(self, name: str, expected: Tensor, actual: Tensor, *, gradient: bool = False) -> None:
         """Add a result of one batch.
 
         Args:
             name: the result, in words.
             expected: of FP32.
-            made: of any type, for the same shape.
+            actual: of any type, for the same shape.
             gradient: whether it is that of a parameter.
         """
-        if expected.shape != made.shape:
+        if expected.shape != actual.shape:
             self._bad[name] = None
             return
         if gradient:
             self._gradients.add(name)
         wide = torch.complex128 if expected.is_complex() else torch.float64
-        one, two = expected.detach().to(wide), made.detach().to(wide)
+        one, two = expected.detach().to(wide), actual.detach().to(wide)
         if not bool(torch.isfinite(two).all()):
             self._bad[name] = None
             return

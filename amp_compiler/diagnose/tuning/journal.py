@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from amp_compiler.ir.files import write_atomically
 
 _VERSION = 2
 _CLOSE = 1e-3  # of numbers that FP32 gives again, on other threads or processors
-_MEND = "delete it, or name another output"
+_HINT = "delete it, or name another output"
 
 
 class Journal:
@@ -47,25 +48,25 @@ class Journal:
     def note_estimates(self, estimates: Mapping[str, Estimate], runs: int, fingerprint: Sequence[float]) -> None:
         """Keep what the profiled run showed, the runs that it took, and norms of what FP32 gave."""
         self.estimates, self.profiled, self._fingerprint = dict(estimates), runs, list(fingerprint)
-        made = [_plain(one.to_dict()) for one in estimates.values()]
-        self._add({"runs": runs, "fingerprint": [_number(one) for one in fingerprint], "estimates": made})
+        rows = [{key: _number(value) for key, value in asdict(one).items()} for one in estimates.values()]
+        self._add({"runs": runs, "fingerprint": [_number(one) for one in fingerprint], "estimates": rows})
 
-    def check_fingerprint(self, found: Sequence[float]) -> None:
+    def check_fingerprint(self, fingerprint: Sequence[float]) -> None:
         """Compare with what FP32 gave when the estimates were made.
 
         Raises:
             AmpError: it is something else.
         """
-        least = _CLOSE * max(found, default=0.0)
+        least = _CLOSE * max(fingerprint, default=0.0)
         kept = self._fingerprint
-        same = len(kept) == len(found) and all(
-            math.isclose(one, two, rel_tol=_CLOSE, abs_tol=least) for one, two in zip(kept, found, strict=True)
+        same = len(kept) == len(fingerprint) and all(
+            math.isclose(one, two, rel_tol=_CLOSE, abs_tol=least) for one, two in zip(kept, fingerprint, strict=True)
         )
         if not same:
             raise AmpError(
                 "this journal is of another model, loss or batches: FP32 gives other numbers",
                 where=str(self.path),
-                hint=_MEND,
+                hint=_HINT,
             )
 
     def get(self, kept: Sequence[int]) -> Measured | None:
@@ -93,35 +94,30 @@ class Journal:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             head = lines[0]
             if head["version"] != _VERSION:
-                raise AmpError(f"this journal is of version {head['version']}", where=where, hint=_MEND)
+                raise AmpError(f"this journal is of version {head['version']}", where=where, hint=_HINT)
             if head["subject"] != subject:
                 raise AmpError(
-                    "this journal is of another model, other rules or other batches", where=where, hint=_MEND
+                    "this journal is of another model, other rules or other batches", where=where, hint=_HINT
                 )
             for line in lines[1:]:
                 if "estimates" in line:
-                    made = [Estimate.from_dict(_read_numbers(one)) for one in line["estimates"]]
-                    self.estimates, self.profiled = {one.name: one for one in made}, int(line["runs"])
-                    self._fingerprint = [_read_number(one) for one in line["fingerprint"]]
+                    rows = [_estimate(one) for one in line["estimates"]]
+                    self.estimates, self.profiled = {one.name: one for one in rows}, int(line["runs"])
+                    self._fingerprint = [float(one) for one in line["fingerprint"]]
                 else:
-                    self._measured[tuple(line["kept"])] = Measured(_read_number(line["error"]), line["worst"])
+                    self._measured[tuple(line["kept"])] = Measured(float(line["error"]), line["worst"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
-            raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, hint=_MEND) from cause
+            raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, hint=_HINT) from cause
         self._lines = [json.dumps(line) for line in lines]
 
 
-def _number(value: float) -> float | str:
+def _number(value: Any) -> Any:
     """JSON has no infinities."""
-    return value if math.isfinite(value) else str(value)
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read_number(value: float | str) -> float:
-    return float(value)
-
-
-def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _number(value) if isinstance(value, float) else value for key, value in data.items()}
-
-
-def _read_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value if key == "name" or value is None else float(value) for key, value in data.items()}
+def _estimate(row: Mapping[str, Any]) -> Estimate:
+    values: dict[str, Any] = {
+        key: value if key == "name" or value is None else float(value) for key, value in row.items()
+    }
+    return Estimate(**values)

@@ -71,17 +71,17 @@ class OnnxSubject(Subject):
 
     def digest(self) -> str:
         """Of the message, the data files and the batches."""
-        made = hashlib.blake2b(self._opened.proto.SerializeToString(deterministic=True), digest_size=16)
+        digest = hashlib.blake2b(self._opened.proto.SerializeToString(deterministic=True), digest_size=16)
         for file in external_files(self._opened.proto, self._opened.folder or Path()):
             with file.open("rb") as data:
-                made.update(hashlib.file_digest(data, "blake2b").digest())
+                digest.update(hashlib.file_digest(data, "blake2b").digest())
         for batch in self._batches:
             for name, one in sorted(batch.items()):
                 array = np.asarray(one)
-                made.update(f"{name} {array.dtype} {array.shape} ".encode())
-                made.update(repr(array.tolist()).encode() if array.dtype.kind in "OUS" else array.tobytes())
-        made.update(str(self.low).encode())
-        return made.hexdigest()
+                digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+                digest.update(repr(array.tolist()).encode() if array.dtype.kind in "OUS" else array.tobytes())
+        digest.update(str(self.low).encode())
+        return digest.hexdigest()
 
     # ---- FP32
 
@@ -94,9 +94,9 @@ class OnnxSubject(Subject):
             ranges = calibrate(self._opened, self._batches)
             makers = {name: node for node in self._opened.proto.graph.node for name in node.output}
             first = next((name for name in ranges if math.isinf(ranges[name])), "")
-            told = f"node '{makers[first].name or first}' ({makers[first].op_type})" if first in makers else "an input"
+            maker = f"node '{makers[first].name or first}' ({makers[first].op_type})" if first in makers else "an input"
             raise OnnxError(
-                f"in FP32 the output {bad[0]} is not finite: {told} is the first that is not",
+                f"in FP32 the output {bad[0]} is not finite: {maker} is the first that is not",
                 where=self._opened.name,
                 hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
             )
@@ -127,18 +127,18 @@ class OnnxSubject(Subject):
 
     def _by_range(self, makers: Mapping[str, str], cause: Exception) -> dict[str, Estimate]:
         """What magnitudes alone say: what is infinite in the low type."""
-        told = "amp.tune knows no gradients of %s, and goes by the ranges of its values: %s"
-        logger.warning(told, self._opened.name, first_line(cause))
+        message = "amp.tune knows no gradients of %s, and goes by the ranges of its values: %s"
+        logger.warning(message, self._opened.name, first_line(cause))
         ranges = calibrate(self._opened, self._batches)
         info = torch.finfo(torch_dtype(self.low))
-        found: dict[str, Estimate] = {}
+        estimates: dict[str, Estimate] = {}
         for value, largest in ranges.items():
             if value in makers:
                 error = math.inf if largest > info.max else info.eps * largest / info.max
-                known = found.get(makers[value])
+                known = estimates.get(makers[value])
                 if known is None or error > known.error:
-                    found[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
-        return found
+                    estimates[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
+        return estimates
 
     # ---- 16 bits
 
@@ -159,7 +159,7 @@ class OnnxSubject(Subject):
 
 def _watched(module: fx.GraphModule, makers: Mapping[str, str]) -> dict[fx.Node, str]:
     """The nodes of the module's graph that compute what nodes of the plan do, by the value that they make."""
-    found: dict[fx.Node, str] = {}
+    watched: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in module.graph.nodes:
         value = next(iter(onnx_values(node)), "")
@@ -167,5 +167,5 @@ def _watched(module: fx.GraphModule, makers: Mapping[str, str]) -> dict[fx.Node,
             continue
         taken.add(value)
         is_part = getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
-        found[node.args[0] if is_part else node] = makers[value]
-    return found
+        watched[node.args[0] if is_part else node] = makers[value]
+    return watched

@@ -23,7 +23,7 @@ class TunedNode:
         without: the error where all of these nodes but this one are in FP32; `None` where the search was stopped before
             that was measured.
         estimate: the error that its rounding alone was estimated to make; `None` where nothing was measured.
-        told: what it makes and what the 16-bit type makes of that, in words.
+        detail: what it makes and what the 16-bit type makes of that, in words.
     """
 
     name: str
@@ -32,13 +32,13 @@ class TunedNode:
     source: str
     without: float | None
     estimate: float | None
-    told: str
+    detail: str
 
     @property
     def reason(self) -> str:
         """Why it is kept, in words."""
         lead = "not shown to be needed" if self.without is None else f"error {_shown(self.without)} without it"
-        return f"{lead}; {self.told}" if self.told else lead
+        return f"{lead}; {self.detail}" if self.detail else lead
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class TuneResult:
         rows = [("node", "op", "module", "error without", "why")]
         for node in self.nodes:
             without = "-" if node.without is None else _shown(node.without)
-            rows.append((node.name, node.op, node.module or "-", without, node.told))
+            rows.append((node.name, node.op, node.module or "-", without, node.detail))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

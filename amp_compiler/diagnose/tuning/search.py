@@ -209,11 +209,11 @@ class _Search:
         low, high = 0, len(group)
         while high - low > 1 and self.may_go_on():
             middle = (low + high) // 2
-            found = self.without(group[low:middle])
-            if found <= self.tolerance:
+            measured = self.without(group[low:middle])
+            if measured <= self.tolerance:
                 low = middle
             else:
-                high, error = middle, found
+                high, error = middle, measured
         if high - low == 1:
             self.needed[group[low]] = error
         return low

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Estimate:
     Args:
         name: the node.
         error: the relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN.
-        own: relative L2 error of its own result.
         least: the smallest magnitude in its FP32 result but zero; `None` where only the largest is known.
         greatest: the largest one.
         zero: fraction of the nonzero numbers in it that the low type makes zero.
@@ -40,31 +39,21 @@ class Estimate:
 
     name: str
     error: float
-    own: float = 0.0
     least: float | None = 0.0
     greatest: float = 0.0
     zero: float = 0.0
     subnormal: float = 0.0
     infinite: float = 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
-        """What `to_dict` gave."""
-        return cls(**data)
-
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In words."""
         parts = ((self.infinite, "infinite"), (self.zero, "zero"), (self.subnormal, "subnormal"))
         lost = ", ".join(f"{_share(part)} becomes {what}" for part, what in parts if part)
-        made = f"it makes {'up' if self.least is None else f'{self.least:.2g}'} to {self.greatest:.2g}"
+        magnitudes = f"it makes {'up' if self.least is None else f'{self.least:.2g}'} to {self.greatest:.2g}"
         if self.least is None and math.isinf(self.error):
-            return f"{made}, which becomes infinite"
-        return f"{made}, of which {lost}" if lost else made
+            return f"{magnitudes}, which becomes infinite"
+        return f"{magnitudes}, of which {lost}" if lost else magnitudes
 
 
 def _share(part: float) -> str:
@@ -109,8 +98,6 @@ class Sums:
 
     error: float = 0.0
     spoilt: bool = False
-    own: float = 0.0
-    size: float = 0.0
     least: float = math.inf
     greatest: float = 0.0
     numbers: int = 0
@@ -195,9 +182,6 @@ class ProfiledRun(fx.Interpreter):
     def _measure(self, sums: Sums, value: Tensor, low: Tensor) -> None:
         finite, info = torch.isfinite(value), torch.finfo(self._low)
         sums.spoilt |= bool((finite & ~torch.isfinite(low)).any())
-        kept = finite & torch.isfinite(low)
-        sums.own += float((low - value)[kept].double().square().sum())
-        sums.size += float(value[kept].double().square().sum())
         sizes = value[finite].abs()
         sizes = sizes[sizes > 0]
         if not sizes.numel():
@@ -240,25 +224,27 @@ class ProfiledRun(fx.Interpreter):
         """
         places = [place.value for place in self.places]
         count, differences = len(parameters), [place.difference for place in self.places]
-        made = torch.autograd.grad(loss, [*parameters, *places], create_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(loss, [*parameters, *places], create_graph=True, allow_unused=True)
         if falls:
-            scale = max(min(scale, _fitting(made[count:], self._low)), 1.0)
+            scale = max(min(scale, _fitting(gradients[count:], self._low)), 1.0)
         size = abs(float(loss.detach()))
         if size:  # no error is relative to a loss of 0
-            self._add([None if one is None else one.detach().double() / size for one in made[count:]], differences, 1)
-        back = [self._lost(place, one, scale) for place, one in zip(self.places, made[count:], strict=True)]
-        floats = [one for one in made[:count] if one is not None and one.requires_grad]
+            self._add(
+                [None if one is None else one.detach().double() / size for one in gradients[count:]], differences, 1
+            )
+        back = [self._lost(place, one, scale) for place, one in zip(self.places, gradients[count:], strict=True)]
+        floats = [one for one in gradients[:count] if one is not None and one.requires_grad]
         floor = 1e-3 * math.sqrt(sum(float(one.detach().double().square().sum()) for one in floats))
         zeros = [place.zero for place in self.places]
         for number in range(_PROJECTIONS if floats and places else 0):
             total = sum((_projected(one, number, floor) for one in floats), torch.zeros(()))
             try:
-                found = torch.autograd.grad(total, [*places, *zeros], retain_graph=True, allow_unused=True)
+                second = torch.autograd.grad(total, [*places, *zeros], retain_graph=True, allow_unused=True)
             except (RuntimeError, NotImplementedError):  # an op whose backward has no derivative
                 break
-            self._add(found[: len(places)], differences, _PROJECTIONS)
-            self._add(found[len(places) :], back, _PROJECTIONS)
-        return [None if one is None else one.detach() for one in made[:count]]
+            self._add(second[: len(places)], differences, _PROJECTIONS)
+            self._add(second[len(places) :], back, _PROJECTIONS)
+        return [None if one is None else one.detach() for one in gradients[:count]]
 
     def _lost(self, place: _Place, gradient: Tensor | None, scale: float) -> Tensor:
         """What rounding does to the gradient of a result, which carries the loss scale."""
@@ -282,8 +268,8 @@ class ProfiledRun(fx.Interpreter):
 
 def _fitting(gradients: Sequence[Tensor | None], low: torch.dtype) -> float:
     """The greatest power of two with which gradients fit into half of a type's range, but for the largest twentieth."""
-    found = [one.detach()[torch.isfinite(one.detach())] for one in gradients if one is not None]
-    sizes = sorted((float(one.abs().max()) for one in found if one.numel()), reverse=True)
+    finite = [one.detach()[torch.isfinite(one.detach())] for one in gradients if one is not None]
+    sizes = sorted((float(one.abs().max()) for one in finite if one.numel()), reverse=True)
     rest = [size for size in sizes[max(1, len(sizes) // 20) :] if size]
     return 2.0 ** math.floor(math.log2(torch.finfo(low).max / 2 / rest[0])) if rest else math.inf
 
@@ -299,11 +285,10 @@ def _projected(result: Tensor, number: int, floor: float = 0.0) -> Tensor:
 
 def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
     """What was gathered over some batches, by node."""
-    found = {}
+    estimates = {}
     for name, one in sums.items():
-        own = math.sqrt(one.own / one.size) if one.size else math.inf if one.own else 0.0
         error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
         parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
         least = one.least if math.isfinite(one.least) else 0.0
-        found[name] = Estimate(name, error, own, least, one.greatest, *parts)
-    return found
+        estimates[name] = Estimate(name, error, least, one.greatest, *parts)
+    return estimates

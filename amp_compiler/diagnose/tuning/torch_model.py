@@ -49,14 +49,14 @@ class Goal:
         scale: what it is multiplied by before the backward.
         falls: whether that falls where gradients are too large with it.
         label: how a parameter is called, by its name in the module.
-        given: what the loss is made of beside what the module returns.
+        loss_args: what the loss is made of beside what the module returns.
     """
 
     loss_of: Callable[[Any, int], Tensor]
     scale: float = 1.0
     falls: bool = False
     label: Callable[[str], str] = str
-    given: Sequence[Any] = ()
+    loss_args: Sequence[Any] = ()
 
 
 @dataclass
@@ -138,18 +138,18 @@ class TorchSubject(Subject):
 
     def digest(self) -> str:
         """Of graph, weights and batches, and of what else the loss is given; `fingerprint` tells the rest."""
-        made = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         with self._surrounded():
             for form in self._forms.values():
-                made.update(format_graph(lower(form.captured)).encode())
-            given = pytree.tree_leaves((self._batches, self._goal and self._goal.given))
+                digest.update(format_graph(lower(form.captured)).encode())
+            given = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
             tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(given)]
             for name, one in tensors:
-                made.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
+                digest.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
                 held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
-                made.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
-        made.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
-        return made.hexdigest()
+                digest.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
+        return digest.hexdigest()
 
     def fingerprint(self) -> list[float]:
         """Norms of what FP32 gives: of constants, of the loss function and of code that no graph shows."""
@@ -196,13 +196,13 @@ class TorchSubject(Subject):
                 raise AmpError("the loss has no gradient", hint="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
-        made = [
+        named_gradients = [
             (f"the gradient of {goal.label(name)}", one, True)
             for (name, _), one in zip(trained, gradients, strict=True)
             if one is not None
         ]
-        self._check(run, [(name, one) for name, one, _ in made])
-        return [(LOSS, loss.detach(), False), *made]
+        self._check(run, [(name, one) for name, one, _ in named_gradients])
+        return [(LOSS, loss.detach(), False), *named_gradients]
 
     def _check(self, run: ProfiledRun, named: Sequence[tuple[str, Tensor]]) -> None:
         """Refuse a run in FP32 that is not finite."""
@@ -210,9 +210,9 @@ class TorchSubject(Subject):
         if not bad:
             return
         node = next((node for node in run.module.graph.nodes if run.seen.is_bad(node)), None)  # type: ignore[union-attr]
-        told = "the backward makes it" if node is None else _described(node)
+        origin = "the backward makes it" if node is None else _described(node)
         raise AmpError(
-            f"in FP32 {bad[0]} is not finite: {told}",
+            f"in FP32 {bad[0]} is not finite: {origin}",
             where="" if node is None else user_source(node.meta.get("stack_trace")),
             hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
         )
@@ -223,19 +223,19 @@ class TorchSubject(Subject):
         """All batches under some rules, against FP32."""
         self.runs += 1
         rewritten: dict[int, fx.GraphModule] = {}
-        found = Deviation()
+        deviation = Deviation()
         with self._surrounded():
             for number, batch in enumerate(self._batches):
                 form = self._form(batch)
                 if id(form) not in rewritten:
                     rewritten[id(form)] = self._rewritten(form, rules)
-                made = dict(self._made(number, batch, form, rewritten[id(form)]))
+                results = dict(self._made(number, batch, form, rewritten[id(form)]))
                 for name, expected, gradient in self._expected[number]:
-                    given = made.get(name)
-                    if given is None:  # a gradient that nothing reaches any more
-                        given = torch.zeros_like(expected)
-                    found.add(name, expected, given, gradient=gradient)
-        return found.result()
+                    actual = results.get(name)
+                    if actual is None:  # a gradient that nothing reaches any more
+                        actual = torch.zeros_like(expected)
+                    deviation.add(name, expected, actual, gradient=gradient)
+        return deviation.result()
 
     def _rewritten(self, form: _Form, rules: RuleSet) -> fx.GraphModule:
         graph_module = copy_graph(form.captured.graph_module)
@@ -279,23 +279,23 @@ class TorchSubject(Subject):
         written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
         writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
         with TENSORS:
-            given = [get(leaves) for get in form.getters]
+            inputs = [get(leaves) for get in form.getters]
         return [
             one.detach().clone() if copied and isinstance(one, Tensor) else one
-            for one, copied in zip(given, writes, strict=True)
+            for one, copied in zip(inputs, writes, strict=True)
         ]
 
     def _trained(self, form: _Form, inputs: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        found: dict[int, tuple[str, Tensor]] = {}
+        trained: dict[int, tuple[str, Tensor]] = {}
         for entry, one in zip(form.captured.inputs, inputs, strict=True):
             if entry.source is Source.PARAMETER and isinstance(one, Tensor) and one.requires_grad:
-                found.setdefault(id(one), (entry.target, one))
-        if not found:
+                trained.setdefault(id(one), (entry.target, one))
+        if not trained:
             raise AmpError(
                 "the loss depends on no parameter that requires a gradient",
                 hint="leave loss_fn away, so that the outputs are compared",
             )
-        return list(found.values())
+        return list(trained.values())
 
     def _output(self, form: _Form, results: Sequence[Any]) -> Any:
         spec = form.captured.out_spec
@@ -325,8 +325,8 @@ def _is_low(value: Any) -> bool:
 
 def _casts_itself(graph_module: fx.GraphModule) -> bool:
     """Whether the model says itself what is 16-bit: with FP32 inputs its types would not fit one another."""
-    given = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
-    return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in given)
+    arguments = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
+    return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in arguments)
 
 
 def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:

@@ -16,7 +16,7 @@ from amp_compiler.policy.rules import Condition, Matcher, Precision, Rule, RuleS
 from amp_compiler.policy.sources import FROM_DICT
 
 LOW, FP32 = "low", "fp32"
-_TOLD = 8  # nodes of one rule of which is told what was measured
+_SHOWN = 8  # nodes of one rule beside which stands what was measured
 _GLOB = re.compile(r"[*?\[\]]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _FIXED = ("factory", "cast", "random", "control", "sparse", "quantization")  # families that no type is chosen for
@@ -53,24 +53,18 @@ def all_fp32(plan: PrecisionPlan) -> list[dict[str, Any]]:
     return [*rules, *([{"match": {"family": fixed}, "precision": "keep", "why": why}] if fixed else [])]
 
 
-def with_kept(
-    rules: RuleSet, plan: PrecisionPlan, searched: Sequence[str], kept: frozenset[str], start: str
-) -> RuleSet:
+def with_chosen(rules: RuleSet, chosen: frozenset[str], *, above: PrecisionPlan | None = None) -> RuleSet:
     """Rules with some nodes kept in FP32, for a trial.
 
     Args:
         rules: what they are added to.
-        plan: the plan that they make.
-        searched: all nodes that are searched.
-        kept: those of them that are to be FP32.
-        start: `low`, or `fp32` where the others have to be put low.
+        chosen: the nodes.
+        above: the plan that the rules make, where all is to be FP32 but the chosen nodes, which are put low.
     """
-    quiet = tuple(replace(rule, own=False) for rule in rules.rules)  # a trial does not tell of rules that match nothing
-    base = load_rules({"version": 1, "rules": all_fp32(plan)}).rules if start == FP32 else ()
-    low = frozenset(searched) - kept
-    chosen = [(low, Precision.LOW)] if start == FP32 else [(kept, Precision.FP32)]
-    more = [Rule("<tune>", Matcher((_Chosen(names),)), precision) for names, precision in chosen if names]
-    return replace(rules, rules=(*quiet, *(replace(rule, own=False) for rule in base), *more))
+    first = () if above is None else load_rules({"version": 1, "rules": all_fp32(above)}).rules
+    own = Rule("<tune>", Matcher((_Chosen(chosen),)), Precision.FP32 if above is None else Precision.LOW)
+    quiet = [replace(rule, own=False) for rule in (*rules.rules, *first)]  # no word of rules that match nothing
+    return replace(rules, rules=(*quiet, *([own] if chosen else [])))
 
 
 @dataclass(frozen=True)
@@ -99,7 +93,7 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
     for node in plan.nodes:
         by_op.setdefault(node.op, []).append(node)
     done: set[str] = set()
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for node in plan.nodes:
         if node.name not in wanted or node.name in done:
             continue
@@ -112,8 +106,8 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
                 entry = Entry(match, tuple(other.name for other in matched))
                 break
         done.update(entry.nodes)
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 def _general(node: PlannedNode) -> list[dict[str, str]]:
@@ -159,11 +153,11 @@ class Base:
             return ["version: 1", f"extends: {_extended(self.name, folder)}", "rules:"]
         if self.data is None:
             return ["# put these behind the rules of the dict", "rules:"]
-        given = {key: json.dumps(value, ensure_ascii=False) for key, value in self.data.items() if key != "rules"}
+        fields = {key: json.dumps(value, ensure_ascii=False) for key, value in self.data.items() if key != "rules"}
         if self.data.get("extends") is not None:
-            given["extends"] = _extended(str(self.data["extends"]), folder)
+            fields["extends"] = _extended(str(self.data["extends"]), folder)
         rules = self.data.get("rules") or []
-        lines = [*(f"{key}: {value}" for key, value in given.items()), "rules:"]
+        lines = [*(f"{key}: {value}" for key, value in fields.items()), "rules:"]
         return lines + [f"  - {json.dumps(rule, ensure_ascii=False)}" for rule in rules]
 
 
@@ -181,35 +175,34 @@ def _extended(name: str, folder: Path | None) -> str:
 def rules_file(
     base: Base,
     entries: Sequence[Entry],
-    told: Mapping[str, str],
+    reasons: Mapping[str, str],
     head: Sequence[str],
-    why: str,
-    first: Sequence[Mapping[str, Any]],
-    precision: str,
+    tolerance: float,
     folder: Path | None,
+    above: PrecisionPlan | None = None,
 ) -> str:
     """A rule file in YAML with comments.
 
     Args:
         base: what it extends.
         entries: the rules.
-        told: what was measured, by node.
+        reasons: what was measured, by node.
         head: what there is to say of all, in lines.
-        why: the reason that plans give.
-        first: rules that stand before them.
-        precision: of the nodes.
+        tolerance: what the reason names that plans give.
         folder: where the file will be; `None` where it will be nowhere, so that paths are absolute.
+        above: the plan of what is extended, where all is to be FP32 but what the entries put low.
     """
+    why = f"amp.tune: {'needed for' if above is None else 'allowed by'} the tolerance {tolerance:g}"
     lines = [*(f"# {line}" for line in head), *base.head(folder)]
-    lines += [f"  - {json.dumps(rule)}" for rule in first]
+    lines += [] if above is None else [f"  - {json.dumps(rule)}" for rule in all_fp32(above)]
     if lines[-1] == "rules:" and not entries:
         lines.pop()  # nothing has to be kept
     for entry in entries:
         match = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry.match.items())
-        for name in entry.nodes[:_TOLD]:
-            lines.append(f"  # {name}: {told[name]}" if told.get(name) else f"  # {name}")
-        if len(entry.nodes) > _TOLD:
-            lines.append(f"  # and {len(entry.nodes) - _TOLD} more")
-        lines += [f"  - match: {{{match}}}", f"    precision: {precision}"]
-        lines.append(f"    why: {json.dumps(why)}")
+        for name in entry.nodes[:_SHOWN]:
+            lines.append(f"  # {name}: {reasons[name]}" if reasons.get(name) else f"  # {name}")
+        if len(entry.nodes) > _SHOWN:
+            lines.append(f"  # and {len(entry.nodes) - _SHOWN} more")
+        precision = FP32 if above is None else LOW
+        lines += [f"  - match: {{{match}}}", f"    precision: {precision}", f"    why: {json.dumps(why)}"]
     return "\n".join([*lines, ""])

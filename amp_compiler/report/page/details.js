@@ -12,48 +12,14 @@ class Details {
         { class: "soft" },
         "Click a node to read its rule, its reason and its line. Click a module to unfold it.",
       ),
-      ...this.families(this.graph ?? GRAPHS[0]),
     );
   }
 
   show(graph, item) {
     this.graph = graph;
-    const content =
-      item.kind === "group" ? this.module(item) : item.kind === "node" ? this.node(item) : this.terminal(item);
+    const content = item.kind === "group" ? this.module(item) : this.node(item);
     this.holder.replaceChildren(...content);
     this.holder.scrollTop = 0;
-  }
-
-  /** How many nodes of each family run in what. */
-  families(graph) {
-    return graph.sides.flatMap((side, number) => {
-      const rows = new Map();
-      for (const { family, op, precision } of side.nodes) {
-        const key = family || op;
-        if (!rows.has(key)) rows.set(key, [0, 0, 0]);
-        rows.get(key)[PRECISIONS.indexOf(precision)] += 1;
-      }
-      const sum = (counts) => counts[0] + counts[1] + counts[2];
-      const largest = [...rows].sort((one, other) => sum(other[1]) - sum(one[1])).slice(0, 24);
-      const lines = largest.map(([family, counts]) => {
-        const title = counts.map((count, at) => `${count} ${PRECISIONS[at]}`).join(", ");
-        const parts = counts.map(
-          (count, at) => count && make("i", { class: PRECISIONS[at], style: `flex-grow: ${count}` }),
-        );
-        return make(
-          "tr",
-          {},
-          make("th", { scope: "row" }, named(family)),
-          make("td", { class: "number" }, String(sum(counts))),
-          make("td", {}, make("div", { class: "bar", title }, parts.filter(Boolean))),
-        );
-      });
-      const several = graph.sides.length > 1 && named(DATA.plans[number].name);
-      return [
-        make("h4", {}, several || (graph.key === "step" ? "Ops" : "Op families")),
-        make("table", { class: "families" }, make("tbody", {}, lines)),
-      ];
-    });
   }
 
   /** A name to click on. */
@@ -176,14 +142,6 @@ class Details {
     });
     const changed = group.changed ? make("p", {}, many(group.changed, "node"), " decided otherwise") : null;
     return [make("h3", {}, named(group.name || "all")), changed, ...sides].filter(Boolean);
-  }
-
-  terminal(entry) {
-    const value = anySide(entry);
-    if (entry.kind === "output")
-      return [make("h3", {}, named("returned")), terms([["result", value.type], ["value", this.read(value)]])];
-    const readers = entry.outOf.map((edge) => (edge.to.kind === "node" ? this.link(edge.to) : "returned"));
-    return [make("h3", {}, named(entry.name)), terms([["input", value.type], ["read by", this.list(readers)]])];
   }
 }
 

@@ -55,11 +55,6 @@ class Drawing {
     this.fitted = true;
   }
 
-  by(factor) {
-    this.zoom.scaleBy(Libraries.select(this.panes[0].svg), factor);
-    this.fitted = false;
-  }
-
   /** Bring a place into the middle, large enough to read. */
   center(item) {
     const spot = this.spots.get(item);
@@ -239,7 +234,6 @@ class Drawing {
           );
         left += part;
       });
-      shape.append(draw("text", { class: "hits", x: width - 10, y: 34 }));
     }
     return this.listen(shape, group);
   }
@@ -258,7 +252,7 @@ class Drawing {
       draw("text", { x: width / 2, y: 16 }, words),
       draw("title", {}, `${SAID_OF[item.way ?? item.kind]}${value?.name ?? ""} ${type}`),
     );
-    return item.kind === "port" ? shape : this.listen(shape, item);
+    return shape;
   }
 
   listen(shape, item) {
@@ -276,14 +270,11 @@ class Drawing {
   /** Show what is chosen and what matches, without drawing anew. */
   mark() {
     for (const [item, shapes] of this.shapes) {
-      const hits =
-        item.kind === "group" && this.hits ? item.nodes.reduce((sum, entry) => sum + this.hits.has(entry), 0) : 0;
-      const out = this.hits !== null && !(item.kind === "group" ? hits : this.hits.has(item));
+      const found = item.kind === "group" ? item.nodes.some((entry) => this.hits?.has(entry)) : this.hits?.has(item);
+      const out = this.hits !== null && !found;
       for (const shape of shapes) {
         shape.classList.toggle("chosen", item === this.chosen);
         shape.classList.toggle("out", out);
-        const words = shape.querySelector(":scope > .hits");
-        if (words) words.textContent = this.hits && hits ? `${hits} match` : "";
       }
     }
     for (const { shapes, edges } of this.wires) {
@@ -292,20 +283,6 @@ class Drawing {
       for (const shape of shapes) {
         shape.classList.toggle("chosen", chosen);
         shape.classList.toggle("out", out);
-      }
-    }
-  }
-
-  /** For paper: all of it, however small. */
-  print(printing) {
-    const { width, height } = layOut(this.root);
-    for (const { svg, layer } of this.panes) {
-      if (printing) {
-        svg.setAttribute("viewBox", `-8 -8 ${width + 16} ${height + 16}`);
-        layer.removeAttribute("transform");
-      } else {
-        svg.removeAttribute("viewBox");
-        layer.setAttribute("transform", this.transform);
       }
     }
   }

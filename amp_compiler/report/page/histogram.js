@@ -31,11 +31,6 @@ function histogram(row, counts) {
       const bar = draw("rect", { class: `range ${kind}`, x: a, y, width: b - a, height: 14 });
       bar.append(draw("title", {}, `${words} of ${dtype}: 2^${from} to 2^${to}`));
       svg.append(bar);
-      if (b - a > 6 * words.length)
-        svg.append(draw("text", { class: "axis rangename", x: (a + b) / 2, y: y + 11 }, words));
-      if (dtype === "fp16") svg.append(draw("line", { class: `edge ${kind}`, x1: a, x2: a, y1: y + 14, y2: floor }));
-      if (dtype === "fp16" && kind === "normal")
-        svg.append(draw("line", { class: "edge", x1: b, x2: b, y1: y + 14, y2: floor }));
     }
   });
   for (const [exponent, count] of found) {
@@ -76,35 +71,13 @@ function rangeOf(counts) {
   return found.length ? `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}` : "only zeros";
 }
 
-/** What the profile is of, and the static loss scale that keeps most gradients of weights. */
-function advice() {
-  const batches = PROFILE.batches === 1 ? "one batch" : `${PROFILE.batches} batches`;
-  const told = [`Over ${batches}${PROFILE.skipped ? `, ${PROFILE.skipped} of them skipped` : ""}.`];
-  if (PROFILE.rows.some((row) => row.kind === "weight gradient")) {
-    for (const [dtype, [scale, lost, without]] of Object.entries(PROFILE.advice)) {
-      told.push(
-        ` In ${dtype} a static loss scale of ${scale.toLocaleString("en")} loses ${percent(lost)} of the gradients`,
-        ` of weights; none loses ${percent(without)}.`,
-      );
-    }
-  }
-  return told;
-}
-
-/** The updates of a weight that a 16-bit weight would not notice. */
-function updatesOf(row) {
-  const found = row.kind === "weight" && PROFILE.updates.find(([name]) => name === row.name);
-  if (!found || !found[1]) return null;
-  const parts = Object.entries(found[2]).map(([dtype, lost]) => `${percent(lost / found[1])} in ${dtype}`);
-  return make("p", { class: "soft" }, `Updates too small for a 16-bit weight: ${parts.join(", ")}.`);
-}
-
 /** Histogram and what becomes of the numbers, as one block of the details. */
 function measured(row) {
   const note = (...words) => make("p", { class: "soft" }, ...words);
   const special = ["zero", "infinite", "nan"].filter((name) => row.stored[name]);
   const words = { zero: "zeros", infinite: "infinite", nan: "NaN" };
   const counts = special.map((name) => `${row.stored[name].toLocaleString("en")} ${words[name]}`);
+  const updates = row.updates && Object.entries(row.updates).map(([dtype, lost]) => `${percent(lost)} in ${dtype}`);
   const heads = ["would become", "zero", "subnormal", "infinite"];
   const lines = Object.entries(row.fractions).map(([dtype, parts]) => {
     const kind = (part) => (part > 0.001 ? "number bad" : "number");
@@ -122,7 +95,7 @@ function measured(row) {
       ? note("As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".")
       : null,
     histogram(row, row.stored),
-    updatesOf(row),
+    updates ? note(`Updates too small for a 16-bit weight: ${updates.join(", ")}.`) : null,
     counts.length ? note(`Beside them ${counts.join(", ")}.`) : null,
     make("table", { class: "lost" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, lines)),
   );

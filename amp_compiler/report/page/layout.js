@@ -6,24 +6,19 @@ const PAD = 14,
   FOLDED = 56,
   PILL = 24;
 const MANY_PORTS = 10; // values that come in, or go out: more are drawn as one
-const SHELF = 1100; // width in which parts that are not joined stand side by side
 
 /** The size and the inner places of a module; known ones are kept until it is folded or unfolded. */
 function layOut(group) {
   if (group.placed) return group.placed;
   const sizes = new Map(group.children.map((child) => [child, sizeOf(child)]));
   const lines = [...group.level.values()].filter((line) => line.from !== line.to);
-  const level = { items: [], lines: [], width: 0, height: 0 };
   for (const port of portsOf(group)) {
     sizes.set(port, { width: port.width, height: PILL });
     for (const [child, edges] of port.children) {
       lines.push({ from: port.way === "in" ? port : child, to: port.way === "in" ? child : port, edges, inner: true });
     }
   }
-  shelve(
-    partsOf([...sizes.keys()], lines).map((part) => arrange(part, sizes)),
-    level,
-  );
+  const level = arrange([...sizes.keys()], lines, sizes);
   const title = group.parent ? widthOf(group.label, TITLE) + 60 : 0;
   const dx = group.parent ? PAD : 0,
     dy = group.parent ? HEAD + PAD / 2 : 0;
@@ -104,29 +99,8 @@ function portsOf(group) {
   });
 }
 
-/** Parts that no line joins, the largest first. */
-function partsOf(items, lines) {
-  const part = new Map(items.map((item) => [item, item]));
-  const find = (item) => {
-    while (part.get(item) !== item) {
-      part.set(item, part.get(part.get(item)));
-      item = part.get(item);
-    }
-    return item;
-  };
-  for (const line of lines) part.set(find(line.to), find(line.from));
-  const parts = new Map();
-  for (const item of items) {
-    const key = find(item);
-    if (!parts.has(key)) parts.set(key, { items: [], lines: [] });
-    parts.get(key).items.push(item);
-  }
-  for (const line of lines) parts.get(find(line.from)).lines.push(line);
-  return [...parts.values()].sort((one, other) => other.items.length - one.items.length);
-}
-
-/** One part, by dagre. */
-function arrange({ items, lines }, sizes) {
+/** One level, by dagre. */
+function arrange(items, lines, sizes) {
   const boxes = items.map((item) => sizes.get(item));
   const numbers = new Map(items.map((item, index) => [item, index]));
   const joints = lines.map((line) => {
@@ -161,8 +135,8 @@ function arrangement(boxes, joints) {
   Libraries.layout(graph);
   const { width, height } = graph.graph();
   return {
-    width,
-    height,
+    width: Math.max(width, 0), // of no boxes it is not finite
+    height: Math.max(height, 0),
     spots: boxes.map((_, index) => {
       const { x, y, width: w, height: h } = graph.node(String(index));
       return { x: x - w / 2, y: y - h / 2, width: w, height: h };
@@ -172,32 +146,6 @@ function arrangement(boxes, joints) {
       return { points: edge.points.map(({ x, y }) => [x, y]), label: edge.x === undefined ? null : [edge.x, edge.y] };
     }),
   };
-}
-
-/** Put parts side by side, and below one another where there is no more room. */
-function shelve(parts, level) {
-  let x = 0,
-    y = 0,
-    tallest = 0;
-  const shelf = Math.max(SHELF, ...parts.map((part) => part.width));
-  for (const part of parts) {
-    if (x && x + part.width > shelf) {
-      y += tallest + 24;
-      [x, tallest] = [0, 0];
-    }
-    for (const item of part.items) level.items.push({ ...item, x: item.x + x, y: item.y + y });
-    for (const line of part.lines) {
-      level.lines.push({
-        ...line,
-        points: line.points.map(([a, b]) => [a + x, b + y]),
-        label: line.label && [line.label[0] + x, line.label[1] + y],
-      });
-    }
-    x += part.width + 24;
-    tallest = Math.max(tallest, part.height);
-    level.width = Math.max(level.width, x - 24);
-    level.height = Math.max(level.height, y + part.height);
-  }
 }
 
 /** The casts on some edges of one plan, each once. */

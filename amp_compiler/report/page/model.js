@@ -149,7 +149,7 @@ const GRAPHS = DATA.graphs.map((rows) => new Graph(rows));
 const PROFILE = (() => {
   if (!DATA.profile) return null;
   const text = (number) => DATA.strings[number];
-  const rows = DATA.profile.rows.map(([name, kind, op, module, planned, type, stored, exponents, fractions]) => ({
+  const rows = DATA.profile.map(([name, kind, op, module, planned, type, stored, exponents, fractions, updates]) => ({
     name: text(name),
     kind: text(kind),
     op: text(op),
@@ -160,6 +160,7 @@ const PROFILE = (() => {
     exponents: exponents ?? stored,
     scaled: exponents !== null,
     fractions,
+    updates,
   }));
   const byNode = new Map(),
     byModule = new Map();
@@ -172,7 +173,7 @@ const PROFILE = (() => {
       if (row.planned !== row.name) add(byNode, row.planned, row);
     }
   }
-  return { ...DATA.profile, rows, byNode, byModule };
+  return { rows, byNode, byModule };
 })();
 
 /** What was measured of an entry: what it makes, and the weights of its module where it alone reads them. */

@@ -17,8 +17,6 @@ class Page {
     this.lists = [...document.querySelectorAll("#lists button")];
     for (const list of this.lists) list.addEventListener("click", () => this.list(list.value));
     const act = (id, what) => document.getElementById(id).addEventListener("click", () => what(this.view.drawing));
-    act("larger", (drawing) => drawing.by(1.3));
-    act("smaller", (drawing) => drawing.by(1 / 1.3));
     act("fit", (drawing) => drawing.fit());
     act("unfold", (drawing) => drawing.openAll(true));
     act("fold", (drawing) => drawing.openAll(false));
@@ -28,43 +26,13 @@ class Page {
     );
     addEventListener("hashchange", () => this.follow());
     addEventListener("resize", () => this.view.drawing.fitted && this.view.drawing.fit());
-    addEventListener("beforeprint", () => this.print(true));
-    addEventListener("afterprint", () => this.print(false));
     addEventListener("keydown", (event) => {
       if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
         event.preventDefault();
         this.filters.search.focus();
       }
     });
-    this.compare();
     this.follow();
-  }
-
-  /** Of two plans, how much differs. */
-  compare() {
-    const told = document.getElementById("differ");
-    if (!told) return;
-    const found = GRAPHS[0].nodes.filter((entry) => entry.change);
-    const casts = castRows(GRAPHS[0]).filter((row) => row.only);
-    if (!found.length && !casts.length) told.append("Both decide the same.");
-    else
-      told.append(
-        make("b", {}, many(found.length, "node")),
-        " decided otherwise, ",
-        make("b", {}, many(casts.length, "cast")),
-        " in one of them alone. ",
-        make(
-          "button",
-          { type: "button", class: "link", onclick: () => this.showChanges() },
-          "Show these nodes",
-        ),
-      );
-  }
-
-  /** What two plans decide otherwise, in the graph that both have. */
-  showChanges() {
-    this.open(GRAPHS[0].key);
-    this.filters.set({ change: "any" });
   }
 
   /** Do what the address says. */
@@ -164,7 +132,6 @@ class Page {
     this.ruleTable = new Table(at("rules"), ruleColumns(graph), (row) => this.filters.set({ rule: row.rule }));
     this.ruleTable.show(rules);
     if (PROFILE) {
-      document.getElementById("advice").replaceChildren(...advice());
       this.rangeTable = new Table(document.getElementById("ranges"), RANGE_COLUMNS, (row) => {
         const entry = graph.nodes.find((one) => measuredOf(graph, one).includes(row)) ?? graph.node(row.planned);
         if (!entry) return;
@@ -189,12 +156,6 @@ class Page {
       list.setAttribute("aria-selected", String(list.value === name));
       document.getElementById(`list-${list.value}`).hidden = list.value !== name;
     }
-  }
-
-  print(printing) {
-    this.view.drawing.print(printing);
-    if (printing)
-      for (const table of [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable]) table?.more(Infinity);
   }
 }
 

@@ -47,8 +47,8 @@ class Table {
     this.more();
   }
 
-  more(count = AT_ONCE) {
-    const rows = this.sorted.slice(this.shown, this.shown + count);
+  more() {
+    const rows = this.sorted.slice(this.shown, this.shown + AT_ONCE);
     this.body.append(...rows.map((row) => this.line(row)));
     this.shown += rows.length;
     const left = this.sorted.length - this.shown;
@@ -128,7 +128,7 @@ function castColumns(graph) {
     numeric(
       "bytes",
       (row) => row.cast.bytes,
-      (row) => [make("i", { class: "size", style: `--share:${row.share}` }), bytes(row.cast.bytes)],
+      (row) => bytes(row.cast.bytes),
     ),
     column("of", (row) => ["a node", "an input", "stored data", "a cast"][row.cast.value.kind]),
     column("for", (row) => row.users.length, users),
@@ -142,11 +142,9 @@ function castColumns(graph) {
 /** The casts of a graph, those of two plans with the names of the plans. */
 function castRows(graph) {
   const rows = graph.sides.flatMap((side, number) => side.casts.map((cast) => ({ cast, side: number })));
-  const most = Math.max(1, ...rows.map((row) => row.cast.bytes));
   const key = (row) => `${row.cast.value.name} ${row.cast.src} ${row.cast.dst}`;
   const seen = graph.sides.map((_, number) => new Set(rows.filter((row) => row.side === number).map(key)));
   for (const row of rows) {
-    row.share = (row.cast.bytes / most).toFixed(4);
     row.users = row.cast.made
       ? [
           ...row.cast.made.readers.map(([node]) => node.name),

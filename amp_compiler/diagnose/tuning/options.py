@@ -1,4 +1,4 @@
-"""What a call of `amp.tune` is given: its options, and its subject with the batches."""
+"""The options of a call of `amp.tune`, and its subject with the batches."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.step import TrainingStep
 
-_STARTS = (LOW, FP32)
 LEAST_RUNS = 5  # one in FP32, with nothing kept and with all, and two of the rules as a file
 
 
 @dataclass(frozen=True)
-class Asked:
+class TuneOptions:
     """The options of a call, which `tune` tells.
 
     Args:
@@ -66,7 +65,7 @@ class Asked:
         Raises:
             AmpError: an option is none of those that there are, or the output cannot be written.
         """
-        if self.start not in _STARTS:
+        if self.start not in (LOW, FP32):
             raise AmpError(f"start={self.start!r} is not known", hint="use 'low' or 'fp32'")
         if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
             raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
@@ -78,9 +77,11 @@ class Asked:
                 hint=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
             )
         if self.output is not None:
+            if not isinstance(self.output, Path):
+                raise AmpError(f"output={self.output!r} is no path", hint="pass the name of the rule file to write")
             target = output_file(self.output)
-            given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
-            if given is not None and given.is_file() and given.resolve() == target:
+            rules = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
+            if rules is not None and rules.is_file() and rules.resolve() == target:
                 raise AmpError("the output is the rule file", where=str(self.output), hint="name another output")
 
     def settings(self) -> Settings:
@@ -93,35 +94,35 @@ def _is_above_zero(number: Any) -> bool:
 
 
 def subject_of(
-    subject: Any, batches: Any, asked: Asked, loss_fn: LossFunction | None, loss_scale: float
+    subject: Any, batches: Any, options: TuneOptions, loss_fn: LossFunction | None, loss_scale: float
 ) -> tuple[Subject, RuleSet]:
     """What is tuned, and its rules.
 
     Args:
         subject: as for `tune`.
         batches: as for `tune`.
-        asked: the options.
+        options: the options.
         loss_fn: as for `tune`.
         loss_scale: as for `tune`.
 
     Raises:
         AmpError: it cannot be tuned, or its batches do not fit.
     """
-    check_given(subject, loss_fn, loss_scale, asked.dtype, rules=False)
+    check_given(subject, loss_fn, loss_scale, options.dtype, rules=False)
     if isinstance(subject, TrainingStep):
-        return _of_step(subject, batches, asked)
+        return _of_step(subject, batches, options)
     if isinstance(subject, nn.Module):
-        model, settings = subject, asked.settings() if not isinstance(subject, CompiledModule) else subject.settings
+        model, settings = subject, options.settings() if not isinstance(subject, CompiledModule) else subject.settings
         if isinstance(subject, CompiledModule):
             model = subject.original
-            settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
-        given = [arguments(batch) for batch in _listed(batches)]
+            settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
+        args = [arguments(batch) for batch in _listed(batches)]
         if loss_fn is None:
-            return TorchSubject(model, given, settings), settings.rules
-        calls = [LossCall(model, loss_fn, batch) for batch in given]
-        seen = [call.batch for call in calls]
-        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, given=seen)
-        return TorchSubject(model, [call.given for call in calls], settings, goal), settings.rules
+            return TorchSubject(model, args, settings), settings.rules
+        calls = [LossCall(model, loss_fn, batch) for batch in args]
+        batches_of_loss = [call.batch for call in calls]
+        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, loss_args=batches_of_loss)
+        return TorchSubject(model, [call.model_args for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(
             f"a {type(subject).__name__} cannot be tuned",
@@ -131,26 +132,26 @@ def subject_of(
         raise AmpError("an ONNX model has no backward", hint="train it with amp.training_step, and pass the step")
     from amp_compiler.diagnose.tuning.onnx_model import OnnxSubject  # here, so that nobody else waits for ONNX
 
-    low = low_type("fp16" if asked.dtype == AUTO else asked.dtype)
-    return OnnxSubject(subject, batches, low), load_rules("default" if asked.rules is None else asked.rules)
+    low = low_type("fp16" if options.dtype == AUTO else options.dtype)
+    return OnnxSubject(subject, batches, low), load_rules("default" if options.rules is None else options.rules)
 
 
-def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, RuleSet]:
+def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Subject, RuleSet]:
     if not step._enabled:
         raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
     settings = step._settings
-    settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+    settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
     falls = step._scale_config.constant is None
     goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
-    given: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
-    return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
+    args: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
+    return TorchSubject(step._module, args, settings, goal, step._in_fp32, ROOT), settings.rules
 
 
 def _listed(batches: Any) -> list[Any]:
-    found = list(batches_of(batches))
-    if not found:
+    listed = list(batches_of(batches))
+    if not listed:
         raise AmpError("there is no batch to tune on", hint="pass at least one")
-    return found
+    return listed
 
 
 def _loss(loss: Any) -> Tensor:

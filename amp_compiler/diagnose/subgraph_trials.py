@@ -1,0 +1,75 @@
+"""A model with graph breaks, its subgraphs run node by node under its rules or others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried
+from amp_compiler.errors import AmpError, CaptureError, first_line
+from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.fx.attribute_writes import restored
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture_errors import name_of, user_frame
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.python_walk import python_state
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.piece_replay import PieceReplay
+
+
+class SubgraphTrials(ModelTrials):
+    """Runs one batch through the subgraphs; what stands between them runs as it is written.
+
+    Args:
+        tried: model, batch and options.
+        cause: why it is no one graph.
+    """
+
+    def __init__(self, tried: Tried, cause: CaptureError) -> None:
+        super().__init__(tried)
+        self._cause = cause
+
+    def _run(self, rules: RuleSet) -> Observed:
+        replay = PieceReplay()
+
+        def around(name: str, graph_module: torch.fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *inputs: replay.run(name, graph_module, inputs)
+
+        subgraphs = Pieces(self._model, self._tried.under(rules), self._cause, self._tried.device, around)
+        try:
+            with autocast_off(), generators_kept(self._model), _unchanged(self._model):
+                with torch.set_grad_enabled(self._backward is not None):
+                    output = subgraphs(self._tried.args, self._tried.kwargs)
+                results = tuple(
+                    f"{OUTPUT}{pytree.keystr(path)}"
+                    for path, one in pytree.tree_flatten_with_path(output)[0]
+                    if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
+                )
+                parameters = () if results or self._backward is None else self._spoilt(self._backward.start(output))
+        except AmpError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise AmpError(
+                f"{name_of(self._model)} raised {type(error).__name__}: {first_line(error)}",
+                where=user_frame(error),
+                hint="call the model itself with this batch first",
+            ) from error
+        return Observed(subgraphs.plan, replay.origins(subgraphs.plan), (), results, parameters, {})
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """What the model writes to its buffers and attributes is undone."""
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        with restored(python_state(model)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
