@@ -22,6 +22,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
+_AS_IT_IS = nullcontext()
 _SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
@@ -58,7 +59,7 @@ def silent(on: bool = True) -> AbstractContextManager[None]:
     Args:
         on: whether it is so.
     """
-    return _silent() if on else nullcontext()
+    return _silent() if on else _AS_IT_IS
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class HiddenWrites:
         self._held: object = None  # so that no other tensor gets an identity that the key is made of
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
-        self._lie: Callable[[], bool] = lambda: True
+        self._lie: Callable[[], bool] | None = None  # whether all of it lies where it lay
         self._turn = 0
 
     def look(self, generation: int) -> bool:
@@ -48,7 +48,7 @@ class HiddenWrites:
             generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
         at = generation, self._kept.low_weights.made
-        if at != self._at or not self._lie():
+        if at != self._at or (self._lie is not None and not self._lie()):
             self._at = at
             self._follow(generation)
         self._turn += 1
@@ -76,7 +76,7 @@ class HiddenWrites:
         masters, asked_for = [self._master(weight) for weight in low], list(map(kept.weights.masters.has, low))
         part = generation if kept.weights.parts.count > 1 else 0
         key = part, kept.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
-        if key != self._key or not self._lie():
+        if key != self._key or (self._lie is not None and not self._lie()):
             self._make_watch(trained)
             self._key, self._held = key, (trained, masters)
 
@@ -88,7 +88,7 @@ class HiddenWrites:
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
         self._watch = CopyWatch([pair for _, pair in pairs], takes)
         tensors = [one for _, pair in pairs for one in pair]
-        self._lie = address_test([*self._weights, *tensors]) if pairs else lambda: True
+        self._lie = address_test([*self._weights, *tensors]) if pairs else None
 
     def _trained(self) -> list[Tensor]:
         return [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]
