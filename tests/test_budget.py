@@ -35,8 +35,8 @@ BUDGET = {
     "passes": 9_400,
     "": 180,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 65_893  # of all rooms together; to come to 58,400
-TESTS = 59_008  # to come to 50,000; 3,700 are tests/behaviour, beside tests that go with the old capture
+SOURCES = 65_900  # of all rooms together; to come to 58,400
+TESTS = 59_010  # to come to 50,000; 3,700 are tests/behaviour, beside tests that go with the old capture
 MODULES = 24  # in one folder
 CROWDED = {"fx", "forward", "training"}  # rooms that may have more, until models are captured through torch.compile
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
