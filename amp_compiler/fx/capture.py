@@ -35,7 +35,7 @@ from amp_compiler.fx.torch_private import (
 )
 from amp_compiler.fx.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.transformers_caches import register_caches
-from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
+from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_switches, refuse_transforms
 from amp_compiler.fx.values_read import values_read
 
 
@@ -203,7 +203,7 @@ def _export(
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
-            exporting(),
+            exporting(refuse_switches),
             tracing_context(),
             recorded_functions() as custom,
             seeds_refused(),

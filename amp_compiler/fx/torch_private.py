@@ -372,15 +372,33 @@ def _states_of_lstm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exporting() -> Iterator[None]:
-    """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers():
+def exporting(check: Callable[[fx.Graph], None] = lambda graph: None) -> Iterator[None]:
+    """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found.
+
+    Args:
+        check: is given each graph in which gradients are switched, as it was traced.
+    """
+    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers(), _checked(check):
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
             yield
         finally:
             _CAPTURING.depth = depth
+
+
+@contextlib.contextmanager
+def _checked(check: Callable[[fx.Graph], None]) -> Iterator[None]:
+    from torch._export.passes import replace_set_grad_with_hop_pass as module
+
+    theirs = module.replace_set_grad_with_hop_pass
+
+    def checked(graph_module: fx.GraphModule, *signature: Any) -> Any:
+        check(graph_module.graph)
+        return theirs(graph_module, *signature)
+
+    with _exchanged(module, "replace_set_grad_with_hop_pass", checked):
+        yield
 
 
 @contextlib.contextmanager
