@@ -22,7 +22,12 @@ class AmpError(Exception):
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
         text = f"{where}: {what}" if where else what
-        super().__init__(f"{text}; {hint}" if hint else text)
+        self._text = f"{text}; {hint}" if hint else text
+        super().__init__(self._text)
+
+    def __str__(self) -> str:
+        """The text as it was made: Dynamo appends to the arguments of an exception that it lets through."""
+        return self._text
 
 
 class RuleError(AmpError):

@@ -340,6 +340,7 @@ STEP = Pipeline(
         "restore_upcasts",
         "fold_loss_scale",
         "simplify_casts",
+        "recompute_checkpoints",
         "sum_gradients",
         "gather_gradients",
         "shard_update",

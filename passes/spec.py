@@ -14,7 +14,7 @@ from amp_compiler.passes.base import lacks_example
 _CAPTURED = frozenset({Key.PIN, Key.VOLATILE, Key.GROUP})
 _CAST = _CAPTURED | {Key.PLACED, Key.MATH}
 _PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE, Key.BACKWARD_MATH}
-_STEP = _PLANNED | {Key.PHASE, Key.PLANNED, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE}
+_STEP = _PLANNED | {Key.PHASE, Key.PLANNED, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE, Key.CHECKPOINT}
 _REGIONS = ("higher_order.wrap_with_autocast", "higher_order.wrap_with_set_grad_enabled")
 
 

@@ -11,12 +11,15 @@ from torch import Tensor, fx
 
 from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import LoweringError
+from amp_compiler.fx.checkpoints import with_checkpoints
 from amp_compiler.fx.graph import own_upcasts
 from amp_compiler.fx.torch_private import forward_of, is_transformed, saved_tensor_hooks, transforms_functions
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:
     """The graph as a function of its flat inputs; every cast in it rounds, and `inputs` are not needed."""
+    if torch.is_grad_enabled():
+        graph_module = with_checkpoints(graph_module)
     upcasts = own_upcasts(graph_module.graph)
     forward = forward_of(graph_module)
     if not upcasts:

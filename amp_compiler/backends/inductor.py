@@ -18,6 +18,7 @@ from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
+from amp_compiler.fx.checkpoints import recomputed_in
 from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
@@ -88,12 +89,15 @@ def compile_graph(
         raise LoweringError(
             f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
         )
+    regions = recomputed_in(list(graph_module.graph.nodes)) if torch.is_grad_enabled() else {}
+    for node in regions:
+        node.meta[Key.RECOMPUTED] = True
     options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
     for node in graph_module.graph.nodes:
         # Names of sizes that depend on data, in the capture: Inductor's trace gives them others, and knows no old ones.
         node.meta.pop("unbacked_bindings", None)
         if Key.RECOMPUTED in node.meta:
-            node.meta.update(torch_private.recomputed())
+            node.meta.update(torch_private.recomputed(regions.get(node, 0)))
     try:
         with (
             torch_private.cpu_allocation(allocator),

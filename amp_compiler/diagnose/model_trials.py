@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.program import EAGER, Program, build_program
+from amp_compiler.forward.program import EAGER, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import Source
+from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.finiteness import Replay
-from amp_compiler.fx.graph import results_of
-from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import results_of, torch_dtype
+from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.nonfinite import described, in_order
@@ -107,6 +110,14 @@ class Tried:
         return replace(self.settings, rules=rules, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
 
 
+@dataclass(frozen=True)
+class _Rewritten:
+    """A forward under some rules: its rewritten graph and its plan."""
+
+    captured: Captured
+    plan: PrecisionPlan
+
+
 class ModelTrials:
     """Runs one batch through one graph.
 
@@ -145,20 +156,31 @@ class ModelTrials:
         return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _run(self, rules: RuleSet) -> Observed:
-        with autocast_off(), building():
-            settings = self._tried.under(rules)
-            program = build_program(self._model, self._args, self._kwargs, settings, keep_weights=False)
-            with TENSORS:
-                inputs = program.inputs(self._leaves)
-            seen = self._forward(program, inputs)
+        with autocast_off(), building(), generators_kept(self._model, self._args, self._kwargs):
+            program = self._rewritten(self._tried.under(rules))
+            given = [
+                self._leaves[entry.index]
+                if entry.source is Source.USER
+                else tensor_getter(self._model, program.captured, entry)()
+                for entry in program.captured.inputs
+            ]
+            seen = self._forward(program, given)
             if seen.results or self._backward is None:
                 return seen
-            return self._gradients(program, inputs, seen, self._backward)
+            return self._gradients(program, given, seen, self._backward)
 
-    def _forward(self, program: Program, inputs: list[Any]) -> Observed:
-        graph = program.graph_module.graph
+    def _rewritten(self, settings: Settings) -> _Rewritten:
+        low = settings.low(self._device)
+        with refused_checkpoints():
+            captured = capture_module(self._model, self._args, self._kwargs, None, torch_dtype(low))
+        plan = plan_captured(captured, settings, low)
+        rewrite(captured.graph_module, plan, settings, Stages())
+        return _Rewritten(captured, plan)
+
+    def _forward(self, program: _Rewritten, inputs: list[Any]) -> Observed:
+        graph = program.captured.graph_module.graph
         values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        replayed = Replay(program.graph_module).run_again(values, self._device)
+        replayed = Replay(program.captured.graph_module).run_again(values, self._device)
         count = program.captured.out_spec.num_leaves
         paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
         named = {
@@ -181,11 +203,11 @@ class ModelTrials:
             self._names(program),
         )
 
-    def _gradients(self, program: Program, inputs: list[Any], seen: Observed, backward: Backward) -> Observed:
+    def _gradients(self, program: _Rewritten, inputs: list[Any], seen: Observed, backward: Backward) -> Observed:
         replay = PieceReplay()
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-            results = list(replay.run("", program.graph_module, inputs))
+            results = list(replay.run("", program.captured.graph_module, inputs))
             spec = program.captured.out_spec
             loss = backward.start(pytree.tree_unflatten(results[: spec.num_leaves], spec))
             bad = self._spoilt(loss)
@@ -202,14 +224,12 @@ class ModelTrials:
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         )
 
-    def _names(self, program: Program) -> dict[str, str]:
+    def _names(self, program: _Rewritten) -> dict[str, str]:
         paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]
         kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
         return {
             entry.name: f"the batch itself (argument {_argument(paths[entry.index])})"
             if entry.source is Source.USER
-            else f"the number {program.captured.numbers[entry.name].label}"
-            if entry.source is Source.NUMBER
             else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
             for entry in program.captured.inputs
         }

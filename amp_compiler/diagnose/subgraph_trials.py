@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried
 from amp_compiler.errors import AmpError, CaptureError, first_line
-from amp_compiler.forward.graph_breaks import Pieces
-from amp_compiler.fx.attribute_writes import restored
+from amp_compiler.forward.subgraphs import Subgraphs, plan_of
 from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture import twin
 from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.python_walk import python_state
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.piece_replay import PieceReplay
 
@@ -40,11 +39,12 @@ class SubgraphTrials(ModelTrials):
         def around(name: str, graph_module: torch.fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *inputs: replay.run(name, graph_module, inputs)
 
-        subgraphs = Pieces(self._model, self._tried.under(rules), self._cause, self._tried.device, around)
+        model = twin(self._model)
+        subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around)
         try:
-            with autocast_off(), generators_kept(self._model), _unchanged(self._model):
+            with autocast_off(), generators_kept(model), _buffers_kept(model):
                 with torch.set_grad_enabled(self._backward is not None):
-                    output = subgraphs(self._tried.args, self._tried.kwargs)
+                    output, _ = subgraphs(self._tried.args, self._tried.kwargs)
                 results = tuple(
                     f"{OUTPUT}{pytree.keystr(path)}"
                     for path, one in pytree.tree_flatten_with_path(output)[0]
@@ -59,16 +59,16 @@ class SubgraphTrials(ModelTrials):
                 where=user_frame(error),
                 hint="call the model itself with this batch first",
             ) from error
-        return Observed(subgraphs.plan, replay.origins(subgraphs.plan), (), results, parameters, {})
+        plan = plan_of(subgraphs.made)
+        return Observed(plan, replay.origins(plan), (), results, parameters, {})
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """What the model writes to its buffers and attributes is undone."""
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What the model writes to its buffers is undone."""
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
     try:
-        with restored(python_state(model)):
-            yield
+        yield
     finally:
         with torch.no_grad():
             for buffer, before in buffers:

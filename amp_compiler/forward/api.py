@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
+from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.forward.graph_breaks import compile_piece
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
+from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
-from amp_compiler.fx.capture import capture_module, captured_from_graph_module
+from amp_compiler.fx.autocast_state import refuse_other_autocast
+from amp_compiler.fx.capture import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
+from amp_compiler.fx.frontend import as_backend
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
@@ -88,20 +91,13 @@ def compile(
     return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
 
 
-def dynamo_backend(
-    piece: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+def _build(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The entry point behind `torch.compile(model, backend="amp_compiler", options={"rules": ..., "dtype": ...})`.
-
-    Args:
-        piece: Dynamo's graph.
-        inputs: its example inputs.
-        options: `rules`, `dtype`, `backend` and `mode`, as for `amp.compile`.
-        mode: torch.compile's own, which stands in the options here.
-
-    Raises:
-        AmpError: an unknown option, or an autocast context around the call.
-    """
     given = dict(options or {})
     unknown = sorted(set(given) - {"rules", "dtype", "backend", "mode"})
     if unknown:
@@ -109,13 +105,25 @@ def dynamo_backend(
             f"unknown option {unknown[0]!r} of backend 'amp_compiler'", hint="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", hint="write options={'mode': ...} instead")
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise AmpError(
-            "backend 'amp_compiler' was called inside torch.autocast",
-            hint="leave the autocast context out: the rules decide",
-        )
-    return compile_piece(piece, inputs, make_settings(**given))[0]
+        given["mode"] = mode
+    settings = make_settings(**given)
+    low = settings.low(device_of(inputs))
+    refuse_other_autocast(torch_dtype(low))
+    return build_subgraph(graph_module, inputs, settings, low)
+
+
+dynamo_backend = as_backend(_build)
+dynamo_backend.__doc__ = """The entry point behind `torch.compile(model, backend="amp_compiler")`.
+
+Args:
+    graph_module: Dynamo's graph.
+    inputs: its example inputs.
+    options: `rules`, `dtype`, `backend` and `mode`, as for `amp.compile`.
+    mode: the same as in the options.
+
+Raises:
+    AmpError: an unknown option, or an autocast context in another type around the call.
+"""
 
 
 def explain(
@@ -187,7 +195,7 @@ def explain(
         )
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
-    captured = capture_module(model, args, kwargs, dynamic_shapes, low=torch_dtype(low))
+    captured = capture_model(model, args, kwargs, torch_dtype(low), dynamic_shapes is not None).captured
     plan = plan_captured(captured, settings, low, device=device or "")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
@@ -205,7 +213,7 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     sizes = sizes_of(opened, args, kwargs)
     plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
     try:
-        captured = capture_module(module_of(model), args, kwargs)
+        captured = capture_model(module_of(model), args, kwargs, None).captured
         plan_captured(captured, settings, low)  # by which it is in normal form
     except AmpError as cause:  # of the import and its own plan alone: the file's plan stands
         logger.warning("what torch.autocast casts is not counted: %s", cause)

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, HookError, UnknownFormError
-from amp_compiler.forward.captures import Captures
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.fallback import run_under_autocast
-from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.kinds import forwarding_members, kinds_of
-from amp_compiler.forward.notices import logger
-from amp_compiler.forward.program import Program, build_program, captures_whole
-from amp_compiler.forward.program_table import ProgramTable
-from amp_compiler.forward.settings import AUTO, Settings, device_of
-from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
+from amp_compiler.forward.module_hooks import ModuleHooks
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.signature import like_forward_of
+from amp_compiler.forward.subgraphs import NotStartedError, Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture_errors import shapes_do_not_fit
+from amp_compiler.fx.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import (
-    BUILDING,
-    TENSORS,
-    building,
     captures_here,
     exports_here,
     skipped_by_dynamo,
     transforms_here,
+    why_not_captured,
 )
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
-MANY_SIGNATURES = 16
+logger = logging.getLogger("amp_compiler")
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
 _OWN = ("forward", "__class__", "__dict__")
 
@@ -52,8 +47,7 @@ class CompiledModule(StandIn):
     original and has its name, by which some tools decide what to do, and `forward` has the same signature; for a
     `PreTrainedModel` of transformers it is one too, by which the Trainer saves it as such.
 
-    Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
-    models in pieces are called one at a time.
+    Any number of threads may call it. While one compiles, calls that have their code go on.
 
     Attributes:
         original: the module that was compiled.
@@ -73,9 +67,8 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_programs"], own["_pieces"], own["_last"], own["_told"] = ProgramTable(), {}, None, False
-        own["_transforms_told"] = own["_write_told"] = False
-        own["_captures"] = Captures(type(model).__name__, settings, "args")
+        own["_last"], own["_warned"] = (), set()
+        own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -140,8 +133,9 @@ class CompiledModule(StandIn):
         return self
 
     def _drop_weights(self) -> None:
-        for program in list(self._programs.values()):
-            program.weights.drop()
+        for subgraphs in self._frontends.values():
+            for subgraph in subgraphs.made:
+                subgraph.weights.drop()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its own method."""
@@ -155,154 +149,123 @@ class CompiledModule(StandIn):
         self.original._load_from_state_dict(*args)  # when a module that holds this one is loaded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the rewritten forward; captures first where the signature is new.
+        """Run the rewritten forward; compiles first where nothing that was compiled holds for the call.
 
         Raises:
-            CaptureError: the model cannot be captured, whole or in pieces.
+            CaptureError: the model cannot be captured.
             LoweringError: it cannot be rewritten or compiled.
         """
         return self._run(args, kwargs)
 
-    @skipped_by_dynamo
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if captures_here():  # of a model that holds this one: what captures it decides
+        if captured_within():  # of a model that holds this one: what captures it decides
+            return self.original(*args, **kwargs)
+        return self._run_apart(args, kwargs)
+
+    @skipped_by_dynamo
+    def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
-        kwargs = dict(sorted(kwargs.items()))
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if exports_here(leaves):
+        traced = isinstance(args, fx.Proxy)
+        if traced or exports_here(pytree.tree_leaves((args, kwargs))):
             raise CaptureError(
-                "a compiled module cannot be exported by torch.export",
-                hint="export `model.original`, the module behind it",
+                f"a compiled module cannot be {'traced by torch.fx' if traced else 'exported by torch.export'}",
+                hint=f"{'trace' if traced else 'export'} `model.original`, the module behind it",
             )
-        if transforms_here():
-            return self._transformed(args, kwargs, leaves)
-        with autocast_off():
-            try:
-                with TENSORS:
-                    mode = spec, module_key(self.original)
-                    key = mode, leaves_key(leaves)
-                    runner = self._programs.find(key, leaves)
-                    inputs = None if runner is None else runner.inputs(leaves)
-            except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
-                unknown = cause
-                return self._run_in_pieces(mode, args, kwargs, lambda: self._in_pieces(unknown, leaves))
-            if runner is None or inputs is None:
-                return self._build_and_run(key, args, kwargs, leaves)
-            return self._noted(runner, runner.run_on(inputs))
+        subgraphs = self._subgraphs()
+        reason = subgraphs.given_up or (
+            "torch.func or forward_ad is around the call" if transforms_here() else why_not_captured()
+        )
+        if reason:
+            return self._under_autocast(reason, args, kwargs)
+        try:
+            with autocast_off():
+                result, ran = subgraphs(args, kwargs)
+        except NotStartedError as error:
+            return self._without_capture(error, args, kwargs)
+        if subgraphs.given_up and not subgraphs.made:
+            self._warn("skipped", "%s ran as it is, and runs under torch.autocast from now on: %s", subgraphs.given_up)
+        return self._noted(ran, result)
 
-    def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
-        """A call that torch.func or `torch.autograd.forward_ad` is around: compiled code knows no such way."""
-        if not self._transforms_told:
-            self.__dict__["_transforms_told"] = True
-            logger.warning(
-                "%s runs under torch.autocast, which knows no rules, where torch.func or forward_ad is around the call;"
-                " compile a module whose forward has the transform in it",
-                type(self.original).__name__,
-            )
-        device = device_of([*leaves, *self.original.parameters()])
-        return run_under_autocast(self.original, self.settings, device, args, kwargs)
-
-    def _build_and_run(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
-        """A call for which there is no program, or none alone: one thread at a time."""
-        with BUILDING:
-            runner = (
-                self._programs.find(key, leaves) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
-            )
-            if isinstance(runner, Pieces):
-                return self._run_in_pieces(key[0], args, kwargs, lambda: runner)
-        return self._noted(runner, runner(leaves))
-
-    def _run_in_pieces(self, mode: Any, args: Any, kwargs: Any, made: Callable[[], Pieces]) -> Any:
-        with BUILDING:
-            runner = self._pieces.get(mode) or made()
-            result = runner(args, kwargs)
-            self._pieces[mode] = runner  # only now: a call that failed must not decide for later ones
-            return self._noted(runner, result)
-
-    def _in_pieces(self, cause: CaptureError, leaves: Sequence[Any]) -> Pieces:
-        return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
-
-    def _noted(self, runner: Program | Pieces, result: Any) -> Any:
-        """Remember what ran, and say once which rules match nothing and which weight was written unseen."""
-        self.__dict__["_last"] = runner
-        if isinstance(runner, Program) and runner.weights.written and not self._write_told:
-            self.__dict__["_write_told"] = True
-            tell_of_hidden_write(runner.weights.written)
-        if not self._told:
-            self.__dict__["_told"] = True
-            warn_of_unused(runner.plan.unused_rules, type(self.original).__name__)
+    def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
+        try:
+            result = self._under_autocast("", args, kwargs)
+        except Exception:  # noqa: BLE001  # the model's own, whatever that is
+            raise error  # noqa: B904  # it names the line, and is raised from what Dynamo says
+        self._warn(error.what, "%s runs under torch.autocast, which knows no rules: %s", error.what)
         return result
 
-    def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
-        if self.settings.dynamic_shapes is not None:
-            for (mode, _), other in list(self._programs.items()):
-                if mode == key[0] and other.form.accepts(leaves) and other.values.hold(leaves):
-                    self._programs.add(key, other, leaves)
-                    return other  # type: ignore[no-any-return]
-        keep = not torch.is_grad_enabled() and not self.original.training
-        try:
-            with building():
-                program: Program = self._captures.make(
-                    key[0],
-                    (args, kwargs),
-                    leaves,
-                    lambda s, stages, changing: build_program(self.original, args, kwargs, s, keep, stages, changing),
-                    self._programs.changed(),
-                )
-        except HookError:
-            raise  # Dynamo's pieces would lose it as well
-        except CaptureError as cause:
-            asked_for = self.settings.dynamic_shapes not in (None, AUTO)
-            if asked_for and captures_whole(self.original, args, kwargs):
-                name = type(self.original).__name__
-                logger.warning("%s runs in pieces: %s", name, shapes_do_not_fit("the model", cause))
-            return self._in_pieces(cause, leaves)
-        self._programs.add(key, program, leaves)
-        # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
-        self._programs.add(((key[0][0], module_key(self.original)), key[1]), program, leaves)
-        if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
-            logger.warning(
-                "%s was captured for %d input signatures; pad the inputs, or pass dynamic_shapes= to amp.compile",
-                type(self.original).__name__,
-                MANY_SIGNATURES,
-            )
-        return program
+    def _subgraphs(self) -> Subgraphs:
+        """What was compiled under the hooks that stand now."""
+        hooks = self._hooks.key()
+        subgraphs = self._frontends.get(hooks)
+        if subgraphs is None:
+            subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__)
+            subgraphs = self._frontends.setdefault(hooks, subgraphs)
+        return subgraphs  # type: ignore[no-any-return]
+
+    def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that no graph can take: torch's own mixed precision, which is said once for each reason."""
+        if reason:
+            self._warn(reason, "%s runs under torch.autocast, which knows no rules: %s", reason)
+        device = device_of([*pytree.tree_leaves((args, kwargs)), *self.original.parameters()])
+        return run_under_autocast(self.original, self.settings, device, args, kwargs)
+
+    def _warn(self, key: str, message: str, *values: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning(message, type(self.original).__name__, *values)
+
+    def _noted(self, ran: tuple[Subgraph, ...], result: Any) -> Any:
+        """Remember what ran, and say once which rules match nothing and which weight was written unseen."""
+        if not ran:
+            return result
+        self.__dict__["_last"] = ran
+        if "written" not in self._warned and (written := next((w for one in ran if (w := one.weights.written)), "")):
+            self._warned.add("written")
+            tell_of_hidden_write(written)
+        if "unused" not in self._warned:
+            self._warned.add("unused")
+            warn_of_unused(plan_of(ran).unused_rules, type(self.original).__name__)
+        return result
 
     @property
     def plan(self) -> PrecisionPlan:
-        """The plan of the last forward; for a model in pieces, that of all pieces together.
+        """The plan of the last forward; where its graph broke, that of all subgraphs together.
 
         Raises:
             AmpError: before the first call.
         """
-        return self._called().plan
+        return plan_of(self._called())
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The rewritten graph of the last forward (of the last piece, for a model in pieces)."""
-        last = self._called()
-        if not isinstance(last, Pieces):
-            return last.graph_module
-        if not last.plans:
-            raise AmpError(
-                "the model runs as it is written: there is no graph of any piece",
-                hint="do what the warning of the logger 'amp_compiler' names",
-            )
-        return last.plans[-1][1]
+        """The rewritten graph of the last forward; of the last of its subgraphs, where its graph broke."""
+        return self._called()[-1].graph_module
 
     @property
     def stages(self) -> Stages:
         """The text of the last forward's graph behind each pass: `model.stages["apply_plan"].text`."""
-        return self._called().stages
+        return stages_of(self._called())
 
     @property
-    def in_pieces(self) -> bool:
-        """Whether the last forward ran in Dynamo's pieces rather than as one graph."""
-        return isinstance(self._called(), Pieces)
+    def execution(self) -> str:
+        """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
+        return execution_of(self._called())
 
-    def _called(self) -> Program | Pieces:
-        if self._last is None:
-            raise AmpError("the model has not been called yet", hint="call it once, or use amp.explain")
+    @property
+    def compilations(self) -> int:
+        """How many graphs were compiled so far."""
+        return sum(len(one.made) for one in self._frontends.values())
+
+    def _called(self) -> tuple[Subgraph, ...]:
+        if not self._last:
+            reasons = (reason for one in self._frontends.values() if (reason := one.given_up or one.unplanned))
+            raise AmpError(
+                f"the model has no plan: {next(reasons, 'it has not been called yet')}",
+                hint="call it once, or use amp.explain",
+            )
         return self._last  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
@@ -312,10 +275,9 @@ class CompiledModule(StandIn):
         return CompiledModule, (self.original, self.settings)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
-        """`.to()`, `.cuda()`, `.float()`: done on the original; what was captured for the old device is dropped."""
+        """`.to()`, `.cuda()`, `.float()`: done on the original; what was compiled for the old device is dropped."""
         self.original._apply(fn, recurse)
-        self._programs.clear()
-        self._pieces.clear()
+        self._frontends.clear()
         return self
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.forward.program import EAGER, build_program, build_run
+from amp_compiler.forward.capture import capture_model
+from amp_compiler.forward.program import EAGER, build_run, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.zeros import ZeroTrail
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.graph import call_before, copy_graph, results_of
+from amp_compiler.fx.graph import call_before, results_of, torch_dtype
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ops.exponents import COUNT as COUNT_OPERATOR
@@ -113,8 +115,12 @@ def build_counting(
         CaptureError: the module cannot be taken as one graph.
     """
     settings = replace(settings, dynamic_shapes=None, backend=EAGER)
-    program = build_program(model, args, kwargs, settings, keep_weights=False)
-    graph_module = copy_graph(program.graph_module)
+    low, first = settings.low(device), pytree.tree_leaves((args, kwargs))
+    with torch.no_grad():
+        forward = capture_model(model, args, kwargs, torch_dtype(low))
+    plan = plan_captured(forward.captured, settings, low)
+    rewrite(forward.captured.graph_module, plan, settings, Stages())
+    graph_module = forward.captured.graph_module
     for node in graph_module.graph.nodes:
         if node.op != "output":
             node.meta[Key.PHASE] = "forward"
@@ -123,4 +129,7 @@ def build_counting(
     def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         return build_run(graph_module, [], settings, True, Stages())
 
-    return CountingProgram(nodes, graph_module if nodes else None, compiled, program.inputs, device)
+    def inputs(leaves: Sequence[Any]) -> list[Any]:
+        return forward.inputs_for(leaves, first)
+
+    return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device)

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from amp_compiler.errors import AmpError
+
 
 def autocast_off() -> AbstractContextManager[None]:
     """No ambient autocast: the plan decides, not the caller's context."""
@@ -40,3 +42,21 @@ def regions_in(low: torch.dtype | None) -> Iterator[None]:
     finally:
         for kind, dtype in before.items():
             torch.set_autocast_dtype(kind, dtype)
+
+
+def refuse_other_autocast(low: torch.dtype) -> None:
+    """Refuse what runs within `torch.autocast` of another type than is planned for.
+
+    Args:
+        low: the low type that is planned for.
+
+    Raises:
+        AmpError: names both types.
+    """
+    for kind in ("cpu", "cuda"):
+        around = torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind) and around is not low:
+            raise AmpError(
+                f"a graph that is planned in {low} was called inside torch.autocast('{kind}', dtype={around})",
+                hint=f"leave the autocast context out, since the rules decide, or give it dtype={low}",
+            )

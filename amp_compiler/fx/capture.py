@@ -1,11 +1,11 @@
-"""Capture: an `nn.Module` with example arguments becomes a flat FX graph in ATen training IR."""
+"""Capture by `torch.export`, for what is exported or run by itself: a flat FX graph in ATen training IR."""
 
 from __future__ import annotations
 
-import contextvars
+import copy
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +14,16 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
-from amp_compiler.fx.asked_names import names_asked
-from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.autocast_state import regions_in
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
-from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
-from amp_compiler.fx.hooks import refuse_module_hooks
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.named_keywords import keywords_named
-from amp_compiler.fx.number_arithmetic import compute_in_python
-from amp_compiler.fx.numbers import Changing, Number, NumberInputs
-from amp_compiler.fx.python_state import PythonState
-from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
-from amp_compiler.fx.torch_private import (
-    exporting,
-    new_graph_module,
-)
+from amp_compiler.fx.torch_private import exporting, new_graph_module
 from amp_compiler.fx.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.transformers_caches import register_caches
-from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_switches, refuse_transforms
-from amp_compiler.fx.values_read import values_read
+from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 
 
 class Source(enum.Enum):
@@ -74,12 +61,8 @@ class Captured:
         graph_module: flat placeholders in, a flat tuple out; ATen training IR.
         inputs: one entry per placeholder, in order.
         constants: tensors that the model's code made at capture, by name.
-        in_spec: tree of `(args, kwargs)`.
-        out_spec: tree of the return value.
-        guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
-        writes: what is assigned after a call; their tensors are results of the graph behind those of `out_spec`.
-        state: the Python values that it was captured with.
-        numbers: what gives the placeholders that are numbers of Python their values, by name.
+        in_spec: tree of `(args, kwargs)`; empty where Dynamo captured it.
+        out_spec: tree of the return value; the same.
     """
 
     graph_module: fx.GraphModule
@@ -87,17 +70,6 @@ class Captured:
     constants: dict[str, torch.Tensor]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    guards: Callable[..., Any] | None = None
-    writes: Writes = field(default_factory=Writes)
-    state: PythonState = field(default_factory=PythonState)
-    numbers: dict[str, Number] = field(default_factory=dict)
-
-    def is_rewritten(self, entry: Input) -> bool:
-        """Whether an input is a tensor in whose place a call leaves another one, as a state in an attribute is."""
-        place = self.state.place_of(self.constants[entry.target]) if entry.target in self.constants else None
-        label = place[0].name_of(place[1]) if place is not None else ""
-        written = [write.label for write in self.writes.assignments]
-        return bool(label) and any(label == one or label.startswith(f"{one}[") for one in written)
 
 
 def capture_module(
@@ -105,105 +77,58 @@ def capture_module(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    changing: Changing = Changing(),  # noqa: B008  # it is frozen
     low: torch.dtype | None = None,
 ) -> Captured:
     """Capture a module's forward with `torch.export`, in its present train or eval mode.
+
+    What the forward writes to attributes is lost: it is not among the results, and is undone.
 
     Args:
         model: the module; its parameters are named, not copied.
         args: example positional arguments.
         kwargs: example keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
-        changing: the numbers of Python that are to be inputs.
         low: the low type that is planned for, which regions of autocast have that name none.
 
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
         AmpError: it multiplies what torch does not.
     """
-    refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
-    asked: set[str] = set()
-    while True:  # names that only the running code tells lead to more that it reads
-        with regions_in(low):
-            more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
-        if more <= asked:
-            refuse_mixed_types(captured.graph_module)
-            return captured
-        asked |= more
-
-
-def _captured(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    dynamic_shapes: Any,
-    changing: Changing,
-    asked: set[str],
-) -> tuple[set[str], Captured]:
-    """As `capture_module`, with the names that the code asked for and the walk over its state did not know."""
-    state = python_state(model, asked)
-    if state.iterators:
-        raise CaptureError(
-            f"forward may read '{state.iterators[0]}', which is used up by reading it, and one graph would freeze it",
-            where=name_of(model),
-            hint="take the next value before the call, and pass it",
-        )
-    watch, numbers = WriteWatch(model, state), NumberInputs(model, state, changing)
-    with (
-        watch.active(),
-        written_first(state) as overwritten,
-        names_asked(state) as more,
-        values_read() as state.tensors,
-        numbers.active(args, kwargs or {}),
-        norms_apart(model) as norms,
-    ):
-        # In a context of its own: what is set in a context variable that had no value cannot be taken back.
-        program = contextvars.copy_context().run(_export, model, args, kwargs, dynamic_shapes)
-    state.overwritten = overwritten
-    captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
-    mark_norms(captured.graph_module, model, norms)
-    captured.state, captured.writes = state, watch.writes
-    if numbers.numbers:
-        _take_numbers(captured, numbers.numbers, pytree.tree_flatten((args, kwargs or {}))[0])
-    if watch.out_spec is not None:
-        captured.out_spec = watch.out_spec
-    return more, captured
-
-
-def _take_numbers(captured: Captured, numbers: Mapping[str, Number], leaves: Sequence[Any]) -> None:
-    """Mark the inputs that stand for numbers, by the names of their buffers, and those that are computed from these."""
-    found = {entry.name: numbers[entry.target] for entry in captured.inputs if entry.target in numbers}
-    places = {entry.name: entry.index for entry in captured.inputs if entry.source is Source.USER}
-    graph = captured.graph_module.graph
-    captured.numbers = compute_in_python(graph, found, places, leaves)
-    known = {entry.name: entry for entry in captured.inputs if entry.name not in found}
-    names = [node.name for node in graph.find_nodes(op="placeholder")]
-    captured.inputs = tuple(known.get(name) or Input(name, Source.NUMBER) for name in names)
+    with regions_in(low):
+        captured = captured_from_program(export_module(model, args, kwargs, dynamic_shapes))
+    refuse_mixed_types(captured.graph_module)
+    return captured
 
 
 def export_module(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """The `torch.export` program that `capture_module` captures; arguments and errors are the same.
+    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
+    refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
+    return _export(twin(model), args, kwargs, dynamic_shapes)
 
-    What the forward writes to attributes is lost: it is not among the results, and is undone.
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of a module that has its very parameters and buffers: what its code writes to objects is the copy's.
+
+    Where it cannot be copied, it is the module itself.
     """
-    refuse_sharded(model)
-    with restored(python_state(model)):
-        return _export(model, args, kwargs, dynamic_shapes)
+    memo: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # noqa: BLE001  # a lock, a generator or a file in it; a copy is a courtesy
+        return model
 
 
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any
 ) -> torch.export.ExportedProgram:
-    refuse_module_hooks(model)
     refuse_scripted(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
-            exporting(refuse_switches),
+            exporting(),
             tracing_context(),
             recorded_functions() as custom,
             seeds_refused(),
@@ -223,14 +148,14 @@ def _export(
             f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
             functions=tuple(custom),
             where=name_of(model),
-            hint="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
+            hint="make it a torch.library custom op with register_autograd",
         )
     refuse_transforms(program.graph)
     return program
 
 
-def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool = False) -> Captured:
-    """The captured form of a `torch.export` program; with its guards on input shapes where these are dynamic."""
+def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
+    """The captured form of a `torch.export` program."""
     kinds = {
         InputKind.PARAMETER: Source.PARAMETER,
         InputKind.BUFFER: Source.BUFFER,
@@ -262,7 +187,6 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
         constants,
         program.call_spec.in_spec,
         program.call_spec.out_spec,
-        getattr(program.module(), "_guards_fn", None) if dynamic else None,
     )
 
 
@@ -301,8 +225,7 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     """
     if entry.target in captured.constants:
         constant = captured.constants[entry.target]
-        place = captured.state.place_of(constant)
-        return (lambda: constant) if place is None else place[0].getter(place[1])
+        return lambda: constant
     path, _, leaf = entry.target.rpartition(".")
     try:
         owner = model.get_submodule(path)

@@ -23,6 +23,7 @@ class _Kind:
         errors: names of the exceptions that say so.
         text: what stands in the message of an exception that says so, as a regular expression.
         line: what stands in the user's line, as a regular expression.
+        dynamo: what stands in what Dynamo says of it, as a regular expression; empty where Dynamo says nothing of it.
     """
 
     what: str
@@ -30,6 +31,7 @@ class _Kind:
     errors: tuple[str, ...] = ()
     text: str = ""
     line: str = ""
+    dynamo: str = ""
 
     def holds(self, error: BaseException, line: str) -> bool:
         """Whether an exception that a line of the user's raised is of this kind."""
@@ -39,6 +41,9 @@ class _Kind:
         return said and (not self.line or re.search(self.line, line) is not None)
 
 
+_BY_VALUES = r"[Dd]ata[- ]dependent"
+_NO_FAKE = r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation"
+_LEAVES = r"\.numpy\(\)|data pointer|data_ptr|data is not allocated"
 _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
 # The first that holds is said.
 _KINDS = (
@@ -63,6 +68,7 @@ _KINDS = (
         "remove the assert, or use torch._assert_async",
         _ON_VALUES,
         line=r"^assert\b",
+        dynamo=_BY_VALUES,
     ),
     _Kind(
         "branches on the values of a tensor",
@@ -70,23 +76,27 @@ _KINDS = (
         _ON_VALUES,
         text="guard on",
         line=r"\b(if|elif|while|and|or|not|bool)\b",
+        dynamo=_BY_VALUES,
     ),
     _Kind(
         "repeats something as often as the values of a tensor say",
         "use a number that does not depend on the input, or torch.while_loop",
         _ON_VALUES,
         line=r"\b(for|range)\b",
+        dynamo=_BY_VALUES,
     ),
     _Kind(
         "needs the values of a tensor as Python numbers, such as a size or an index",
         "keep them in tensors, or give the numbers as arguments",
         _ON_VALUES,
+        dynamo=_BY_VALUES,
     ),
     _Kind(  # as pack_padded_sequence and pad_packed_sequence do with lengths
         "needs the values of a tensor as sizes",
         "give them as numbers that do not depend on a tensor",
         ("TypeError",),
         text="argument 'size'.*FakeTensor",
+        dynamo="pack_padded_sequence|pad_packed",
     ),
     _Kind(
         "makes a tensor whose size depends on the values of another one",
@@ -96,12 +106,14 @@ _KINDS = (
     _Kind(
         "calls an operator that cannot be traced, because it does not say what its result is like",
         "give it a fake implementation with torch.library.register_fake",
-        text=r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation",
+        text=_NO_FAKE,
+        dynamo=_NO_FAKE,
     ),
     _Kind(
         "leaves torch: it reads the memory or the numbers of a tensor with something else, such as NumPy",
         "do it with torch, or put it into an operator of its own with torch.library.custom_op",
-        text=r"\.numpy\(\)|data pointer|data_ptr|data is not allocated",
+        text=_LEAVES,
+        dynamo=_LEAVES,
     ),
 )
 
@@ -143,6 +155,19 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         where=where,
         hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
     )
+
+
+def kind_of(text: str, line: str) -> tuple[str, str] | None:
+    """What is wrong and what can be done, where Dynamo cannot capture a line; `None` for what is not known.
+
+    Args:
+        text: all that Dynamo says.
+        line: of the user's.
+    """
+    for kind in _KINDS:
+        if kind.dynamo and re.search(kind.dynamo, text) and (not kind.line or re.search(kind.line, line)):
+            return kind.what, kind.hint
+    return None
 
 
 def shapes_do_not_fit(name: str, cause: CaptureError) -> CaptureError:

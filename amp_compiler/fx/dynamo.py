@@ -1,82 +1,133 @@
-"""Graph pieces as Dynamo hands them to a backend, retraced to ATen training IR."""
+"""Graphs as Dynamo hands them to a backend, traced again to ATen training IR: inputs by their names in the model."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, ValuesReadError
+from amp_compiler.fx.autocast_state import regions_in
+from amp_compiler.fx.capture import Captured, Input, Source
 from amp_compiler.fx.capture_errors import user_frame
-from amp_compiler.fx.graph import rename_placeholder, user_source
+from amp_compiler.fx.checkpoints import mark_checkpoint
+from amp_compiler.fx.exact_numbers import settle_numbers
+from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
-from amp_compiler.fx.no_grad import detach_what_enters
-from amp_compiler.fx.piece_regions import Region, mark, wrap_regions
-from amp_compiler.fx.regions import names_other_type
+from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.torch_private import (
+    AUTOGRAD_FUNCTION,
     TENSOR_OF_NUMBER,
+    is_of_transform,
     is_restart,
     new_graph_module,
+    opaque_call,
     restored_transforms,
+    source_text,
     traced_graph,
-    transform_of,
+    with_regions,
 )
 from amp_compiler.fx.tracing import tracing_context
-from amp_compiler.ir.graph import ValueKind
+
+_, _EMPTY = pytree.tree_flatten(())
 
 
-def trace_piece(
-    piece: fx.GraphModule, inputs: Sequence[Any], low: torch.dtype
-) -> tuple[fx.GraphModule, dict[str, ValueKind]]:
-    """Retrace one of Dynamo's graphs to ATen training IR, before autograd.
+@dataclass(frozen=True)
+class Names:
+    """How the graphs of a model name what they are of.
 
     Args:
-        piece: Dynamo's graph of torch functions and methods.
-        inputs: the example inputs that Dynamo gives with it; sizes may be symbolic.
-        low: the low type that is planned for.
+        modules: path of each module, by `str(id(module))`, as Dynamo has it in `nn_module_stack`.
+        tensors: of each parameter and buffer where it comes from and its qualified name, by `id(tensor)`.
+        arguments: names of the model's positional arguments.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[int, tuple[Source, str]] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Names:
+        """The names of a model, as they are now.
+
+        Args:
+            model: the module; what is tied has the first of its names.
+            forward: whose arguments a call gives; that of the model where it is `None`.
+        """
+        tensors: dict[int, tuple[Source, str]] = {}
+        for source, named in (
+            (Source.PARAMETER, model.named_parameters()),
+            (Source.BUFFER, model.named_buffers()),
+        ):
+            for name, tensor in named:
+                tensors.setdefault(id(tensor), (source, name))
+        try:
+            shown = inspect.signature(model.forward if forward is None else forward).parameters.values()
+        except (TypeError, ValueError):  # written in C
+            shown = {}.values()
+        several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        arguments = tuple(one.name for one in shown if one.kind not in several)
+        return cls({str(id(one)): name for name, one in model.named_modules()}, tensors, arguments)
+
+
+def captured_from_dynamo(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    low: torch.dtype | None,
+    names: Names,
+    is_wide: Callable[[Tensor], bool] = lambda parameter: False,
+) -> Captured:
+    """Trace one of Dynamo's graphs again to ATen training IR, before autograd.
+
+    Args:
+        graph_module: Dynamo's graph of torch functions and methods.
+        inputs: the example inputs that Dynamo gives with it.
+        low: the low type that is planned for; `None` where nothing is planned.
+        names: of the model.
+        is_wide: which 16-bit parameters are traced as FP32, for which the model was written.
 
     Returns:
-        The ATen graph, with one placeholder per placeholder of the piece, and the kind of each placeholder.
+        The ATen graph, with one placeholder per placeholder of Dynamo's; its example inputs are the `val` of these.
 
     Raises:
-        CaptureError: where the piece cannot be traced; names the line of the model.
+        CaptureError: it cannot be traced; names the line of the model.
         LoweringError: the model switches gradients in an autocast region of another 16-bit type; names its line.
     """
-    placeholders = piece.graph.find_nodes(op="placeholder")
-    examples = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
-    kinds = {value.device.type for value in examples if isinstance(value, torch.Tensor)}
-    body = _without_autocast_calls(piece, min(kinds - {"cpu", "meta"}, default="cpu"), low)
-    for node in piece.graph.nodes:
-        if "autograd_function_apply" in str(node.target):
-            raise CaptureError(
-                "the model applies a custom torch.autograd.Function, whose backward a traced graph would lose",
-                where=user_source(node.meta.get("stack_trace")),
-                hint="put the call under torch.compiler.disable, or use amp.compile, which does that",
-            )
-    # The piece's own fake mode: constants that it makes while it is traced must be of the same.
+    settle_numbers(graph_module)
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("example_value", real) for node, real in zip(placeholders, inputs, strict=True)]
+    pairs = zip(examples, inputs, strict=True)
+    examples = [widened_example(one) if isinstance(real, Tensor) and is_wide(real) else one for one, real in pairs]
+    _name_modules(graph_module, names)
+    # Before autograd, unless a transform of torch.func has to be carried out: it is gone behind that alone.
+    before = not any(map(is_of_transform, graph_module.graph.nodes))
+    body = _prepared(graph_module, before)
+    # Dynamo's own fake mode: constants that are made while it is traced must be of the same.
     fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
     try:
         with (
             tracing_context(),
+            regions_in(low),
             restored_transforms(),
             fx_traceback.preserve_node_meta(),
-            fake_mode or contextlib.nullcontext(),
         ):
-            # Before autograd, unless a transform of torch.func has to be carried out: it is gone behind that alone.
-            before = not any(map(transform_of, body.graph.nodes))
-            run = fx.Interpreter(body).run
-            traced = traced_graph(run, *examples, pre_dispatch=before, _allow_non_fake_inputs=True)
+            traced = traced_graph(
+                _Retrace(body).run_traced, *examples, pre_dispatch=before, _allow_non_fake_inputs=True
+            )
     except Exception as cause:  # tracing runs the model's own calls, which may raise anything
         if is_restart(cause):
             raise
         raise CaptureError(
-            f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
+            f"a graph of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
             where=user_frame(cause),
             hint="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
@@ -87,37 +138,162 @@ def trace_piece(
                 where=user_source(node.meta.get("stack_trace")),
                 hint="index with a tensor of one dimension, or use index_select",
             )
-    if torch.is_grad_enabled():
-        detach_what_enters(traced.graph)
-    if not before:
+    if before:
+        traced = with_regions(traced)
+    else:
         traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
-    _restore_pins(traced)
-    wrap_regions(traced)
-    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        rename_placeholder(node, original.name)
+        _restore_pins(traced)
+    refuse_mixed_types(traced, low is not None)
+    entries = _entries(traced.graph.find_nodes(op="placeholder"), placeholders, inputs, names)
+    constants = _lifted(traced, fake_mode)
     traced.recompile()
-    given_as = {
-        node.name: ValueKind.PARAMETER if isinstance(given, torch.nn.Parameter) else ValueKind.INPUT
-        for node, given in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    }
-    return traced, given_as
+    entries += tuple(Input(name, Source.CONSTANT, name) for name in constants)
+    return Captured(traced, entries, constants, _EMPTY, _EMPTY)
 
 
-def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
-    """A copy in which autocast regions are marks on nodes, not calls that would act while tracing; data is detached."""
+def widened_example(example: Any) -> Any:
+    """A stand-in of a parameter as a step computes with it: FP32 where it has 16 bits."""
+    if not isinstance(example, FakeTensor) or example.dtype not in LOW_TYPES:
+        return example
+    with example.fake_mode, torch.no_grad():
+        return example.detach().float().requires_grad_(example.requires_grad)
+
+
+def _lifted(traced: fx.GraphModule, fake_mode: Any) -> dict[str, Tensor]:
+    """Make the tensors that the trace has made inputs behind the others, as those of torch.export are."""
+    constants: dict[str, Tensor] = {}
+    last = next(iter(reversed(traced.graph.find_nodes(op="placeholder"))), None)
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = getattr(traced, node.target)
+        if not isinstance(value, Tensor):
+            continue
+        name = f"c_{node.target.strip('_')}"
+        if name not in constants:
+            with traced.graph.inserting_after(last) if last is not None else traced.graph.inserting_before():
+                last = traced.graph.placeholder(name)
+            last.meta["val"] = value if fake_mode is None else fake_mode.from_tensor(value, static_shapes=True)
+            constants[name] = value
+        made = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
+        node.replace_all_uses_with(made)
+        traced.graph.erase_node(node)
+    return constants
+
+
+class _Retrace(fx.Interpreter):
+    """Runs Dynamo's graph while it is traced. What has a backward of its own stays one node.
+
+    Args:
+        graph_module: the graph.
+        within: the number of the region of checkpointing that it is of; `None` for a graph that is of none.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, within: int | None = None) -> None:
+        super().__init__(graph_module)
+        self._within, self._numbers = within, itertools.count(1)
+
+    def run_traced(self, *inputs: Any) -> Any:
+        """Run it; a region of autocast that an error leaves open is closed."""
+        self._regions: list[torch.autocast] = []
+        try:
+            return self.run(*inputs)
+        finally:
+            while self._regions:
+                self._regions.pop().__exit__(None, None, None)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As it is, but for what would lose its backward or its recomputation."""
+        name = getattr(target, "__name__", "")
+        if name == "_enter_autocast":  # which alone would be noted, and change no types
+            device, dtype, enabled, cached = args
+            self._regions.append(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            return self._regions[-1].__enter__()
+        if name == "_exit_autocast":
+            return self._regions.pop().__exit__(None, None, None)
+        if target is AUTOGRAD_FUNCTION:
+            return opaque_call(target, args, kwargs)
+        if target is torch.ops.higher_order.tag_activation_checkpoint:
+            inner, *operands = args
+            number = next(self._numbers) if self._within is None else self._within
+            mark_checkpoint(inner, number)
+            return _Retrace(inner, number).run_traced(*operands)
+        return super().call_function(target, args, kwargs)
+
+
+def _entries(
+    traced: Sequence[fx.Node], placeholders: Sequence[fx.Node], inputs: Sequence[Any], names: Names
+) -> tuple[Input, ...]:
+    """What each input is; the placeholders are named after it."""
+    entries = []
+    for place, (node, original, value) in enumerate(zip(traced, placeholders, inputs, strict=True)):
+        source, target = names.tensors.get(id(value), (None, ""))
+        text = source_text(original)
+        if source is None and isinstance(value, nn.Parameter):
+            source, target = Source.PARAMETER, _readable(text)
+        if source is None and not isinstance(value, Tensor):
+            source = Source.NUMBER
+        if source is None:
+            source = Source.USER if re.match(r"L\['(?!self'|model')", text) else Source.CONSTANT
+        said = target or _argument(text, names.arguments) or original.name
+        rename_placeholder(node, placeholder_name(source, said))
+        if not isinstance(value, Tensor):
+            node.meta.setdefault("val", original.meta.get("example_value"))
+        called = re.sub(r"^L\['(\w+)'\]", r"\1", text) if source is Source.USER else _readable(text)
+        entries.append(Input(node.name, source, target or called, place))
+    return tuple(entries)
+
+
+def placeholder_name(source: Source, said: str) -> str:
+    """The name of a placeholder, as torch.export gives it.
+
+    Args:
+        source: where it comes from.
+        said: its name there.
+    """
+    prefix = {Source.PARAMETER: "p_", Source.BUFFER: "b_", Source.CONSTANT: "c_"}.get(source, "")
+    return prefix + re.sub(r"\W+", "_", said).strip("_")
+
+
+def _argument(text: str, arguments: Sequence[str]) -> str:
+    """The name of a user's input, as its source `L['args'][0]['x']` or `L['kwargs']['mask']` gives it."""
+    found = re.match(r"L\['(args|batch)'\]\[(\d+)\](.*)", text)
+    if found:
+        place = int(found[2])
+        return (arguments[place] if place < len(arguments) else f"{found[1]}_{place}") + _readable(found[3])
+    return _readable(re.sub(r"^L\['kwargs'\]|^L", "", text))
+
+
+def _readable(text: str) -> str:
+    """A source without Python's punctuation."""
+    text = re.sub(r"\._(?:modules|parameters|buffers)\b|\.__dict__\b|\['_(?:modules|parameters|buffers)'\]", "", text)
+    text = re.sub(r"^[LG]\['(?:self|model)'\]", "", text)
+    return re.sub(r"\['?([^\]']*)'?\]", r".\1", text).strip(".")
+
+
+def _name_modules(graph_module: fx.GraphModule, names: Names) -> None:
+    """Paths of modules as the model has them, in the graph and in what it calls."""
+    for inner in graph_module.modules():
+        if isinstance(inner, fx.GraphModule):
+            for node in inner.graph.nodes:
+                stack = node.meta.get("nn_module_stack")
+                if stack:
+                    node.meta["nn_module_stack"] = {
+                        key: (names.modules.get(key.partition("@")[0], path), kind)
+                        for key, (path, kind) in stack.items()
+                    }
+
+
+def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModule:
+    """A copy that can be traced: data is detached; nodes are marked where the trace loses regions of autocast."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
-    regions: list[Region] = []
-    opened = 0
-    for node in piece.graph.nodes:
+    regions: list[tuple[str, bool]] = []
+    for node in graph_module.graph.nodes:
         called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if called == "_enter_autocast":
-            device, dtype, enabled = node.args[:3]
-            regions.append(Region(opened, str(device), dtype, bool(enabled)))
-            opened += 1
-            continue
-        if called == "_exit_autocast":
-            regions.pop()
+        if called in ("_enter_autocast", "_exit_autocast") and not keep_regions:
+            if called == "_exit_autocast":
+                regions.pop()
+            else:
+                regions.append((str(node.args[0]), bool(node.args[2])))
             continue
         copied = graph.node_copy(node, lambda old: environment[old])
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
@@ -125,11 +301,9 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
             _as_stacked_numbers(copied)
         environment[node] = copied
-        if regions and not regions[-1].enabled:
-            copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: regions[-1].device}
-        other = [names_other_type(one.device, one.dtype, one.enabled, kind, low) for one in regions]
-        mark(copied, regions[other.index(True) :] if True in other else [])
-    return new_graph_module(piece, graph)
+        if regions and not regions[-1][1]:
+            copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: regions[-1][0]}
+    return new_graph_module(graph_module, graph)
 
 
 def _as_stacked_numbers(node: fx.Node) -> None:

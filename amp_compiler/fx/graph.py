@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import inspect
@@ -159,8 +160,14 @@ def cast_bytes(graph: fx.Graph, phase: str) -> int:
 
 
 def rename_placeholder(node: fx.Node, name: str) -> None:
-    """Give a placeholder a name, in the graph and in the signature of the printed code."""
-    node._rename(name)
+    """Give a placeholder a name, in the graph and in the signature of the printed code.
+
+    An argument may be called as one of Python's own, such as `input`, which fx gives to no node by itself.
+    """
+    if hasattr(builtins, name) and all(other.name != name for other in node.graph.nodes):
+        node.name = name
+    else:
+        node._rename(name)
     node.target = node.name
 
 

@@ -29,7 +29,9 @@ _OF_TORCH: tuple[tuple[str, type], ...] = (
 )
 # In `node.meta`, and read by nobody behind the trace: by torch's own tracer, profiler and exporter alone.
 UNREAD = frozenset({"seq_nr", "original_aten", "from_node", "torch_fn", "source_fn_stack", "tensor_meta", "desc"})
-_OWN = {str(key): key for key in (Key.PHASE, Key.PLANNED, Key.SEED)}  # written by the trace itself, as plain values
+_OWN = {
+    str(key): key for key in (Key.PHASE, Key.PLANNED, Key.SEED, Key.CHECKPOINT)
+}  # written by the trace itself, as plain values
 
 
 class Unrecordable(AmpError):

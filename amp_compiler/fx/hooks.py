@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import shorten_path
-from amp_compiler.fx.torch_private import global_module_hooks, saved_tensor_hooks
+from amp_compiler.fx.torch_private import saved_tensor_hooks
 
 _ON_TENSORS = {
     torch.Tensor.register_hook: "register_hook",
@@ -22,25 +21,6 @@ _ON_TENSORS = {
 _GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
-
-
-def refuse_module_hooks(model: nn.Module) -> None:
-    """Refuse backward hooks on modules, which no graph runs.
-
-    Raises:
-        CaptureError: names the module; Dynamo's pieces run it.
-    """
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"module '{name or type(model).__name__}' has a backward hook, which one graph cannot run",
-                hint="remove it with the handle that register_full_backward_hook gave, or hang it on a tensor outside",
-            )
-    if global_module_hooks(backward=True):
-        raise CaptureError(
-            "there is a global backward hook for all modules, which one graph cannot run",
-            hint="remove the handle that torch.nn.modules.module.register_module_full_backward_hook gave",
-        )
 
 
 def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:

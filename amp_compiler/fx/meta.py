@@ -45,6 +45,7 @@ class Key(enum.StrEnum):
     WIDE = "amp_wide", str  # placeholder that stands for the FP32 value of a 16-bit parameter, which is named
     STORED = "amp_stored", str  # placeholder of data that a model file will hold, which are named
     RECOMPUTED = "amp_recomputed", bool  # a backward makes it anew, rather than keep it from the forward
+    CHECKPOINT = "amp_checkpoint", int  # the region of checkpointing that computes it, which a backward runs again
     STATE = "amp_state", tuple  # placeholder of what a step keeps: (column, group, number)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.fx.frontend import raise_at_once
 from amp_compiler.fx.graph import module_of
 from amp_compiler.fx.meta import Key
 
@@ -26,31 +26,23 @@ def joins_ranks(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def norms_apart(model: nn.Module) -> Iterator[list[tuple[nn.Module, tuple[str, int]]]]:
-    """Within it, a `SyncBatchNorm` in training is a plain batch norm to this thread, where the model knows its groups.
+def norms_apart(model: nn.Module) -> Iterator[None]:
+    """Within it, a `SyncBatchNorm` in training is a plain batch norm, where the model knows the groups of its own.
 
     Args:
         model: what is captured.
-
-    Yields:
-        Each one at each call, with the name and the size of its group.
     """
-    groups: Groups | None = model.__dict__.get(GROUPS)
-    found: list[tuple[nn.Module, tuple[str, int]]] = []
-    if groups is None:
-        yield found
+    if model.__dict__.get(GROUPS) is None:
+        yield
         return
-    theirs, thread = nn.SyncBatchNorm.forward, threading.get_ident()
+    theirs = nn.SyncBatchNorm.forward
 
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        if threading.get_ident() != thread or not self.training:
-            return theirs(self, input)
-        found.append((self, groups(self)))
-        return _alone(self, input)
+        return _alone(self, input) if self.training else theirs(self, input)
 
     nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
     try:
-        yield found
+        yield
     finally:
         nn.SyncBatchNorm.forward = theirs  # type: ignore[method-assign]
 
@@ -64,9 +56,8 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     norm._check_input_dim(data)
     norm._check_non_zero_input_channels(data)
     if data.numel() // data.shape[1] < 2:
-        raise CaptureError(
-            "a SyncBatchNorm gets one number of each channel on this rank, or none", hint="give each rank two rows"
-        )
+        what = "a SyncBatchNorm gets one number of each channel on this rank, or none"
+        raise_at_once(what, "give each rank two rows")
     mean, variance = norm.running_mean, norm.running_var
     if not norm.track_running_stats:
         mean = variance = None

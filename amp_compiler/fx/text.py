@@ -247,6 +247,7 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.WIDE, lambda value: f"wide={value}", str),
     (Key.STORED, lambda value: f"stored={value}", str),
     (Key.RECOMPUTED, lambda value: "recomputed", bool),
+    (Key.CHECKPOINT, lambda value: f"checkpoint={value}", int),
     (
         Key.STATE,
         lambda value: f"state={'/'.join(map(str, value))}",

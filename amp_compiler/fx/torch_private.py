@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import re
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -195,7 +198,6 @@ def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     They stay as they are where some are fake already and of one mode, and while Dynamo compiles: it knows which of
     their sizes are symbolic. What passes have made has a mode of its own.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     modes = {id(one.fake_mode) for one in inputs if isinstance(one, FakeTensor)}
@@ -213,13 +215,17 @@ def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     return [faked(one) if isinstance(one, torch.Tensor) else one for one in inputs]
 
 
-def recomputed() -> dict[str, Any]:
-    """Marks on a node by which torch's partitioner makes its value anew for the backward; none where it knows none."""
+def recomputed(region: int = 0) -> dict[str, Any]:
+    """Marks on a node by which torch's partitioner makes its value anew for the backward; none where it knows none.
+
+    Args:
+        region: what one region computes and a later one reads is kept.
+    """
     try:
         from torch.utils.checkpoint import CheckpointPolicy
     except ImportError:
         return {}
-    return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+    return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
 
 
 def new_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
@@ -231,8 +237,12 @@ def new_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 
 def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> fx.GraphModule:
-    """What `make_fx(function, **options)(*inputs)` gives, as a module such as `new_graph_module` makes."""
-    with _lazily():
+    """What `make_fx(function, **options)(*inputs)` gives, as a module such as `new_graph_module` makes.
+
+    What the function makes anew is of the fake mode of the inputs.
+    """
+    fake_mode = next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)
+    with _lazily(), fake_mode or contextlib.nullcontext():
         return make_fx(function, **options)(*inputs)  # type: ignore[no-any-return]
 
 
@@ -311,36 +321,130 @@ def inductor_option(name: str) -> Any:
     return getattr(config, name, None)
 
 
-@contextlib.contextmanager
-def unrolled_recurrence() -> Iterator[None]:
-    """Within it, Dynamo takes recurrent layers into its graphs, where this torch has that option.
+def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]:
+    """Sets Dynamo so that it captures what a rewritten graph can be right for; gives what sets it back.
 
-    It breaks its graph behind them where packed sequences are padded: how long they are is told by numbers alone, and
-    before torch 2.13 Dynamo raised there.
+    Options that this torch lacks are left out.
+
+    Args:
+        limit: for how many forms of its inputs a function is compiled before Dynamo raises. A torch that counts the
+            models of a class together counts up to as many for each model there was.
+        hooks: whether it guards the hooks of modules.
     """
-    config, padding = torch._dynamo.config, getattr(torch._VF, "_pad_packed_sequence", None)
+    limit *= 1 if _ISOLATES else max(_MODELS[0], 1)
+    config: Any = torch._dynamo.config
+    wanted = {
+        "allow_rnn": True,  # recurrent layers are part of a graph, not run as they are
+        "skip_nnmodule_hook_guards": not hooks,
+        "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
+        "specialize_float": False,  # and so does one that is annealed
+        "recompile_limit": limit,
+        "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
+        "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
+        "suppress_errors": False,
+        # What transformers says once for a process is no reason for a graph break.
+        "ignore_logging_functions": {
+            *config.ignore_logging_functions,
+            *(vars(logging.Logger)[name] for name in ("warning_once", "info_once") if name in vars(logging.Logger)),
+        },
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    make = getattr(config, "_make_closure_patcher", None)
+    if make is not None:
+        return make(**known)  # type: ignore[no-any-return]
+
+    def patched() -> Callable[[], None]:
+        patch = config.patch(known)
+        patch.__enter__()
+        return lambda: patch.__exit__(None, None, None)
+
+    return patched
+
+
+@functools.cache
+def settings_are_of_threads() -> bool:
+    """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""
+    entries = getattr(torch._dynamo.config, "_config", {})
+    return any(isinstance(getattr(one, "user_override", None), ContextVar) for one in entries.values())
+
+
+@contextlib.contextmanager
+def pad_packed_breaks() -> Iterator[None]:
+    """Within it Dynamo breaks its graph where packed sequences are padded: numbers alone tell how long they are."""
+    padding = getattr(torch._VF, "_pad_packed_sequence", None)
     left_out: Any = getattr(torch._dynamo.trace_rules, "_disallowed_callable_ids", None)
-    ours = padding is not None and left_out is not None and id(padding) not in left_out
-    with config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext():
-        if ours:
-            left_out.add(id(padding))
-        try:
-            yield
-        finally:
-            if ours:
-                left_out.remove(id(padding))
+    if padding is None or left_out is None or id(padding) in left_out:
+        yield
+        return
+    left_out.add(id(padding))
+    try:
+        yield
+    finally:
+        left_out.remove(id(padding))
+
+
+def broken_at_generators() -> contextlib.AbstractContextManager[None]:
+    """Within it Dynamo breaks its graph where a `random.Random` draws: it would draw the same number at every call."""
+    kind: Any = getattr(torch._dynamo.variables.misc, "RandomVariable", None)
+    name = "is_supported_random_obj"
+    return _exchanged(kind, name, staticmethod(lambda val: False)) if hasattr(kind, name) else contextlib.nullcontext()
+
+
+def texts_of_numbers() -> contextlib.AbstractContextManager[None]:
+    """Within it an f-string of nothing but a number that is an input is a text; Dynamo gives the number itself."""
+    kind: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    symbolic: Any = getattr(torch._dynamo.variables, "SymNodeVariable")  # noqa: B009
+    text: Any = torch._dynamo.variables.misc.StringFormatVariable
+    theirs = getattr(kind, "_format_value", None)
+
+    def format_value(self: Any, spec: Any, flags: int) -> None:
+        if isinstance(self.stack[-1], symbolic) and not flags & 3:  # else it is read anew from where it came
+            self.push(text.create("{:" + spec.as_python_constant() + "}", [self.pop()], {}))
+        else:
+            theirs(self, spec, flags)  # type: ignore[misc]
+
+    return contextlib.nullcontext() if theirs is None else _exchanged(kind, "_format_value", format_value)
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
     """Within it this thread alone traces and compiles, also the backwards that torch compiles when they first run.
 
-    What holds torch's own lock (Dynamo, or a backward in the making) never waits for `BUILDING`.
+    Dispatch modes of the user's see nothing of it. What holds torch's own lock (Dynamo, or a backward in the making)
+    never waits for `BUILDING`.
     """
     from torch._dynamo import convert_frame
 
-    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING), _states_of_lstm():
+    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING), _states_of_lstm(), modes_apart():
         yield
+
+
+@contextlib.contextmanager
+def modes_apart() -> Iterator[Sequence[TorchDispatchMode]]:
+    """Within it no `TorchDispatchMode` is active; gives those that are around it, the innermost first."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes() as modes:
+        yield modes
+
+
+@contextlib.contextmanager
+def modes_again(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Within it modes that `modes_apart` has given are active again."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+def modes_around() -> bool:
+    """Whether any `TorchDispatchMode` is active."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager
@@ -372,33 +476,15 @@ def _states_of_lstm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exporting(check: Callable[[fx.Graph], None] = lambda graph: None) -> Iterator[None]:
-    """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found.
-
-    Args:
-        check: is given each graph in which gradients are switched, as it was traced.
-    """
-    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers(), _checked(check):
+def exporting() -> Iterator[None]:
+    """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
+    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
             yield
         finally:
             _CAPTURING.depth = depth
-
-
-@contextlib.contextmanager
-def _checked(check: Callable[[fx.Graph], None]) -> Iterator[None]:
-    from torch._export.passes import replace_set_grad_with_hop_pass as module
-
-    theirs = module.replace_set_grad_with_hop_pass
-
-    def checked(graph_module: fx.GraphModule, *signature: Any) -> Any:
-        check(graph_module.graph)
-        return theirs(graph_module, *signature)
-
-    with _exchanged(module, "replace_set_grad_with_hop_pass", checked):
-        yield
 
 
 @contextlib.contextmanager
@@ -411,6 +497,81 @@ def _kept_buffer_hooks() -> Iterator[None]:
     finally:
         for one in set(hooks) - before:
             hooks.pop(one, None)
+
+
+AUTOGRAD_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply  # how Dynamo writes one of a user's
+
+
+def with_regions(traced: fx.GraphModule) -> fx.GraphModule:
+    """A trace in which regions of autocast and of `no_grad` are operators with bodies, as torch.export has them."""
+    from torch._export.passes import replace_autocast_with_hop_pass as autocast
+    from torch._export.passes import replace_set_grad_with_hop_pass as set_grad
+
+    hops = torch.ops.higher_order
+    _switch_behind_regions(traced.graph)
+
+    def split(module: fx.GraphModule, once: Callable[..., Any]) -> fx.GraphModule:
+        module, _ = once(module, None)
+        for node in module.graph.find_nodes(op="get_attr"):
+            inner = getattr(module, node.target)
+            for user in node.users if isinstance(inner, fx.GraphModule) else ():
+                # A switch to what holds already is dropped: what holds within is what the region sets.
+                if user.target in (hops.wrap_with_autocast, hops.wrap_with_set_grad_enabled):
+                    switched = user.target is hops.wrap_with_set_grad_enabled
+                    with torch.set_grad_enabled(user.args[0] if switched else torch.is_grad_enabled()):
+                        setattr(module, node.target, split(inner, once))
+        return module
+
+    for kind in (autocast, set_grad):  # in the other order torch loses what is switched within a region of autocast
+        traced = split(traced, kind._sequential_split_and_maybe_inline_subgraphs)
+    return traced
+
+
+def _switch_behind_regions(graph: fx.Graph) -> None:
+    """Where gradients are switched within a region of autocast and stay so, switch them behind it again."""
+    enabled, outer = True, [True]
+    for node in graph.nodes:
+        called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if node.target is SET_GRAD_ENABLED:
+            enabled = node.args[0]
+        elif called == "_enter_autocast":
+            outer.append(enabled)
+        elif called == "_exit_autocast" and outer.pop() != enabled:
+            with graph.inserting_after(node):
+                graph.call_function(SET_GRAD_ENABLED, (enabled,))
+
+
+def source_text(node: fx.Node) -> str:
+    """Where an input of one of Dynamo's graphs comes from, such as `L['args'][0]`; empty where it does not say."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
+
+
+def opaque_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a higher-order operator while it is traced, and let it be one node of the trace.
+
+    Args:
+        target: the operator.
+        args: its graphs as modules, and its operands.
+        kwargs: its options.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return target(*args, **kwargs)
+    tracer: Any = mode.tracer
+    with proxy_tensor.disable_proxy_modes_tracing():
+        results = target(*args, **kwargs)
+    operands = []
+    for one in args:
+        if isinstance(one, torch.nn.Module):
+            known = dict(tracer.root.named_children())
+            tracer.root.add_module(next(f"body_{n}" for n in range(len(known) + 1) if f"body_{n}" not in known), one)
+        operands.append(tracer.unwrap_proxy(one))
+    proxy = tracer.create_proxy("call_function", target, tuple(operands), dict(kwargs))
+    return proxy_tensor.track_tensor_tree(results, proxy, constant=None, tracer=tracer)
 
 
 TENSOR_OF_NUMBER: Any = torch._refs.tensor  # how Dynamo writes `torch.tensor` of a number that is an input
@@ -505,6 +666,12 @@ def restored_transforms() -> Iterator[None]:
         torch._C._set_fwd_grad_enabled(enabled)
 
 
+def is_of_transform(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's graph begins, ends or is part of a transform of `torch.func`."""
+    module = getattr(node.target, "__module__", None) or ""
+    return node.op == "call_function" and (bool(transform_of(node)) or module == "torch._functorch.predispatch")
+
+
 def transform_of(node: fx.Node) -> str:
     """The name of what `torch.func` left of a transform in a captured graph; empty for all else, and for `vmap`.
 
@@ -519,47 +686,85 @@ def transform_of(node: fx.Node) -> str:
     return name if module.startswith("torch._functorch") and not any(other in name for other in others) else ""
 
 
-def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
-    """A model as Dynamo compiles it: with a count of its own of how often each of its functions may be compiled.
+def compile_within(backend: Callable[..., Any], context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """Let Dynamo enter a context whenever it captures for a backend, and capture within a user's dispatch mode too.
 
-    Other models of the same class have the same functions; torch before 2.13 counts them together, see
-    `recompile_limit`.
+    `torch._dynamo.optimize` knows contexts of a backend around each call, which would cost more than the guards do.
+    Dynamo leaves alone what is called within a `TorchDispatchMode`; the mode sees what the captured graph runs.
+
+    Args:
+        backend: as it is given to `torch.compile`.
+        context: is made and entered around each capture.
+    """
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    backend._amp_context = context  # type: ignore[attr-defined]
+    theirs: Any = CatchErrorsWrapper.__call__
+    if hasattr(theirs, "_amp_patched"):
+        return
+
+    @functools.wraps(theirs)
+    def captured(self: Any, *args: Any, **kwargs: Any) -> Any:
+        innermost = self
+        while hasattr(innermost, "_torchdynamo_orig_backend"):
+            innermost = innermost._torchdynamo_orig_backend
+        own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
+        if own is None:
+            return theirs(self, *args, **kwargs)
+        with own(), _disable_current_modes():
+            return theirs(self, *args, **kwargs)
+
+    captured._amp_patched = True  # type: ignore[attr-defined]
+    CatchErrorsWrapper.__call__ = captured  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def modes_aside() -> Iterator[list[Any]]:
+    """Within it no dispatch mode of the user's is active, under which no guard of Dynamo's holds; gives these modes."""
+    if not torch._C._len_torch_dispatch_stack():
+        yield []
+        return
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes() as modes:
+        yield modes
+
+
+@contextlib.contextmanager
+def modes_back(modes: Sequence[Any]) -> Iterator[None]:
+    """Within it the modes that `modes_aside` gave are active again, without being entered another time."""
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
+
+
+def compile_with_dynamo(
+    function: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None, whole: bool
+) -> Callable[..., Any]:
+    """`torch.compile`, with a count of its own of how often the function may be compiled where this torch has one.
+
+    Other models of the same class have the same functions; torch before 2.13 counts them together. Dynamo knows code by
+    its name and place when it decides which sizes change: here each function has a name of its own.
     """
     options: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     with BUILDING:  # while any thread exports, torch.compile takes another backend than it is given
         _MODELS[0] += 1
-        return torch.compile(model, backend=backend, dynamic=dynamic, **options)
+        if isinstance(function, FunctionType):  # sizes that one of them has seen make those of no other dynamic
+            code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_MODELS[0]}")
+            names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            function = FunctionType(code, *names)
+        return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
 
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-_MODELS = [0]  # number of models that this process has compiled in pieces
-
-
-@contextlib.contextmanager
-def recompile_limit(least: int) -> Iterator[int]:
-    """Within it Dynamo compiles a function for at least so many forms of its inputs, and then raises.
-
-    A torch that counts the models of a class together counts up to as many for each model there was.
-
-    Left alone it stops at 8, and runs what it has no code for as it is, without a word.
-
-    Args:
-        least: how many forms.
-
-    Yields:
-        The limit: the user's own where that is higher.
-    """
-    config = torch._dynamo.config
-    limit = max(least, config.recompile_limit) * (1 if _ISOLATES else max(_MODELS[0], 1))
-    wanted = {
-        "recompile_limit": limit,
-        "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
-        "fail_on_recompile_limit_hit": True,
-        "suppress_errors": False,
-        "specialize_float": False,  # a number that changes becomes an input, which the graph reads
-    }
-    with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
-        yield limit
+_MODELS = [0]  # number of functions that this process has compiled
 
 
 @contextlib.contextmanager
@@ -589,17 +794,28 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
         rules.check = theirs
 
 
-def forms_of_piece() -> int:
-    """As which of its forms Dynamo compiles a piece just now, from 1 on; 0 where that is not known."""
+def function_here() -> int:
+    """The number of the function that Dynamo compiles just now; -1 where that is not known."""
     context = getattr(torch._guards, "CompileContext", None)
-    number = getattr(context and context.current_compile_id(), "frame_compile_id", None)
-    return 0 if number is None else number + 1
+    number = getattr(context and context.current_compile_id(), "frame_id", None)
+    return -1 if number is None else int(number)
+
+
+def reason_here() -> str:
+    """What no longer held of a function that Dynamo compiles again just now, such as `len(L['self'].log) == 63`."""
+    metrics = getattr(getattr(torch._dynamo.utils, "get_metrics_context", lambda: None)(), "_metrics", {})
+    return _guard_in(metrics.get("recompile_reason"))
 
 
 def functions_given_up() -> int:
     """How many functions Dynamo has given up in this process: what they compute runs as it is."""
     counted = torch._dynamo.utils.counters["frames"]
     return int(counted["total"] - counted["ok"])
+
+
+def recompile_limit() -> int:
+    """The user's own limit of how often Dynamo compiles a function."""
+    return int(torch._dynamo.config.recompile_limit)
 
 
 def is_recompile_limit(error: BaseException) -> bool:
@@ -615,13 +831,65 @@ def recompile_reason(error: BaseException) -> str:
     """
     for one in with_causes(error):
         for frame, _ in traceback.walk_tb(one.__traceback__):
-            if isinstance(said := frame.f_locals.get("recompile_reason"), str):
-                found = _FAILED_GUARD.match(said)
-                return found[1].strip() if found else ""
+            if found := _guard_in(frame.f_locals.get("recompile_reason")):
+                return found
     return ""
 
 
+def _guard_in(said: Any) -> str:
+    found = _FAILED_GUARD.match(said) if isinstance(said, str) else None
+    return found[1].strip() if found else ""
+
+
 _FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Break:
+    """What Dynamo says of something that it cannot take into a graph.
+
+    Args:
+        what: what it is.
+        explanation: what that means here; empty where nothing more is said.
+        hint: what can be done; empty where nothing is said.
+        stack: the user's frames, the innermost last.
+        of_model: whether the call itself is wrong, in eager mode too.
+        raised: what the model itself raises, such as `ValueError: no such row`; empty where it raises nothing.
+    """
+
+    what: str
+    explanation: str = ""
+    hint: str = ""
+    stack: Sequence[traceback.FrameSummary] = ()
+    of_model: bool = False
+    raised: str = ""
+
+
+def break_of(error: BaseException) -> Break | None:
+    """What Dynamo says in an error that it raises; `None` where that is another one."""
+    for one in with_causes(error):
+        if isinstance(one, torch._dynamo.exc.TorchDynamoException) and hasattr(one, "real_stack"):
+            wrong = isinstance(one, torch._dynamo.exc.TorchRuntimeError)
+            return replace(_read_break(str(one)), stack=one.real_stack or (), of_model=wrong)
+    return None
+
+
+def break_before(graph_module: fx.GraphModule) -> Break | None:
+    """The graph break that ends one of Dynamo's graphs; `None` where it ends with the function."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return replace(_read_break(reason.reason), stack=reason.user_stack)
+
+
+def _read_break(text: str) -> Break:
+    fields = ("Explanation", "Hint", "Developer debug context")
+    said = {name: found[1].strip() for name in fields if (found := re.search(rf"{name}: (.+)", text))}
+    raised = re.search(r"(?:: got |^raised exception )(.+)$", said.get(fields[0], "")) or re.search(
+        r"^raised exception (.+)$", said.get(fields[2], "")
+    )
+    shown = re.sub(r"^(\w+)\((['\"])(.*)\2,?\)$", r"\1: \3", raised[1]) if raised else ""
+    return Break(text.strip().partition("\n")[0], said.get(fields[0], ""), said.get(fields[1], ""), raised=shown)
 
 
 def reads_values(error: BaseException) -> bool:
@@ -657,22 +925,10 @@ def whole_powers() -> Iterator[None]:
         torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
 
 
-def is_pointwise(operator: torch._ops.OpOverload) -> bool:
-    """Whether each element of its result is made of one of each operand."""
-    aten = torch.ops.aten
-    untagged = (aten.leaky_relu.default, aten.hardswish.default, aten._prelu_kernel.default)  # the first in torch 2.11
-    return torch.Tag.pointwise in operator.tags or operator in untagged
-
-
-def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of a trace, which has no values."""
-    return torch._subclasses.fake_tensor.is_fake(tensor)
-
-
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within it a name of torch's stands for another value."""
-    theirs = getattr(owner, name)
+    theirs = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     try:
         yield
@@ -680,106 +936,29 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, theirs)
 
 
-@contextlib.contextmanager
-def reads_noted(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Within it a trace tells of the tensors with values of their own that it takes a number from.
+def is_pointwise(operator: torch._ops.OpOverload) -> bool:
+    """Whether each element of its result is made of one of each operand."""
+    aten = torch.ops.aten
+    untagged = (aten.leaky_relu.default, aten.hardswish.default, aten._prelu_kernel.default)  # the first in torch 2.11
+    return torch.Tag.pointwise in operator.tags or operator in untagged
+
+
+def restart_with_plain_numbers(graph_module: fx.GraphModule, symbols: Collection[str] | None = None) -> None:
+    """Let Dynamo capture a graph anew, in which numbers with a fraction that became inputs are taken as they are.
 
     Args:
-        note: takes each of them.
-    """
-    module: Any = torch.fx.experimental.proxy_tensor
-    theirs = module.proxy_call
-
-    def noting(mode: Any, operator: Any, pre_dispatch: Any, args: Any, kwargs: Any) -> Any:
-        if torch.Tag.data_dependent_output in operator.tags:
-            for one in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(one, torch.Tensor) and not is_stand_in(one):
-                    note(one)
-        return theirs(mode, operator, pre_dispatch, args, kwargs)
-
-    with _exchanged(module, "proxy_call", noting):
-        yield
-
-
-@contextlib.contextmanager
-def symbols_asked() -> Iterator[set[str]]:
-    """Within it the symbols are noted whose values a trace was asked for and cannot tell, whoever catches that error.
-
-    Yields:
-        their names; to be read behind it.
-    """
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    noted: set[str] = set()
-    theirs: Any = ShapeEnv._make_data_dependent_error
-
-    def noting(environment: Any, expression: Any, *given: Any, **named: Any) -> Any:
-        noted.update(map(str, getattr(expression, "free_symbols", ())))
-        return theirs(environment, expression, *given, **named)
-
-    with _exchanged(ShapeEnv, "_make_data_dependent_error", noting):
-        yield noted
-
-
-@contextlib.contextmanager
-def symbols_as_texts() -> Iterator[set[str]]:
-    """Within it the symbols are noted of which code that is not torch's makes texts, such as `f"{number}"`.
-
-    Yields:
-        their names; to be read behind it.
-    """
-    noted: set[str] = set()
-    theirs = [
-        (kind, name, vars(kind)[name])
-        for kind in (torch.SymFloat, torch.SymInt)
-        for name in ("__repr__", "__str__")
-        if name in vars(kind)
-    ]
-
-    def noting(text: Callable[[Any], str]) -> Callable[[Any], str]:
-        def told(number: Any) -> str:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and _package_of(frame) in sys.stdlib_module_names:
-                frame = frame.f_back  # of `logging`, say: whose number it was is told by who called it
-            if _package_of(frame) not in _OF_SYMBOLS:
-                noted.update(str(one) for one in number.node.expr.free_symbols)
-            return text(number)
-
-        return told
-
-    try:
-        for kind, name, text in theirs:
-            setattr(kind, name, noting(text))
-        yield noted
-    finally:
-        for kind, name, text in theirs:
-            setattr(kind, name, text)
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def is_taken_for_granted(number: torch.SymFloat | torch.SymInt) -> bool:
-    """Whether a trace has put down something that must hold of a number, as `**` does of its base."""
-    environment, symbol = number.node.shape_env, number.node.expr
-    asserted = [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
-    return any(symbol in expression.free_symbols for expression in asserted)
-
-
-def restart_with_plain_numbers(piece: fx.GraphModule) -> None:
-    """Let Dynamo capture a piece anew, in which the numbers that became inputs are taken as they are.
-
-    Args:
-        piece: Dynamo's graph; without such inputs nothing happens.
+        graph_module: Dynamo's graph; without such inputs nothing happens.
+        symbols: which of them, by the names of their symbols; all where it is `None`.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
     read = [
-        getattr(node.meta.get("example_value"), "item_memo", None) for node in piece.graph.find_nodes(op="placeholder")
+        getattr(node.meta.get("example_value"), "item_memo", None)
+        for node in graph_module.graph.find_nodes(op="placeholder")
     ]
     names = [one.node._expr.name for one in read if one is not None and hasattr(one.node._expr, "name")]
-    if plain := [name for name in names if not TensorifyState.should_specialize(name)]:
+    wanted = [name for name in names if symbols is None or name in symbols]
+    if plain := [name for name in wanted if not TensorifyState.should_specialize(name)]:
         for name in plain:
             TensorifyState.specialize(name)
         raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
@@ -792,13 +971,33 @@ def needs_double_backward(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
 
 
-def unspecialised_integers() -> contextlib.AbstractContextManager[Any]:
-    """Within it, a number of a module that changes at every call (`self.n += 1`) becomes an input of Dynamo's graphs.
+@contextlib.contextmanager
+def globals_of_no_module() -> Iterator[None]:
+    """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
 
-    Without it Dynamo captures the model again for each number, and gives up after eight of them.
+    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all.
     """
-    config, name = torch._dynamo.config, "allow_unspec_int_on_nn_module"
-    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[no-any-return]
+    from torch._dynamo.source import DictGetItemSource, GlobalSource
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    translator: Any = InliningInstructionTranslator
+    theirs = translator.get_globals_source_and_value
+
+    def found(self: Any, name: str) -> tuple[Any, Any, Any]:
+        module = sys.modules.get(self.f_globals.get("__name__", ""))
+        if getattr(module, "__dict__", None) is self.f_globals:
+            return theirs(self, name)  # type: ignore[no-any-return]
+        if self.current_instruction.opname == "STORE_GLOBAL":
+            raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
+        source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
+        return self.f_globals, VariableBuilder(self, source)(self.f_globals), DictGetItemSource(source, name)
+
+    translator.get_globals_source_and_value = found
+    try:
+        yield
+    finally:
+        translator.get_globals_source_and_value = theirs
 
 
 @contextlib.contextmanager
@@ -905,37 +1104,17 @@ def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-@contextlib.contextmanager
-def replaced_checkpoint(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within it, `torch.utils.checkpoint.checkpoint` runs another function, by whatever name it was imported.
+def handle_checkpoints(handle: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have `torch.utils.checkpoint.checkpoint`, where it really runs, run another function; once and for all.
 
-    Dynamo does not look into it then, nor put it into its graph.
+    Dynamo still takes it into its graphs.
 
     Args:
-        replace: makes that function, from the one that runs otherwise.
+        handle: makes that function, from the one that runs otherwise.
     """
-    module = torch.utils.checkpoint
-    shown = module.checkpoint
-    written = getattr(shown, "__wrapped__", None)  # torch hides it from Dynamo, and keeps the hidden one here:
-    key = "__dynamo_disable"
-    if written is None:
-        yield
-        return
-
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        return shown(*args, **kwargs)
-
-    hidden = getattr(written, key, None)
-    setattr(written, key, torch.compiler.disable(replace(written)))
-    module.checkpoint = torch.compiler.disable(apart)  # Dynamo knows torch's function by its identity
-    try:
-        yield
-    finally:
-        module.checkpoint = shown
-        if hidden is None:
-            delattr(written, key)
-        else:
-            setattr(written, key, hidden)
+    written = getattr(torch.utils.checkpoint.checkpoint, "__wrapped__", None)
+    if written is not None:  # torch hides it from Dynamo, and keeps the hidden one here
+        written.__dynamo_disable = torch.compiler.disable(handle(written))
 
 
 def is_idle_checkpoint(function: type) -> bool:
@@ -1090,21 +1269,6 @@ def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     return lambda: _forms(given) == forms
 
 
-def likeness_test(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """A quick test that as many other tensors, none of them twice, have the type, form and `requires_grad` of these.
-
-    It may say no for tensors that have, as `form_test` may.
-
-    Args:
-        tensors: strided ones, each once, which are not kept.
-    """
-    if _GUARDS.tell:
-        check = _guards_of(tensors).check
-        return lambda now: check(*now)  # type: ignore[no-any-return]
-    forms = _forms(tensors)
-    return lambda now: len({*map(id, now)}) == len(now) and _forms(now) == forms
-
-
 def address_function() -> int:
     """Where torch keeps a function from a tensor (`PyObject*`) to the address of its data; 0 where it has none.
 
@@ -1200,3 +1364,19 @@ def trace_settings() -> list[str] | None:
         settings += [torch.cuda.current_device(), torch.version.cuda, backends.cudnn.version()]
         settings += [(torch.cuda.get_device_name(one), torch.cuda.get_device_capability(one)) for one in devices]
     return list(map(str, settings))
+
+
+def why_not_captured() -> str:
+    """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+    if torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
+        return "a tracer (torch.jit.trace, torch.fx.symbolic_trace) is around the call"
+    if torch._C._len_torch_dispatch_stack():
+        keys = torch._C._TorchDispatchModeKey
+        if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
+            return "a tracer (make_fx, FakeTensorMode) is around the call"
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") holds'
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or torch._dynamo.config.disable:
+        return "TORCHDYNAMO_DISABLE is set"
+    return ""

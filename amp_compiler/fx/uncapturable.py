@@ -8,7 +8,7 @@ from torch import fx, nn
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.spread import is_sharded, spread_tensors
-from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, transform_of
+from amp_compiler.fx.torch_private import transform_of
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -47,20 +47,6 @@ def refuse_transforms(graph: fx.Graph) -> None:
                 f" hold ({transform_of(node)})",
                 where=user_source(node.meta.get("stack_trace")),
                 hint="do it outside of the model, or in a part that is not captured",
-            )
-
-
-def refuse_switches(graph: fx.Graph) -> None:
-    """Refuse a trace in which gradients are switched within a region of autocast, where torch.export loses that."""
-    within = 0
-    for node in graph.nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        within += (name == "_enter_autocast") - (name == "_exit_autocast")
-        if within and node.target is SET_GRAD_ENABLED and torch.is_grad_enabled():
-            raise CaptureError(
-                "the model switches gradients within a region of torch.autocast, which one graph would lose",
-                where=user_source(node.meta.get("stack_trace") or node.next.meta.get("stack_trace")),
-                hint="open torch.no_grad around the region",
             )
 
 

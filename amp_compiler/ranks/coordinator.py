@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amp_compiler.errors import RankError
 from amp_compiler.fx.graph import neutral_dtype
-from amp_compiler.fx.python_state import is_plain
+from amp_compiler.fx.plain import is_plain
 from amp_compiler.fx.synchronized_norms import GROUPS
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
-from amp_compiler.fx.python_state import is_plain
+from amp_compiler.fx.plain import is_plain
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import RoundingState
 from amp_compiler.ranks.checksum import checksums

@@ -10,13 +10,12 @@ from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.program import normalize
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import capture_module
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import AutocastTotals
+from amp_compiler.training.capture import capture_once
 from amp_compiler.training.loss_module import ROOT, LossModule
-from amp_compiler.training.weights import widened
 
 
 def autocast_of(model: LossModule, batch: tuple[Any, ...], settings: Settings) -> AutocastTotals | None:
@@ -33,8 +32,7 @@ def autocast_of(model: LossModule, batch: tuple[Any, ...], settings: Settings) -
     device = device_of([*pytree.tree_leaves(batch), *model.parameters()])
     low = settings.low(device)
     with autocast_off(), building(), generators_kept(model.__dict__["loss_fn"], model, batch):
-        with model.as_parameters(), widened(model.parameters()):
-            captured = capture_module(model, batch, {}, None, low=torch_dtype(low))
+        captured = capture_once(model, batch, torch_dtype(low)).captured
         normalize(captured.graph_module, settings, None, ROOT, low)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return autocast_totals(captured, low, device.type, frozen)

@@ -13,21 +13,15 @@ from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
-from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
+from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.unwrap import refuse_spread
-from amp_compiler.forward.value_guards import ValueGuards
-from amp_compiler.fx.capture import Captured, Source, capture_module
-from amp_compiler.fx.checkpoints import refused_checkpoints
+from amp_compiler.fx.capture import Captured, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.mixed_types import refuse_mixed_types
-from amp_compiler.fx.numbers import Changing
-from amp_compiler.fx.prints import prints_refused
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -38,12 +32,13 @@ from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import traffic_of
+from amp_compiler.training.capture import CapturedLoss, capture_once, with_parameters
 from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
-from amp_compiler.training.weights import check_types, widened
+from amp_compiler.training.weights import check_types
 
 PARALLEL = (
     "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
@@ -66,7 +61,6 @@ class StepOptions:
         divisor: number of batches, on all ranks together, whose gradients are averaged.
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
-        changing: the numbers of Python that are to be inputs.
         gathered: ids of the parameters that gradients of batches before were gathered of, which it uses.
     """
 
@@ -78,7 +72,6 @@ class StepOptions:
     divisor: int = 1
     gather: str = ""
     reduction: Reduction | None = None
-    changing: Changing = field(default_factory=Changing)
     gathered: frozenset[int] = frozenset()
 
 
@@ -101,60 +94,70 @@ class StepState:
 
 @without_full_collections()
 def build_step(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages | None = None
+    model: LossModule, loss: CapturedLoss, options: StepOptions, state: StepState, stages: Stages | None = None
 ) -> StepProgram:
     """Build the program of one training step.
 
     Args:
         model: the loss as a module.
-        batch: arguments of the loss function behind the model.
+        loss: as it was captured.
         options: what to build.
         state: the tensors that it works on.
         stages: takes the text behind each pass; new ones where it is `None`.
 
     Raises:
-        CaptureError: the loss cannot be captured as one graph, or depends on no parameter of the optimizers.
+        CaptureError: the loss depends on no parameter of the optimizers.
         LoweringError: the graph cannot be compiled.
         PassError: a pass of the user's broke the contract.
     """
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
-        begun, options = begin_step(model, batch, options, Stages() if stages is None else stages)
+    with generators_kept():
+        begun, options = begin(model, loss, options, Stages() if stages is None else stages)
         return finish(model, begun, options, state)
 
 
 def begin_step(
     model: LossModule, batch: tuple[Any, ...], options: StepOptions, stages: Stages
 ) -> tuple[Begun, StepOptions]:
-    """The first half of a build, as `build_step` does it: what was captured and rewritten, and what else it is for."""
-    settings = options.settings
+    """Capture the loss for a batch, and do the first half of a build; see `begin`.
+
+    Raises:
+        CaptureError: it is no one graph.
+    """
     model.adopt(options.optimizers)
-    refuse_spread(model, PARALLEL)  # what the loss function holds is known only now
-    leaves, _ = pytree.tree_flatten((batch, {}))
-    low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
-    check_parameters(model, options.optimizers, low, options.enabled)
+    refuse_spread(model, PARALLEL)
+    low = low_of(model, batch, options) if options.enabled else None
+    with generators_kept(model.__dict__["loss_fn"], model, batch):
+        return begin(model, capture_once(model, batch, low), options, stages)
+
+
+def low_of(model: LossModule, batch: Any, options: StepOptions) -> torch.dtype:
+    """The 16-bit type of a step, as torch has it."""
+    return torch_dtype(options.settings.low(device_of([*pytree.tree_leaves(batch), *model.parameters()])))
+
+
+def begin(model: LossModule, loss: CapturedLoss, options: StepOptions, stages: Stages) -> tuple[Begun, StepOptions]:
+    """The first half of a build: the forward, planned and rewritten, and what else it is for."""
+    settings, leaves = options.settings, loss.inputs
+    check_parameters(model, options.optimizers, low_of(model, leaves, options), options.enabled)
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
-    with model.as_parameters(), widened(model.parameters()):
-        with refused_checkpoints(), prints_refused():
-            named = low if options.enabled else None
-            captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing, named)
-            refuse_mixed_types(captured.graph_module, casts=options.enabled)
-        form = InputForm.of(captured, leaves)
-        if not form.is_dynamic:
-            settings = replace(settings, dynamic_shapes=None)
-        norms = marked_norms(captured.graph_module)
-        plan, emulated = _forward(captured, model, leaves, options, stages)
-        check_marks(norms, captured.graph_module)
+    if not loss.is_dynamic:
+        settings = replace(settings, dynamic_shapes=None)
+    captured = with_parameters(loss.copy(), model, _from_elsewhere(options))
+    norms = marked_norms(captured.graph_module)
+    plan, emulated = _forward(captured, model, leaves, options, stages)
+    check_marks(norms, captured.graph_module)
     graph = captured.graph_module.graph
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
     begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
-    begun = replace(begun, plan=plan, emulated=emulated, form=form, stages=stages)
+    begun = replace(begun, plan=plan, emulated=emulated, stages=stages)
     return begun, replace(options, settings=settings)
 
 
-def is_one_graph(model: LossModule, batch: tuple[Any, ...]) -> bool:
-    """Whether the loss can be captured as one graph for the shapes of this batch alone."""
-    with model.as_parameters(), widened(model.parameters()):
-        return captures_whole(model, batch, {})
+def _from_elsewhere(options: StepOptions) -> frozenset[int]:
+    """Ids of the parameters of which other ranks, or batches before this one, may have a gradient where it has none."""
+    if options.reduction is None:
+        return options.gathered
+    return frozenset(id(p) for one in options.optimizers for group in one.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,6 @@ class Begun:
         in_fp32: those of them whose gradient is FP32, whatever they are.
         plan: what was decided for the forward.
         emulated: whether every down-cast must really round.
-        form: which batches it can be used for.
         stages: takes the text of the graph behind each pass.
     """
 
@@ -183,7 +185,6 @@ class Begun:
     in_fp32: tuple[str, ...] = ()
     plan: PrecisionPlan | None = None
     emulated: bool = False
-    form: InputForm = field(default_factory=lambda: InputForm((), (), None))
     stages: Stages = field(default_factory=Stages)
 
 
@@ -201,7 +202,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         LoweringError: the graph cannot be compiled.
         PassError: a pass of the user's broke the contract.
     """
-    settings, captured, stages, results = options.settings, begun.captured, begun.stages, begun.results
+    settings, stages, results = options.settings, begun.stages, begun.results
     pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
     step, weights = run_step_passes(model, begun, options, state, pipeline)
     resolve = weights.resolvers(step, state.kept)
@@ -226,13 +227,9 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
             run=run,
             resolve=resolve,
             groups=weights.groups,
-            form=begun.form,
-            values=ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
-            out_spec=captured.out_spec,
             results=results,
             gives_scale=gives_scale,
             buffers=tuple(weights.inputs.getters[name] for name in begun.written),
-            writes=captured.writes,
         ),
         report=StepReport(
             graph_module=step,
@@ -255,18 +252,23 @@ def run_step_passes(
     Returns:
         The graph, and what says where its inputs come from.
     """
-    settings, captured, storage = options.settings, begun.captured, state.kept.weights.storage
-    inputs = StepInputs(model, captured, options.optimizers)
-    if storage.low:
-        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops, storage)
-    if options.reduction is not None and options.reduction.shards:
-        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        agree = options.reduction.agree_on_parts
-        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights, agree)
+    storage = state.kept.weights.storage
+    inputs = converted_inputs(model, begun, options, state.kept)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
     given = _step_options(weights, begun, options, state.kept)
-    return pipeline.run(captured.graph_module, given, begun.stages), weights
+    return pipeline.run(begun.captured.graph_module, given, begun.stages), weights
+
+
+def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept: KeptTensors) -> StepInputs:
+    """The inputs of a step; weights that are stored in 16 bits alone, or split over the ranks, are so from now on."""
+    settings, captured, weights = options.settings, begun.captured, kept.weights
+    graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers)
+    low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
+    if weights.storage.low:
+        inputs.store_low(graph, low, settings.rules.ops, weights.storage)
+    if options.reduction is not None and options.reduction.shards:
+        inputs.split(graph, low, settings.rules.ops, weights, options.reduction.agree_on_parts)
+    return inputs
 
 
 def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:

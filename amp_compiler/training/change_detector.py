@@ -20,7 +20,7 @@ from amp_compiler.forward.module_watch import HookWatch, Key, TensorWatch, Write
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.forward.signature import module_key
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
-from amp_compiler.fx.python_state import is_plain
+from amp_compiler.fx.plain import is_plain
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import fx
 
+from amp_compiler.forward.capture import inputs_for
 from amp_compiler.forward.counting import CountingProgram, Run, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
@@ -41,8 +43,8 @@ def build_counting(
         options = replace(options, settings=replace(options.settings, dynamic_shapes=None))
         begun, options = begin_step(model, batch, options, stages)
         settings = options.settings
-        first = settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
-        joint, weights = run_step_passes(model, begun, options, state, first)
+        head = settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
+        joint, weights = run_step_passes(model, begun, options, state, head)
         scaled = _scaled(joint.graph)
         every = results_of(joint.graph)[-len(weights.updated) :]
         gradients = every if with_weights else []
@@ -53,17 +55,22 @@ def build_counting(
             if node.name == SCALE:
                 node.meta[Key.STATE] = ("scale", "scale", 0)
         resolve = weights.resolvers(joint, state.kept)
+    first = pytree.tree_leaves((batch, {}))
     device = device_of([*begun.leaves, *model.parameters()])
 
-    def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+    def inputs(leaves: Sequence[Any]) -> list[Any]:
+        given = inputs_for(begun.leaves, leaves, first)
+        return [one.get(given) for one in resolve]
+
+    def compiled(graph_module: fx.GraphModule, values: Sequence[Any]) -> Run:
         with building():
-            return build_run(graph_module, inputs, settings, begun.emulated, stages)
+            return build_run(graph_module, values, settings, begun.emulated, stages)
 
     return CountingProgram(
         nodes,
         joint if nodes or gradients else None,
         compiled,
-        lambda leaves: [one.get(leaves) for one in resolve],
+        inputs,
         device,
         scaled,
         named,

@@ -51,8 +51,6 @@ class StepInputs:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
         trained: placeholders of the parameters that require a gradient and belong to an optimizer.
         buffers: placeholders of the buffers.
-        numbers: what gives the placeholders of numbers their values.
-        moving: placeholders of tensors in whose place every step leaves another one.
 
     Raises:
         CaptureError: no parameter is trained.
@@ -60,13 +58,12 @@ class StepInputs:
 
     def __init__(self, model: LossModule, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.entries = {entry.name: entry for entry in captured.inputs}
-        self.optimizers, self.numbers = optimizers, captured.numbers
+        self.optimizers = optimizers
         self.getters: Getters = {
             name: tensor_getter(model, captured, entry)
             for name, entry in self.entries.items()
-            if entry.source not in (Source.USER, Source.NUMBER)
+            if entry.source in (Source.PARAMETER, Source.BUFFER) or entry.target in captured.constants
         }
-        self.moving = {name for name in self.getters if captured.is_rewritten(self.entries[name])}
         self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
         held = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
         self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
@@ -311,9 +308,9 @@ class TrainedWeights:
         return tuple(entries[self.placed.parameter(name)].target.partition(".")[2] for name in self.updated)
 
     def fixed(self, step: fx.GraphModule) -> set[str]:
-        """The placeholders whose tensors are the same at every step: all but the batch, and what a step replaces."""
+        """The placeholders whose tensors are the same at every step: all but the batch."""
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
-        return {*self.placed.wrt, *self.inputs.getters, *kept} - self.inputs.moving
+        return {*self.placed.wrt, *self.inputs.getters, *kept}
 
     def resolvers(self, step: fx.GraphModule, kept: KeptTensors) -> list[Resolver]:
         """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
@@ -336,8 +333,6 @@ class TrainedWeights:
             if node.name in self.inputs.trained:
                 return Resolver(lambda leaves: as_real(get().detach()), get)
             return Resolver(lambda leaves: get().detach(), get)
-        if node.name in self.inputs.numbers:
-            return Resolver(self.inputs.numbers[node.name].tensor, leaf=True)
         return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 
     def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:

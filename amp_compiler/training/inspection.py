@@ -88,7 +88,7 @@ class StepInspection:
         self._check_hooks()
         module = self._setup.module
         module.adopt(self._setup.optimizers)
-        with module.as_parameters(), widened(module.parameters()):
+        with widened(module.parameters()):
             yield module
 
     def _check_hooks(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +11,10 @@ from torch import Tensor, nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture_errors import SPOKEN_OF
+from amp_compiler.fx.frontend import captured_within, raise_at_once
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
+from amp_compiler.ops.loss_mark import mark_loss
+from amp_compiler.training.outside import OUTSIDE, adopt, free_name
 
 ROOT = "model"  # name of the models in a `LossModule`
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # of a capture too
@@ -29,7 +30,7 @@ class LossModule(nn.Module):
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__[SPOKEN_OF] = "the loss function"
-        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["alone"] = model, loss_fn, Alone()
+        self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
         if isinstance(model, nn.Module):
             self.add_module(ROOT, model)
             return
@@ -62,37 +63,37 @@ class LossModule(nn.Module):
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take in what the loss function holds beside the models, see `training.outside`."""
-        self.__dict__["alone"].names = adopt(self, optimizers)
+        adopt(self, self.__dict__["loss_fn"], optimizers)
 
-    @contextmanager
-    def as_parameters(self) -> Iterator[None]:
-        """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
-        own = self.__dict__
-        plain = {name: tensor for name, tensor in own["alone"].names.values() if not isinstance(tensor, nn.Parameter)}
-        try:
-            for name, tensor in plain.items():
-                own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
-            yield
-        finally:
-            for name, tensor in plain.items():
-                own["_modules"][OUTSIDE]._parameters[name] = tensor
+    def adopt_tensor(self, name: str, tensor: Tensor, is_parameter: bool) -> str:
+        """Take in a tensor that only a capture has shown.
 
-    def _call(self, batch: tuple[Any, ...]) -> Any:
-        own = self.__dict__
-        if not own["alone"].names or not torch.compiler.is_exporting():
-            return own["loss_fn"](own["nest"], *batch)
-        table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
-        with Substitutes({key: table[name] for key, (name, _) in own["alone"].names.items()}) as mode:
-            return mode.swap(own["loss_fn"](own["nest"], *batch))
+        Args:
+            name: how the code calls it.
+            tensor: a parameter, or a tensor that the loss writes to.
+            is_parameter: which of them.
+
+        Returns:
+            Its qualified name.
+        """
+        if OUTSIDE not in self._modules:
+            self.add_module(OUTSIDE, nn.Module())
+        holder: Any = self._modules[OUTSIDE]
+        table: dict[str, Any] = vars(holder)["_parameters" if is_parameter else "_buffers"]
+        free = free_name(name, {**holder._parameters, **holder._buffers, **holder._modules})
+        table[free] = tensor
+        return f"{OUTSIDE}.{free}"
 
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:
         """The loss and aux (`None` where the loss function gives none)."""
-        result = self._call(batch)
+        own = self.__dict__
+        result = own["loss_fn"](own["nest"], *batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", hint=_hint(loss))
+            raise_at_once(f"loss_fn returned {_describe(loss)} as the loss", _hint(loss))
         # A 16-bit loss could not hold the loss scale that the backward starts from.
-        return loss.float() if loss.dtype in LOW_TYPES else loss, aux
+        loss = loss.float() if loss.dtype in LOW_TYPES else loss
+        return mark_loss(loss) if captured_within() else loss, aux
 
 
 def _describe(loss: Any) -> str:

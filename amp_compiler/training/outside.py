@@ -2,91 +2,103 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from amp_compiler.fx.python_state import PythonState
-from amp_compiler.fx.python_walk import python_state
 
 OUTSIDE = "outside"  # the name under which a `LossModule` has them
 
 
-class Substitutes(TorchFunctionMode):
-    """Within it, every torch function is given other tensors in place of some.
-
-    Args:
-        tensors: the tensor to give, by the `id` of the one that the code holds.
-    """
-
-    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def swap(self, value: Any) -> Any:
-        """A tree of values, with what stands for some of its tensors."""
-        return pytree.tree_map(lambda leaf: self._tensors.get(id(leaf), leaf), value)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function with them."""
-        return func(*self.swap(args), **self.swap(kwargs or {}))
-
-
-@dataclass
-class Alone:
-    """The parameters that no module has.
-
-    Args:
-        names: the parameter with its name within `outside`, by its `id`.
-    """
-
-    names: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-
-
-def adopt(loss: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, tuple[str, Tensor]]:
+def adopt(loss: nn.Module, function: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Take in, as a module `outside`, what the code of a loss reaches beside its model.
 
-    A criterion or a teacher in a closure becomes a submodule, so that its parameters and buffers are inputs of the
-    graph. So do parameters of the optimizers that no module has, such as learned weights of several losses.
+    A criterion or a teacher in a closure becomes a submodule. So do parameters of the optimizers that no module has,
+    such as learned weights of several losses.
 
     Args:
         loss: the loss as a module; a later call takes in what has come since. Where nothing has, it stays as it is.
+        function: the loss function.
         optimizers: whose parameters are trained.
-
-    Returns:
-        The parameters that no module has, with their names within `outside`, by `id`.
     """
-    before, state = loss._modules.pop(OUTSIDE, None), python_state(loss)
+    before = loss._modules.pop(OUTSIDE, None)
     known = {id(module) for module in loss.modules()}
-    found = [module for module in state.modules if id(module) not in known]
-    inner = {id(child) for module in found for child in module.modules() if child is not module}
-    held = {id(parameter) for module in (loss, *found) for parameter in module.parameters()}
+    reached = list(held_by(function))
+    modules = {id(one): one for _, one in reached if isinstance(one, nn.Module) and id(one) not in known}
+    inner = {id(child) for module in modules.values() for child in module.modules() if child is not module}
+    held = {id(parameter) for module in (loss, *modules.values()) for parameter in module.parameters()}
     adopted: dict[str, Any] = {}
-    for module in found:
-        if id(module) not in inner and module is not before:
-            adopted[_name(state, module, adopted)] = module
-    alone: dict[int, tuple[str, Tensor]] = {}
+    for number, module in modules.items():
+        if number not in inner and module is not before:
+            adopted[_name(reached, module, adopted)] = module
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in held and id(parameter) not in alone:
-                    alone[id(parameter)] = _name(state, parameter, adopted), parameter
-                    adopted[alone[id(parameter)][0]] = parameter
-    if before is not None and _same({**before._modules, **before._parameters}, adopted):
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if id(parameter) not in held:
+                held.add(id(parameter))
+                adopted[_name(reached, parameter, adopted)] = parameter
+    own = {} if before is None else {**before._modules, **before._parameters}
+    if before is not None and all(own.get(name) is one for name, one in adopted.items()):
         loss._modules[OUTSIDE] = before
     elif adopted:
         loss.add_module(OUTSIDE, _holder(adopted))
-    return alone
 
 
-def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+def held_by(function: Any) -> Iterator[tuple[str, Any]]:
+    """What the code of a function reaches by a name: its closure, globals that it names, defaults, bound objects.
+
+    Args:
+        function: a function, a method, a `functools.partial`, or an object that is called.
+
+    Example:
+        >>> def loss(model, x, weight=torch.ones(1)): return model(x) * weight
+        >>> [name for name, value in held_by(loss) if isinstance(value, Tensor)]
+        ['weight']
+    """
+    pending, seen = [("", function)], set[int]()
+    while pending:
+        name, value = pending.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if name:
+            yield name, value
+        if isinstance(value, functools.partial):
+            pending += [
+                ("", value.func),
+                *value.keywords.items(),
+                *((f"{name}_{i}", x) for i, x in enumerate(value.args)),
+            ]
+        elif isinstance(value, MethodType):
+            pending += [("", value.__func__), ("self", value.__self__)]
+        elif isinstance(value, FunctionType):
+            pending += _of_function(value)
+        elif isinstance(value, (dict, list, tuple)):
+            leaves = pytree.tree_flatten_with_path(value)[0]
+            pending += [(f"{name}{pytree.keystr(path)}", one) for path, one in leaves if path]
+        elif callable(value) and not isinstance(value, (type, nn.Module, Tensor)) and hasattr(value, "__dict__"):
+            pending += [*vars(value).items(), ("", type(value).__call__)]
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor)) and name == "self":
+            pending += vars(value).items()
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code, cells = function.__code__, function.__closure__ or ()
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from (function.__kwdefaults__ or {}).items()
+    defaults = function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
 
 
 def _holder(adopted: Mapping[str, Any]) -> nn.Module:
@@ -99,11 +111,16 @@ def _holder(adopted: Mapping[str, Any]) -> nn.Module:
     return holder
 
 
-def _name(state: PythonState, value: Any, taken: Mapping[str, Any]) -> str:
+def _name(reached: Iterable[tuple[str, Any]], value: Any, taken: Mapping[str, Any]) -> str:
     """How the code calls a value, as a name that is not taken yet."""
-    called = next((one.name_of(key) for one, key, held in state.loaded() if held is value), type(value).__name__)
+    called = next((name for name, one in reached if one is value), type(value).__name__)
+    return free_name(called, taken)
+
+
+def free_name(called: str, taken: Mapping[str, Any]) -> str:
+    """A name like this one for an attribute of a module, which is not taken yet."""
     name = base = re.sub(r"\W+", "_", called).strip("_") or "value"
     number = 1
     while name in taken or hasattr(nn.Module, name):
-        number, name = number + 1, f"{base}_{number}"
+        number, name = number + 1, f"{base}_{number + 1}"
     return name

@@ -9,6 +9,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.subgraphs import plan_of, stages_of
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -82,13 +83,13 @@ class PieceProgram:
     @property
     def plan(self) -> PrecisionPlan | None:
         """The plans of all pieces together; `None` in plain FP32."""
-        return None if self.step.pieces is None else self.step.pieces.plan
+        return None if self.step.pieces is None else plan_of(self.step.pieces.last)
 
     @property
     def stages(self) -> Stages:
         """The text of every piece, and of the update, behind each pass."""
         stages = Stages()
-        for stage in [*(() if self.step.pieces is None else self.step.pieces.stages), *self.update.stages]:
+        for stage in [*(() if self.step.pieces is None else stages_of(self.step.pieces.last)), *self.update.stages]:
             stages.note(stage.name, stage.text)
         return stages
 
@@ -96,12 +97,12 @@ class PieceProgram:
     def execution(self) -> str:
         """How it ran and why, in words."""
         pieces = self.step.pieces
-        if pieces is None or not pieces.plans:
+        if pieces is None or not pieces.last:
             how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
         elif pieces.given_up:
             how = f"under torch.autocast, for {pieces.given_up}"
         else:
-            how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
+            how = f"in {len(pieces.last)} subgraph{'s' * (len(pieces.last) > 1)}"
         cause = self.step.cause
         where = f" ({cause.where})" if cause.where else ""
         return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"

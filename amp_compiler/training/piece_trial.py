@@ -65,7 +65,7 @@ class PieceTrials:
         """
         if self._step.pieces is None:
             return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
-        first = Trial(self._step.pieces.plan, nodes)
+        first = Trial(self._step.plan(), nodes)
         try:
             with autocast_off():
                 return spoilt_inputs(nodes, {}) or find_cure(self._step.rules, first, self._tried)

@@ -13,10 +13,10 @@ from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, first_line
-from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.forward.subgraphs import Subgraphs, plan_of
+from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import needs_double_backward
@@ -65,8 +65,8 @@ class PieceStep:
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
 
-    def _in_pieces(self) -> Pieces:
-        return Pieces(self.model, self._settings, self.cause, self._device, self._around)
+    def _in_pieces(self) -> Subgraphs:
+        return Subgraphs(self.model, self._settings, name_of(self.model), self._around)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
         noting = run if self._low_reads is None else self._low_reads.around(graph_module, run)
@@ -137,7 +137,7 @@ class PieceStep:
             with generators_kept():
                 set_random_state(self._device, self._drawn)
                 made = self._run(batch, optimizers, scale)
-            return self._replay.origins(self.pieces.plan), made
+            return self._replay.origins(plan_of(self.pieces.made)), made
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -169,7 +169,7 @@ class PieceStep:
         """
         if self.pieces is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
-        return self.pieces.plan
+        return plan_of(self.pieces.made)
 
     def _run(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
@@ -181,7 +181,7 @@ class PieceStep:
             _without_gradients(self.model),
             widened(self.model.parameters()),
         ):
-            loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
+            loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})[0]
             if not loss.requires_grad:
                 raise depends_on_nothing()
             loss.backward(scale.to(loss.dtype).expand(loss.shape))

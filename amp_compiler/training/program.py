@@ -7,14 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun
-from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes, writable
-from amp_compiler.forward.value_guards import ValueGuards
-from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
@@ -28,7 +24,6 @@ from amp_compiler.training.traced_optimizers import TracedGroup
 if TYPE_CHECKING:
     from amp_compiler.training.change_detector import ChangeDetector
 
-_PAIR = pytree.tree_structure((0, 0))
 _Beside = tuple[Tensor, Tensor, tuple[Tensor | Product, ...], Tensor | None]
 
 
@@ -60,8 +55,10 @@ class StepOutput:
             looked at none.
         gradients: raw (scaled) gradients per parameter of `StepReport.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
+        results: all that the forward gives, the loss first.
+        inputs: what it ran on; of a step in subgraphs, the batch.
 
-    All but loss and aux are overwritten by the next run where a graph is replayed.
+    All but loss, aux and results are overwritten by the next run where a graph is replayed.
     """
 
     loss: Tensor
@@ -70,6 +67,8 @@ class StepOutput:
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
+    results: Sequence[Any] = ()
+    inputs: Sequence[Any] = ()
 
     @property
     def checked(self) -> bool:
@@ -85,25 +84,17 @@ class CompiledStep:
         run: the compiled graph, replayed as a CUDA graph where it can be.
         resolve: how to get what it is given, one per placeholder.
         groups: the update groups.
-        form: which batches it can be used for.
-        values: the Python values that it holds for.
-        out_spec: tree of `(loss, aux)`.
-        results: number of flat values in it, and of those that `writes` assigns.
+        results: number of results of the forward, of which the loss is the first.
         gives_scale: whether its last result is the loss scale that it ran with.
         buffers: gets the buffers that it writes.
-        writes: what is assigned after a call, detached.
     """
 
     run: GraphedRun
     resolve: list[Resolver]
     groups: list[BoundGroup | TracedGroup]
-    form: InputForm
-    values: ValueGuards
-    out_spec: pytree.TreeSpec
     results: int
     gives_scale: bool
     buffers: tuple[Callable[[], Tensor], ...]
-    writes: Writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,19 +162,6 @@ class StepProgram:
     replayed: list[Tensor] | None = field(default=None, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._is_pair = self.compiled.out_spec == _PAIR
-
-    @property
-    def form(self) -> InputForm:
-        """Which batches it can be used for."""
-        return self.compiled.form
-
-    @property
-    def values(self) -> ValueGuards:
-        """The Python values that it holds for."""
-        return self.compiled.values
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -268,10 +246,8 @@ class StepProgram:
         return norm, flags, tuple(gradients), scale
 
     def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:
-        self.compiled.writes.put(flat[: self.compiled.results])
-        leaves = flat[: self.compiled.out_spec.num_leaves]
-        loss, aux = leaves if self._is_pair else pytree.tree_unflatten(leaves, self.compiled.out_spec)
-        return StepOutput(loss, aux, *beside)
+        results = list(flat[: self.compiled.results])
+        return StepOutput(results[0], None, *beside, results=results)
 
     def _refresh(self, detector: ChangeDetector | None) -> None:
         """Bring changed numbers of the optimizers to the device."""

@@ -1,54 +1,89 @@
-"""`ProgramChoice`: what runs a batch: the last program, one of a batch like this one, a new one, or pieces."""
+"""`ProgramChoice`: what runs a batch: a program of the graph that Dynamo finds or makes of it, or subgraphs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError, UnknownFormError
-from amp_compiler.forward.captures import Captures
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
+from amp_compiler.forward.module_hooks import ModuleHooks
+from amp_compiler.forward.notices import telling
 from amp_compiler.forward.settings import AUTO
-from amp_compiler.forward.signature import leaves_key
-from amp_compiler.fx.capture_errors import shapes_do_not_fit
+from amp_compiler.forward.unwrap import refuse_spread
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
-from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.fx.torch_private import building, modes_aside, modes_back, saved_tensor_hooks
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.training.build import StepOptions, build_step, is_one_graph
+from amp_compiler.training.build import PARALLEL, StepOptions, begin, build_step, converted_inputs
+from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.pieces import PieceStep
-from amp_compiler.training.program import StepProgram
+from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_programs import StepPrograms
 
-MOST_SIGNATURES = 64
+
+@dataclass(eq=False)
+class StepGraph:
+    """One of Dynamo's graphs of the loss, and what was built of it.
+
+    Args:
+        loss: as it was captured.
+        programs: by what they depend on beside it.
+    """
+
+    loss: CapturedLoss
+    programs: dict[tuple[Any, ...], StepProgram] = field(default_factory=dict)
 
 
 class ProgramChoice:
-    """Finds or builds the program of a batch, in agreement with the other ranks where there are any.
+    """Runs a batch: by a program of the graph that Dynamo finds or makes of it, or in subgraphs.
 
     Args:
         setup: what the step was asked for.
         detector: what has changed since the last call.
 
     Attributes:
-        programs: what was built so far.
-        pieces: runs the step from now on, where one call has run in pieces.
+        pieces: runs the step from now on, where one call has run in subgraphs.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
-        self._captures = Captures("the training step", setup.settings, "batch")
-        self.programs = StepPrograms(setup.settings.dynamic_shapes is not None)
+        self._hooks, self._frontends = ModuleHooks(setup.module), dict[Any, LossFrontend]()
+        self._graphs: list[StepGraph] = []
+        self._gather, self._leaves = "", list[Any]()
+        self._modes: list[Any] = []  # dispatch modes around the call
+        self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
         self.pieces: PieceStep | None = None
 
-    def program(
+    @property
+    def programs(self) -> tuple[StepProgram, ...]:
+        """What was built so far."""
+        return tuple(program for graph in self._graphs for program in graph.programs.values())
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were built so far."""
+        return len(self.programs)
+
+    def clear(self) -> None:
+        """Forget what was built; what Dynamo has captured stays."""
+        for graph in self._graphs:
+            graph.programs.clear()
+
+    def run(
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
-    ) -> StepProgram | PieceProgram:
-        """What runs a batch.
+    ) -> tuple[StepProgram | PieceProgram, StepOutput]:
+        """Train on a batch.
 
         Args:
             batch: arguments of the loss function behind the model.
@@ -58,94 +93,99 @@ class ProgramChoice:
             hooked: whether an optimizer has hooks that run before its steps.
 
         Raises:
-            CaptureError: the loss cannot be captured, neither as one graph nor in pieces.
+            CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
             LoweringError: the graph cannot be compiled.
             RankError: the ranks differ, or one failed.
         """
-        around = _why_in_pieces(hooked) if self.pieces is None else None
-        if around is not None:
-            return self._piece_program(self._in_pieces(around), spec, gather, leaves)
-        if self.pieces is not None:
-            return self._piece_program(self.pieces, spec, gather, leaves)
-        detector, built_for = self._detector, (self._setup.scale.config, self._gathered_before(gather))
-        mark = (detector.generation, gather, *built_for, spec)
-        again = self.programs.again(mark, leaves)
-        if again is not None and again.flags_changed(detector):
-            again = None
-        if again is not None and self._may_run(again, leaves, gather):
-            return again
-        try:
-            with TENSORS:
-                form = leaves_key(leaves)
-        except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
-            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        key = (spec, detector.module, detector.owners, gather, built_for, form)
-        program = self.programs.find(key, leaves)
-        whole = program is not None and not program.flags_changed(detector)
-        # The other ranks are asked once: what was found again is the one that is found here.
-        if program is not None and whole and again is None and self._may_run(program, leaves, gather):
-            self.programs.remember(mark, leaves, program)
+        self._gather, self._leaves, self._ran = gather, leaves, None
+        frontend = self._frontend() if self.pieces is None else None
+        cause: AmpError | None = None if frontend is None else _why_in_pieces(hooked)
+        if frontend is not None and cause is None:
+            try:
+                with modes_aside() as self._modes:
+                    loss, aux = frontend(*batch)
+            except (CaptureError, LoweringError) as error:
+                agreed = self._setup.coordinator is not None and self._setup.coordinator.has_agreed
+                if isinstance(error, (HookError, OptimizerError)) or agreed:
+                    raise
+                cause = error
+            else:
+                return self._result(loss, aux)
+        step = self.pieces if self.pieces is not None or cause is None else self._in_pieces(cause)
+        program = self._piece_program(step, spec, gather, leaves)  # type: ignore[arg-type]  # one of both is there
+        output = self._guarded(lambda: program(leaves, self._detector))
+        return program, replace(output, inputs=leaves)
+
+    def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
+        if self._ran is None:
+            raise CaptureError("the step ran no graph of the loss", hint="this is a bug; please report it")
+        (program, output, inputs), self._ran = self._ran, None
+        aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
+        return program, replace(output, loss=loss, aux=aux, inputs=inputs)
+
+    def _frontend(self) -> LossFrontend:
+        hooks = self._hooks.key()
+        known = self._frontends.get(hooks)
+        if known is None:
+            setup = self._setup
+            setup.module.adopt(setup.optimizers)
+            refuse_spread(setup.module, PARALLEL)  # what the loss function holds is known only now
+            low = torch_dtype(setup.low) if setup.enabled else None
+            dynamic = {AUTO: None, None: False}.get(_plain(setup.settings.dynamic_shapes), True)
+            known = self._frontends[hooks] = LossFrontend(setup.module, self._made, low, dynamic)
+        return known
+
+    def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
+        """What Dynamo calls in the place of a graph."""
+        graph = StepGraph(loss)
+        self._convert_weights(loss)
+        self._graphs.append(graph)
+        return lambda *inputs: self._run_graph(graph, inputs)
+
+    def _convert_weights(self, loss: CapturedLoss) -> None:
+        """Convert the weights while Dynamo captures, which then guards them as they are from now on."""
+        setup, kept, coordinator = self._setup, self._setup.state.kept, self._setup.coordinator
+        options = self.options(self._gather, self._leaves)
+        splits = options.reduction is not None and options.reduction.shards
+        if splits and coordinator is not None:
+            coordinator.builds()
+        if splits or kept.weights.storage.low:
+            begun, options = begin(setup.module, loss, options, Stages())
+            converted_inputs(setup.module, begun, options, kept)
+
+    def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+        program = self._program(graph)
+        with modes_back(self._modes) if self._modes else contextlib.nullcontext():
+            output = self._guarded(lambda: program(inputs, self._detector))
+        self._ran = program, output, inputs
+        return graph.loss.returned(output.results)
+
+    def _guarded(self, run: Callable[[], StepOutput]) -> StepOutput:
+        coordinator = self._setup.coordinator
+        return run() if coordinator is None else coordinator.ranks.guarded(run)
+
+    def _program(self, graph: StepGraph) -> StepProgram:
+        """The program of a graph for this call; a new one where there is none that all ranks have."""
+        detector, gather = self._detector, self._gather
+        beside = (gather, self._setup.scale.config, self._gathered_before(gather))
+        key = (detector.module, detector.owners, *beside)
+        program = graph.programs.get(key)
+        if program is not None and not program.flags_changed(detector) and self._may_run(program, self._leaves, gather):
             return program
-        return self._captured(batch, leaves, key, program)
-
-    def _captured(
-        self, batch: tuple[Any, ...], leaves: list[Any], key: tuple[Any, ...], stale: StepProgram | None
-    ) -> StepProgram | PieceProgram:
-        """A new program, or pieces where no graph takes the step.
-
-        Args:
-            batch: what is captured.
-            leaves: of it.
-            key: what the program is found by, as `program` makes it.
-            stale: the one that was found by it and is to be replaced.
-        """
-        setup, coordinator = self._setup, self._setup.coordinator
-        spec, gather = key[0], key[3]
-        if stale is None and len(self.programs) >= MOST_SIGNATURES:
-            many = CaptureError(
-                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
-                "Python values that loss and model read)",
-                hint="pad the batches to fewer shapes, and pass numbers that change as tensors",
-            )
-            if coordinator is not None:
-                raise many
-            return self._piece_program(self._in_pieces(many), spec, gather, leaves)
-        options = self.options(gather, leaves)
+        coordinator, stages = self._setup.coordinator, Stages()
+        options = self.options(gather, self._leaves)
         if coordinator is not None:
             coordinator.builds()
-        try:
-            with building():
-                program = self._captures.make(
-                    key[:-1],
-                    (batch, {}),
-                    leaves,
-                    lambda settings, stages, changing: build_step(
-                        setup.module, batch, replace(options, settings=settings, changing=changing), setup.state, stages
-                    ),
-                    self.programs.changed(),
-                )
-        except (CaptureError, LoweringError) as cause:
-            if isinstance(cause, (HookError, OptimizerError)) or (coordinator is not None and coordinator.has_agreed):
-                raise
-            asked_for = setup.settings.dynamic_shapes not in (None, AUTO)
-            if asked_for and isinstance(cause, CaptureError) and is_one_graph(setup.module, batch):
-                raise shapes_do_not_fit("the step", cause) from cause
-            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        self._keep(program, leaves, key, stale)
+        with building(), telling(NAME, stages):
+            program = build_step(self._setup.module, graph.loss, options, self._setup.state, stages)
+        stages.texts.clear()  # it would keep every graph that was made on the way
+        detector.begin()
+        if detector.module != key[0]:  # weights were converted: earlier programs will never fit again
+            self.clear()
+        graph.programs[detector.module, detector.owners, *beside] = program
+        if coordinator is not None:
+            coordinator.settle(self._state_with(program, self._leaves, gather), program.agreement.shared)
         return program
-
-    def _keep(self, program: StepProgram, leaves: list[Any], key: tuple[Any, ...], stale: StepProgram | None) -> None:
-        """Have a new program found again, and the ranks know what goes with it."""
-        self._detector.begin()
-        spec, before, *rest = key
-        now = self._detector.module
-        if now != before:  # weights were converted for storage without masters: earlier programs will never fit again
-            self.programs.clear()
-        if stale is not None:  # one of dynamic shapes stands under another shape
-            self.programs.drop(stale)
-        self.programs.add((spec, now, *rest), program, leaves)
-        if self._setup.coordinator is not None:
-            self._setup.coordinator.settle(self._state_with(program, leaves, key[3]), program.agreement.shared)
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
         """Of which parameters the update that is built finds gradients of batches before its own."""
@@ -240,6 +280,10 @@ class ProgramChoice:
         reduction = replace(reduction, agree=agree, agree_on_parts=coordinator.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
+
+
+def _plain(dynamic_shapes: Any) -> Any:
+    return dynamic_shapes if dynamic_shapes is None or isinstance(dynamic_shapes, str) else True
 
 
 def _why_in_pieces(hooked: bool) -> CaptureError | None:

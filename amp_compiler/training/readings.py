@@ -191,7 +191,7 @@ class StepReadings(StepInspection):
             cure: look for rules that cure it, for which the loss is captured a few times more.
         """
         program, output, scale = self._seen()
-        leaves = self._leaves if self._scale_config.checks_finite else None
+        leaves = output.inputs if self._scale_config.checks_finite else None
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, _flags(output), leaves, scale)

@@ -155,7 +155,6 @@ class TrainingStep(StepReadings):
         self._detector = ChangeDetector(self._module, self._optimizers, kept)
         self._hidden = HiddenWrites(self._module, self._optimizers, kept)
         self._choice = ProgramChoice(setup, self._detector)
-        self._programs = self._choice.programs
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
         self._warned = False  # of rules that match nothing
@@ -186,12 +185,10 @@ class TrainingStep(StepReadings):
             hooks.begin(self._scale_config, self._scale)
         with autocast_off(), silent(not self._setup.speaks):
             if self._coordinator is None:
-                program, leaves, spec = self._chosen(batch)
-                output = program(leaves, self._detector)
+                program, output, leaves, spec = self._run(batch)
             else:
                 with self._coordinator.call():
-                    program, leaves, spec = self._chosen(batch)
-                output = self._coordinator.ranks.guarded(lambda: program(leaves, self._detector))
+                    program, output, leaves, spec = self._run(batch)
         self._note(program, output, leaves, spec)
         if hooks is not None and self._gathered == 0:
             hooks.run(self._scale_config, self._scale)
@@ -233,8 +230,8 @@ class TrainingStep(StepReadings):
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
 
-    def _chosen(self, batch: tuple[Any, ...]) -> tuple[StepProgram | PieceProgram, list[Any], Any]:
-        """What runs a batch, and its leaves and tree."""
+    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | PieceProgram, StepOutput, list[Any], Any]:
+        """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
         before = hooks_before(self._optimizers)
@@ -245,9 +242,9 @@ class TrainingStep(StepReadings):
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        program = self._choice.program(batch, leaves, spec, gather, hooked=bool(before))
         self._last = None  # last step's gradients must not live through this one
-        return program, leaves, spec
+        program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
+        return program, output, leaves, spec
 
     def _look(self) -> None:
         """Notice what was changed and written since the last call."""
@@ -297,7 +294,7 @@ class TrainingStep(StepReadings):
         before = self._scale_config
         self._held.load(state)
         if before != self._scale_config:  # none of them will fit again
-            self._programs.clear()
+            self._choice.clear()
         self._state.kept.weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
         if STEPS_KEY in state.get(OWN_KEY, {}):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
@@ -183,14 +182,14 @@ class StepTrials:
                 if node.name == SCALE:
                     node.meta[Key.STATE] = ("scale", "scale", 0)
             # Now, as the weights are stored as this plan has them in here alone.
-            leaves, scales = pytree.tree_leaves((self._batch, {})), _scales(joint.graph)
+            leaves, scales = begun.leaves, _scales(joint.graph)
             pairs = zip(
                 joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
             )
             resolve = {node: one for node, one in pairs if node not in scales}
             given = {node: one.get(leaves) for node, one in resolve.items()}
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
-        return _Joint(joint, given, behind, begun.plan, weights.names(), _names(begun.captured, self._batch))
+        return _Joint(joint, given, behind, begun.plan, weights.names(), _names(begun.captured))
 
 
 def _scales(graph: fx.Graph) -> list[fx.Node]:
@@ -283,14 +282,13 @@ class _Joint:
         return replace(made, name=made.planned, rounding=False) if is_data else made
 
 
-def _names(captured: Captured, batch: tuple[Any, ...]) -> dict[str, str]:
+def _names(captured: Captured) -> dict[str, str]:
     """What the placeholders of a captured loss are, in words."""
-    paths = [pytree.keystr(path[1:]) for path, _ in pytree.tree_flatten_with_path((batch, {}))[0]]
     kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
     return {
-        entry.name: f"the batch itself (batch{paths[entry.index]})"
+        entry.name: f"the batch itself ({entry.target})"
         if entry.source is Source.USER
-        else f"the number {captured.numbers[entry.name].label}"
+        else f"the number {entry.target}"
         if entry.source is Source.NUMBER
         else f"{kinds.get(entry.source, 'the constant')} {entry.target.partition('.')[2] or entry.name}"
         for entry in captured.inputs

@@ -105,6 +105,7 @@ def _written_out(region: fx.GraphModule, device: str, dtype: torch.dtype) -> fx.
     """A region in the 16-bit type that the plan does not have, with autocast's casts, which a plan leaves alone."""
     inputs = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
     drop_type_checks(region.graph)
+    _detach_switched(region)
     with torch.autocast(device, dtype=dtype, cache_enabled=False), preserve_node_meta():
         traced = traced_graph(fx.Interpreter(region).run, *inputs)
     reason = f"the model's autocast('{device}', dtype={dtype}) region"
@@ -113,6 +114,15 @@ def _written_out(region: fx.GraphModule, device: str, dtype: torch.dtype) -> fx.
             source = user_source(node.meta.get("stack_trace"))
             node.meta[Key.PIN] = Pin("keep", f"{reason}{f' at {source}' if source else ''}")
     return traced
+
+
+def _detach_switched(region: fx.GraphModule) -> None:
+    """Where gradients are switched off within a region values are detached: a trace of kernels notes no switch."""
+    switch = torch.ops.higher_order.wrap_with_set_grad_enabled
+    for inner in [one for one in region.modules() if isinstance(one, fx.GraphModule)]:
+        while switches := inner.graph.find_nodes(op="call_function", target=switch):
+            enabled, body, *operands = switches[0].args
+            _inline(inner, switches[0], body, operands, detach=not enabled)
 
 
 def _keeps(node: fx.Node) -> bool:

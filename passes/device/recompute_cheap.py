@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,9 +12,10 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from amp_compiler.errors import PassError
-from amp_compiler.fx.alias import AliasGroups, alias_sources, written_roots
+from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import hint, node_tensor, results_of
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.recompute import computed_again, memory_of
 from amp_compiler.fx.torch_private import is_pointwise
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.planner.mincut import TwoLabelProblem
@@ -95,7 +95,7 @@ class RecomputeCheap(InPlacePass):
                 spent -= values.moved(node)
         if kept:
             recomputed = values.cheapest(kept)
-        modified = _Copies(subject.graph, values, set(recomputed)).made()
+        modified = computed_again(subject.graph, values.forward, set(recomputed))
         if modified:
             subject.recompile()
         return PassResult(subject, modified)
@@ -126,7 +126,7 @@ class _Values:
         self._read: set[fx.Node] = set()
         for node in reversed(self.forward):
             if node in self._read or any(user not in self._all for user in node.users):
-                self._read.update((node, *_memory_of(node)))
+                self._read.update((node, *memory_of(node)))
 
     def _read_far_apart(self) -> set[fx.Node]:
         """Values that the forward reads on both sides of a product which depends on them, as residuals.
@@ -148,9 +148,9 @@ class _Values:
         """Whether something in the backward reads it from memory: what is no loop over elements."""
         for user in node.users:
             if user in self._all:
-                if _memory_of(user) and self._is_written_again(user):
+                if memory_of(user) and self._is_written_again(user):
                     return True
-            elif _memory_of(user):
+            elif memory_of(user):
                 if any(not _is_elementwise(reader) for reader in _readers(user)):
                     return True
             elif not _is_elementwise(user):
@@ -176,7 +176,7 @@ class _Values:
         for node in self.forward:
             if node in self._read:
                 problem.single(needed[node], if_zero=forced)
-            sources = _memory_of(node)
+            sources = memory_of(node)
             cost = 0 if node in self._alive else _KEPT * _size_of(node)
             cost += 0 if node in self._read else _MOVED * _size_of(node)
             if node in self._cheap and node not in kept:
@@ -191,40 +191,6 @@ class _Values:
                     problem.pair(again.get(node, needed[node]), needed[source], None)
         labels, _ = problem.solve()
         return [node for node, variable in again.items() if labels[variable]]
-
-
-class _Copies:
-    """Puts copies of what is made again in front of what reads it first in the backward."""
-
-    def __init__(self, graph: fx.Graph, values: _Values, recomputed: Collection[fx.Node]) -> None:
-        self.graph, self.values = graph, values
-        self.changed = set(recomputed)
-        for node in values.forward:  # views of it are taken again
-            if self.changed.intersection(_memory_of(node)):
-                self.changed.add(node)
-        self.made_of: dict[fx.Node, fx.Node] = {}
-
-    def made(self) -> bool:
-        """Make them; whether there were any."""
-        forward = set(self.values.forward)
-        later = [node for node in self.graph.nodes if node not in forward and node.op != "output"]
-        for reader in later:
-            for source in reader.all_input_nodes:
-                if source in self.changed:
-                    reader.replace_input_with(source, self._copy(source, reader))
-        for node in reversed(self.values.forward):
-            if node in self.changed and not node.users:
-                self.graph.erase_node(node)
-        return bool(self.made_of)
-
-    def _copy(self, node: fx.Node, place: fx.Node) -> fx.Node:
-        if node not in self.made_of:
-            sources = {one: self._copy(one, place) for one in node.all_input_nodes if one in self.changed}
-            with self.graph.inserting_before(place):
-                copy = self.graph.node_copy(node, lambda one: sources.get(one, one))
-            copy.meta = {**node.meta, Key.PHASE: "backward"}
-            self.made_of[node] = copy
-        return self.made_of[node]
 
 
 def products_in_bytes(graph: fx.Graph) -> float:
@@ -264,26 +230,16 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _is_loop(node: fx.Node) -> bool:
     """Whether it fuses with what it reads: it is elementwise, a view, or gives less than it reads and is no product."""
-    if _is_elementwise(node) or _memory_of(node):
+    if _is_elementwise(node) or memory_of(node):
         return True
     is_product = getattr(node.target, "overloadpacket", None) in flop_registry
     return not is_product and _size_of(node) < max(map(_size_of, node.all_input_nodes), default=0)
 
 
-def _memory_of(node: fx.Node) -> list[fx.Node]:
-    """What a node is a view of; nothing for a result of several that an operator makes."""
-    if node.target is _aten._unsafe_view.default:
-        return [node.args[0]]  # type: ignore[list-item]
-    sources = alias_sources(node)
-    if node.target is operator.getitem and sources and not _memory_of(sources[0]):
-        return []
-    return sources
-
-
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """What reads a value or a view of it."""
     for user in node.users:
-        if _memory_of(user):
+        if memory_of(user):
             yield from _readers(user)
         else:
             yield user

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
 from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.checkpoints import checkpoint_of
 from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
@@ -221,6 +222,8 @@ class _Trace(fx.Interpreter):
                 sources[node.name] = source
                 node.meta[Key.PLANNED] = source.name
             if phase == "forward":
+                if (region := checkpoint_of(node)) is not None:
+                    node.meta[Key.CHECKPOINT] = region
                 continue
             if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
                 node.meta[Key.SEED] = seeded = True

@@ -229,8 +229,8 @@ def test_skip_leaves_a_pass_out(explain):
 def test_a_model_with_graph_breaks_shows_each_subgraph(explain):
     code, out, _ = explain("branch", "--print-after", "classify")
     assert code == 0
-    assert "=== piece0/classify\n" in out
-    assert "=== piece1/classify\n" in out
+    assert "=== graph0/classify\n" in out
+    assert "=== graph1/classify\n" in out
 
 
 def test_stages_are_written_to_a_file(explain, tmp_path):

@@ -330,7 +330,7 @@ def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
     step = step_of(Broken(), "default")
     step(X)
     report = step.nonfinite_report()
-    assert "piece" in step.execution and report.nodes[0].planned.startswith("piece") and report.rule
+    assert "subgraph" in step.execution and report.nodes[0].planned.startswith("graph") and report.rule
     (tmp_path / "cured.yaml").write_text(report.rule)
     cured = step_of(Broken(), str(tmp_path / "cured.yaml"))
     cured(X)
@@ -372,7 +372,7 @@ def test_a_model_in_pieces_gets_a_rule_too(way, compiled, tmp_path):
     random = torch.get_rng_state()
     report = search("default", X)
     assert report.results == ("the output",)
-    assert report.nodes[0].planned.startswith("piece") and "matmul" in report.nodes[0].planned and report.rule
+    assert report.nodes[0].planned.startswith("graph") and "matmul" in report.nodes[0].planned and report.rule
     (tmp_path / "cured.yaml").write_text(report.rule)
     assert not search(str(tmp_path / "cured.yaml"), X)
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
@@ -405,7 +405,7 @@ def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
     random = torch.get_rng_state()
     report = amp.find_nonfinite(step, X)
     assert "head.weight" in report.parameters and "the loss" in report.results
-    assert report.nodes[0].planned.startswith("piece") and report.rule
+    assert report.nodes[0].planned.startswith("graph") and report.rule
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()) and all(one.grad is None for one in model.parameters())
     (tmp_path / "cured.yaml").write_text(report.rule)

@@ -100,7 +100,7 @@ def test_backward_hooks_on_the_wrapper_run_around_it(kind):
         lambda module, *gradients: seen.append((module, gradients[-1][0].shape))
     )
     model(X).sum().backward()
-    assert seen == [(model, (4, 4))] and not model.in_pieces
+    assert seen == [(model, (4, 4))] and model.execution == "as one graph"
     assert model.original._is_full_backward_hook is None  # nothing was written to what it wraps
     model.original(X).sum().backward()
     handle.remove()
@@ -228,7 +228,7 @@ def test_the_trainer_trains_a_transformer(tmp_path):
     plain = copy.deepcopy(model.original)
     losses, _ = trained(model, tmp_path / "ours", TEXT)
     expected, _ = trained(plain, tmp_path / "theirs", TEXT)
-    assert losses == pytest.approx(expected, rel=BF16_ERROR) and not model.in_pieces
+    assert losses == pytest.approx(expected, rel=BF16_ERROR) and model.execution == "as one graph"
 
 
 @pytest.mark.slow  # the Trainer trains such a model without it
@@ -280,7 +280,7 @@ def test_what_a_pretrained_model_has_is_the_originals():
     model.resize_token_embeddings(40)
     assert model(IDS[:2]).logits.shape == (2, 8, 40)
     model.to(torch.float32)
-    assert not model._programs.values()  # moved by our own way, which drops what was captured
+    assert not model.compilations  # moved by our own way, which drops what was compiled
     twin = copy.deepcopy(model)
     assert type(twin) is type(model) and torch.equal(twin(IDS[:2]).logits, model(IDS[:2]).logits)
 
@@ -314,7 +314,7 @@ def test_fully_shard_takes_it(alone):
         for one in (optimizer, reference):
             one.step()
             one.zero_grad()
-    assert model.plan.low_nodes > 0 and not model.in_pieces
+    assert model.plan.low_nodes > 0 and model.execution == "as one graph"
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert close(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
 

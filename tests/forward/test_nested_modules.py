@@ -70,7 +70,7 @@ def test_a_model_that_holds_one(around):
     for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
         assert not wrong(ours.grad, theirs.grad)
     assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low", "low"]
-    assert not compiled.in_pieces
+    assert compiled.execution == "as one graph"
 
 
 @KINDS
@@ -93,7 +93,7 @@ def test_a_step_over_a_model_that_holds_one_with_layers_of_its_own():
     reference = nn.Sequential(Inner(), nn.Linear(8, 8))
     model = with_amp(copy.deepcopy(reference))
     step = trained_as(model, reference)
-    assert "pieces" not in step.execution
+    assert "subgraph" not in step.execution
 
 
 def with_trace(model: nn.Sequential) -> nn.Module:
@@ -107,7 +107,7 @@ def test_what_is_around_a_scripted_module_is_planned(around):
     """A graph cannot look into it; Dynamo's pieces leave it out, and it runs as it is."""
     reference, model, trained = plain(), around(plain()), around(plain())
     compiled = amp.compile(model, dtype="bf16", backend="eager")
-    assert not wrong(compiled(X), reference(X)) and compiled.in_pieces
+    assert not wrong(compiled(X), reference(X)) and compiled.execution != "as one graph"
     assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low"]
     step = trained_as(trained, reference)
     assert "module 'model.0' is scripted" in step.execution

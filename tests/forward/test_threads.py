@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 class Branches(Net):
-    """Runs in pieces."""
+    """Breaks its graph."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -60,7 +60,7 @@ def test_calls_while_shapes_change(kind, calls, shapes):
 
     at_once(call, calls)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert compiled.in_pieces == (kind is Branches)
+    assert (compiled.execution != "as one graph") == (kind is Branches)
 
 
 def test_gradients_and_modes_from_many_threads():
@@ -87,49 +87,10 @@ def test_gradients_and_modes_from_many_threads():
     at_once(work, THREADS)
 
 
-class Slow(nn.Module):
-    """Takes long to capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 2)
-        self.inside, self.go_on = threading.Event(), threading.Event()
-
-    def forward(self, x):
-        y = self.fc(x)
-        self.inside.set()
-        assert self.go_on.wait(30)
-        return y
-
-
-class Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def test_what_another_thread_does_meanwhile_is_not_taken_for_the_models():
-    """A custom function, an export flag and standard error of other threads have nothing to do with a capture."""
-    slow = Slow()
-    compiled = amp.compile(slow, dtype="bf16", backend="eager")
-    with ThreadPoolExecutor(1) as pool:
-        result = pool.submit(compiled, torch.ones(3, 4))
-        assert slow.inside.wait(30)
-        Backward.apply(torch.ones(2, requires_grad=True)).sum().backward()
-        slow.go_on.set()
-        assert torch.allclose(result.result(), slow.fc(torch.ones(3, 4)), atol=0.02)
-    assert not compiled.in_pieces
-
-
 def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
-    """It may wait while a model is exported, not while a graph is compiled."""
-    import amp_compiler.forward.program as program
+    import amp_compiler.forward.subgraphs as subgraphs
 
-    inside, go_on, real = threading.Event(), threading.Event(), program.build_run
+    inside, go_on, real = threading.Event(), threading.Event(), subgraphs.build_run
 
     def slowly(*arguments):
         inside.set()
@@ -138,7 +99,7 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
 
     compiled = amp.compile(model_of(Net), dtype="bf16", backend="eager")
     compiled(torch.ones(3, 4))
-    monkeypatch.setattr(program, "build_run", slowly)
+    monkeypatch.setattr(subgraphs, "build_run", slowly)
     with ThreadPoolExecutor(2) as pool:
         building = pool.submit(compiled, torch.ones(5, 4))
         assert inside.wait(30)
@@ -185,7 +146,7 @@ def test_steps_in_pieces_from_many_threads():
         step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
         for x in batches:
             step(x)
-        assert "piece" in step.execution
+        assert "subgraph" in step.execution
         return model.state_dict()
 
     models = [model_of(Branches) for _ in range(5)]

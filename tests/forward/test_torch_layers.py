@@ -98,7 +98,7 @@ def test_a_break_within_torchs_layers(name):
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     families = [node.op for node in compiled.plan.nodes if node.family in ("matmul", "convolution", "attention")]
-    assert compiled.in_pieces and len(families) >= MODELS[name][1]
+    assert compiled.execution != "as one graph" and len(families) >= MODELS[name][1]
     assert not torch.equal(made, expected)  # 16 bits it was
 
 
@@ -121,7 +121,7 @@ def test_a_step_around_it(name):
     for now, then in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(now, then, rtol=5e-2, atol=2e-2)
     products = [node.op for node in step.plan.nodes if node.family in ("matmul", "convolution", "attention")]
-    assert " piece" in step.execution and len(products) >= MODELS[name][1]
+    assert " subgraph" in step.execution and len(products) >= MODELS[name][1]
 
 
 def test_an_average_over_many_calls_is_no_new_form():
@@ -131,7 +131,7 @@ def test_an_average_over_many_calls_is_no_new_form():
     with torch.no_grad():
         for _ in range(70):
             compiled(X), plain(X)
-    assert len(compiled._last.plans) == 2
+    assert compiled.compilations < 8
     torch.testing.assert_close(model[1].running_mean, plain[1].running_mean, rtol=1e-2, atol=1e-2)
 
 

@@ -50,4 +50,4 @@ def test_it_runs_as_under_autocast_and_says_so_once(name, captured, backend, cap
     told = [record for record in caplog.records if "runs under torch.autocast" in record.getMessage()]
     assert len(told) == 1
     # And afterwards it is compiled as before.
-    assert model(x).dtype is torch.float32 and not model.in_pieces
+    assert model(x).dtype is torch.float32 and model.execution == "as one graph"

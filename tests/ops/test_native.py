@@ -188,5 +188,5 @@ def test_a_training_step_runs_the_operator_in_a_typed_op_too(backward):
         model, lambda m, x: m(x).float().pow(2).mean(), optimizer, dtype="bf16", rules=rules, backend="eager"
     )
     step(torch.randn(2, 3, 32))
-    targets = [node.target for program in step._programs.values() for node in program.report.graph_module.graph.nodes]
+    targets = [node.target for program in step._choice.programs for node in program.report.graph_module.graph.nodes]
     assert OWN.recurrent_layer.default in targets and LSTM not in targets

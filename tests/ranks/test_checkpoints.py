@@ -358,7 +358,7 @@ def test_a_step_in_pieces_is_saved_behind_the_last_batch(tmp_path):
     for batch in batches()[2:]:
         step(*batch)
         resumed(*batch)
-    assert "pieces" in step.execution
+    assert "subgraph" in step.execution
     assert equal(everything(again, resumed), everything(model, step))
 
 

@@ -42,7 +42,8 @@ def test_each_rank_draws_from_its_own_seed(two):
 
 def test_the_first_rank_alone_speaks(two):
     first, second = (one["said"] for one in of(two, "notices"))
-    for text in ("captured the training step in", "captured the training step again", "matches no node", "piece"):
+    texts = "captured the training step in", "recompiled the training step in", "matches no node", "piece"
+    for text in texts:
         assert any(text in one for one in first), text
     assert second == []
 
@@ -219,7 +220,7 @@ def test_a_mesh_is_its_group(two):
 
 def test_a_step_in_pieces_sums_too(two):
     first, second = of(two, "in_pieces")
-    assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
+    assert "subgraph" in first["execution"]
     assert equal(first["same"], second["same"])
     assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
 
@@ -228,21 +229,18 @@ def test_a_step_in_pieces_sums_too(two):
 def test_batches_in_containers_and_classes_train_as_tensors_do(two, kind):
     first, second = of(two, "batches_of_other_kinds")
     assert first[kind]["told"] == second[kind]["told"] == ""
-    assert ("backward in 1 piece" in first[kind]["by"]) == ("dataclass" in kind)
+    assert "piece" not in first[kind]["by"]
     for one in (first, second):
         assert equal(one[kind]["weights"], first[kind]["weights"])
-        # pieces round the same products, and may add their gradients in another order
         assert equal(one[kind]["weights"], one["tensors"])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "list"])
-def test_another_kind_of_batch_on_one_rank_is_right_or_an_error_on_each(two, kind):
+def test_another_kind_of_batch_on_one_rank_trains_as_tensors_do(two, kind):
     first, second = (one[f"{kind} beside a list"] for one in of(two, "batches_of_other_kinds"))
-    assert first["told"] == second["told"]
+    assert first["told"] == second["told"] == ""
     assert equal(first["weights"], second["weights"])
-    assert bool(first["told"]) == ("dataclass" in kind)
-    if not first["told"]:
-        assert equal(first["weights"], of(two, "batches_of_other_kinds")[0]["tensors"])
+    assert equal(first["weights"], of(two, "batches_of_other_kinds")[0]["tensors"])
 
 
 @pytest.mark.parametrize("kind", BATCHES)

@@ -18,6 +18,7 @@ from rank_harness import (
     Place,
     Tied,
     overflowing,
+    programs_of,
     rows,
     same_everywhere,
     scenario,
@@ -107,7 +108,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     """Batches of two parts each: the ranks reduce once for both."""
     case = replace(CASES["adamw"], options={"accumulate": 2, "clip_norm": 0.1})
     model, step = trained_together(place, case, dtype="fp16")
-    texts = [program.report.graph_module.print_readable(print_output=False) for program in step._programs.values()]
+    texts = [program.report.graph_module.print_readable(print_output=False) for program in programs_of(step)]
     found = {
         "same": same_everywhere(step, model),
         "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
@@ -284,7 +285,7 @@ def _low_types(place: Place, kinds: Sequence[tuple[str, torch.dtype, str]]) -> d
             "ours, sums in FP32": weights_of(in_fp32),
             "theirs": _with_autocast(place, case, dtype),
             "same": same_everywhere(step, ours),
-            "sent": [traffic_of(one.report.graph_module.graph, place.size, ()).sent for one in step._programs.values()],
+            "sent": [traffic_of(one.report.graph_module.graph, place.size, ()).sent for one in programs_of(step)],
         }
     return found
 

@@ -150,11 +150,11 @@ def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch):
     for size in (16, 15, 14):
         assert torch.isfinite(step(X[0][:size], Y[0][:size]))
     step(X[0].double().float(), Y[0].int().long())  # as before
-    assert len(step._programs) == 3
+    assert step._choice.compilations == 3
     step(X[0].double(), Y[0])  # elements of another type
-    assert "piece" not in step.execution
+    assert "subgraph" not in step.execution
     step(X[0][:13], Y[0][:13])  # one more is taken in pieces, which hold for more
-    assert "in 1 piece" in step.execution and "captured for 4 signatures" in step.execution
+    assert "subgraph" in step.execution and "captured for 4 signatures" in step.execution
     plain = copy.deepcopy(model)
     for size in (16, 15, 14):
         assert torch.isclose(step(X[0][:size], Y[0][:size]), loss_fn(plain, X[0][:size], Y[0][:size]), rtol=2e-2)
@@ -171,9 +171,9 @@ def test_sizes_of_a_dynamic_dimension_do_not_count_as_signatures(monkeypatch):
     )
     for size in (16, 5, 4, 3, 2, 16):
         step(X[0][:size], Y[0][:size])
-    assert len(step._programs) == 1
+    assert step._choice.compilations == 1
     step(X[0].double(), Y[0])
-    assert len(step._programs) == 2
+    assert step._choice.compilations == 2
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -199,7 +199,7 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
         expected.backward()
         plain.step()
         torch.testing.assert_close(step(x, y), expected.detach())
-        programs.update(map(id, step._programs.values()))
+        programs.update(map(id, step._choice.programs))
     assert len(programs) == 1
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)

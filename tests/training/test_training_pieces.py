@@ -139,8 +139,8 @@ PROGRAMS = {
 }
 COMPILED = {
     "rows of a mask, with BatchNorm": "",
-    "gradient penalty": "in 3 pieces",
-    "gradient penalty, with a convolution": "in 4 pieces",
+    "gradient penalty": "in 3 subgraphs",
+    "gradient penalty, with a convolution": "in 4 subgraphs",
 }
 
 
@@ -206,7 +206,7 @@ def test_pieces_train_as_one_graph_does(optimizer):
         options = {"dtype": "fp16", "backend": "eager", "accumulate": 2, "clip_norm": 0.5}
         step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
         losses = [float(step(x, Y)) for x in (X, X + 1, X * torch.inf, X, X - 1, X)]
-        assert ("pieces" in step.execution) is (kind == "pieces")
+        assert ("subgraph" in step.execution) is (kind == "pieces")
         state = {name: value.clone() for name, value in model.state_dict().items()}
         results[kind] = losses, state, float(step.loss_scale), int(step.skipped_steps), step.gradients()
     (losses, weights, *rest, gradients), (theirs, their_weights, *their_rest, their_gradients) = results.values()
@@ -241,12 +241,12 @@ def test_it_is_told_once_and_can_be_read(caplog):
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         step(X, Y)
         step(X, Y)
-    (told,) = [record.message for record in caplog.records if "in 1 piece," in record.message]
+    (told,) = [record.message for record in caplog.records if "in 2 subgraphs," in record.message]
     assert "the update as one graph, because: the loss function branches on the values of a tensor" in told
     names = [stage.name for stage in step.stages]
-    assert names[0] == "piece0/capture" and names[-1] == "fuse_update" and "take_gradients" in names
+    assert names[0] == "graph0/capture" and names[-1] == "fuse_update" and "take_gradients" in names
     assert any("sgd_update" in str(node.target) for node in step.graph_module.graph.nodes)
-    assert {node.name.partition("/")[0] for node in step.plan.nodes} == {"piece0"}
+    assert {node.name.partition("/")[0] for node in step.plan.nodes} == {"graph0", "graph1"}
 
 
 def test_the_users_gradients_stay():
@@ -347,7 +347,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["step", "model"])
 def test_what_is_checkpointed_is_computed_again(reentrant, kind):
-    """By a training step and by a compiled model, in pieces that have a plan."""
+    """By a training step and by a compiled model, each of which is one graph."""
     torch.manual_seed(0)
     model = Checkpointed(reentrant)
     options = {"dtype": "bf16", "backend": "eager"}
@@ -365,18 +365,17 @@ def test_what_is_checkpointed_is_computed_again(reentrant, kind):
     run(X, Y)
     assert len(CALLS) == 2
     if kind == "step":
-        assert "checkpoints activations" in run.execution
-        assert "test_training_pieces.py:" in run._choice.pieces.cause.where
+        assert "subgraph" not in run.execution
         assert {node.precision for node in run.plan.nodes if node.op == "aten.linear"} == {"low"}
     else:
-        assert compiled.in_pieces and model.second.weight.grad.abs().sum() > 0
+        assert "/" not in compiled.plan.nodes[0].name and model.second.weight.grad.abs().sum() > 0
 
 
 def test_checkpointing_without_gradients_is_one_graph():
     compiled = amp.compile(Checkpointed(False).eval(), dtype="bf16", backend="eager")
     with torch.no_grad():
         compiled(X)
-    assert not compiled.in_pieces
+    assert compiled.execution == "as one graph"
 
 
 def test_torch_is_as_it_was():
@@ -442,6 +441,51 @@ def test_what_is_computed_anew_is_planned_past_dynamos_own_limit():
         assert torch.equal(mine, theirs)
 
 
+class Dropped(nn.Module):
+    """Two checkpointed blocks in a row, which draw random numbers."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head, self.checkpointed = nn.Linear(8, 4), checkpointed
+
+    def inner(self, block, x):
+        return F.gelu(watched(F.dropout(block(x), 0.3)))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(self.inner, block, x, use_reentrant=False) if self.checkpointed else self.inner(block, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+@pytest.mark.parametrize("kind", ["step", "model"])
+def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, backend):
+    """Each once, as what goes into one is kept; the weights become those of a model that keeps all."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Dropped(checkpointed)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if kind == "step":
+            run = amp.training_step(model, entropy, optimizer, dtype="bf16", backend=backend)
+        else:
+            compiled = amp.compile(model, dtype="bf16", backend=backend)
+
+            def run(x, y, kept, compiled=compiled, optimizer=optimizer):
+                entropy(compiled, x, y, kept).backward()
+                optimizer.step()
+
+        run(X, Y, KEPT)
+        CALLS.clear()
+        run(X, Y, KEPT)
+        assert len(CALLS) == 2 + 2 * checkpointed
+        found.append(model.state_dict())
+    kept, again = found
+    for name, value in kept.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6 if backend == "eager" else 1e-3)
+
+
 WAYS = {  # to hand a block to `checkpoint`, most of which make a function anew at every call
     "module": lambda block: block,
     "method": lambda block: block.forward,
@@ -463,17 +507,17 @@ class BlocksBy(Blocks):
 
 @pytest.mark.parametrize("way, reentrant", [*((way, False) for way in WAYS), ("closure", True)])
 def test_what_is_checkpointed_is_compiled_once(way, reentrant):
-    """Not at every call anew, which ended in torch.autocast; blocks of one kind share a piece, not their weights."""
+    """Not at every call anew; one graph takes it all."""
     torch.manual_seed(0)
     model = BlocksBy(way, reentrant)
     plain = copy.deepcopy(model)
     compiled = amp.compile(model, dtype="bf16", backend="eager")
-    pieces = []
+    plans = set()
     for _ in range(4):
         x = X.clone().requires_grad_()
         compiled(x).sum().backward()
-        pieces.append(len({node.name.split("/")[0] for node in compiled.plan.nodes}))
-    assert pieces[0] <= 3 and pieces[1:] == pieces[:1] * 3
+        plans.add(id(compiled.plan))
+    assert len(plans) == 1 and "/" not in compiled.plan.nodes[0].name
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(4):
             plain(X.clone().requires_grad_()).sum().backward()
@@ -545,7 +589,7 @@ def test_weights_without_a_master_are_trained_as_in_one_graph(make, optimizer, r
         options = {"dtype": "bf16", "backend": "eager", "rules": low(rounding)}
         step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
         losses = [float(step(X, Y)) for _ in range(6)]
-        assert ("piece" in step.execution) is (kind == "pieces")
+        assert ("subgraph" in step.execution) is (kind == "pieces")
         results[kind] = losses, {name: one.clone() for name, one in model.state_dict().items()}
     (losses, weights), (theirs, their_weights) = results.values()
     assert {name: one.dtype for name, one in weights.items()} == {n: one.dtype for n, one in their_weights.items()}
@@ -629,7 +673,7 @@ def test_the_node_that_made_the_first_nan_is_named(backend):
     assert torch.equal(torch.get_rng_state(), random_state)
     assert "head.weight" in report.parameters and report.repeated
     (node,) = report.nodes
-    assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "piece1/exp"
+    assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "graph1/exp"
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
     assert node.where.endswith(f"test_training_pieces.py:{line}") and node.where in str(report)
     assert torch.isfinite(step(X, ONE))
@@ -640,19 +684,19 @@ def test_an_overflow_of_the_scaled_gradient_in_pieces_is_found_in_the_backward()
     step(X, ONE)
     report = step.nonfinite_report()
     assert report.repeated and report.parameters
-    assert {node.phase for node in report.nodes} == {"backward"} and all("piece1/" in n.name for n in report.nodes)
+    assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
 
 
 def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_piece():
     step = exploding()
     step(X * torch.nan, ONE)
     (node,) = step.nonfinite_report().nodes
-    assert node.op == "input" and node.name.startswith("piece0/")
+    assert node.op == "input" and node.name.startswith("graph0/")
 
 
 def test_the_error_at_the_floor_names_the_node_of_a_piece():
     step = exploding(loss_scale=amp.DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
-    with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: piece1/exp.*aten\.exp, forward"):
+    with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: graph1/exp.*aten\.exp, forward"):
         for _ in range(4):
             step(X, 1e3 * ONE)
             step.check()

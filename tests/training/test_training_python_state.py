@@ -94,7 +94,7 @@ def test_attributes_are_written_at_every_step(backend: str) -> None:
     model, _, step = compared(make, backend=backend)
     assert model.state.shape == (4,) and not model.aux_loss.requires_grad
     step(X)
-    program = step._programs.values()[0]  # the one that reads a state
+    program = step._choice.programs[0]  # the one that reads a state
     assert len(program.compiled.run._batch) == 2  # batch and state move from step to step: a CUDA graph has to know
     total = log["loss"] + model.aux_loss
     torch.testing.assert_close(total, step(X) * 0 + total)  # both are real tensors of this step
@@ -113,9 +113,9 @@ def test_a_number_in_a_closure_may_change() -> None:
         model.gain = 1.0 if number < 1 else 0.5
 
     *_, step = compared(make, steps=4, between=between)
-    count = len(step._programs)
+    count = step._choice.compilations
     step(X)
-    assert len(step._programs) == count
+    assert step._choice.compilations == count
 
 
 def learned_weights(model: nn.Module) -> Made:
@@ -153,9 +153,9 @@ def test_parameters_beside_the_model_are_trained(make: Callable[[nn.Module], Mad
     assert names[make] in step.gradients()
     assert all(parameter.grad is None for parameter in beside)
     step(X[:2])
-    count = len(step._programs)
+    count = step._choice.compilations
     step(X)
-    assert len(step._programs) == count  # another batch had it captured anew, and the first one's is still there
+    assert step._choice.compilations == count  # another batch had it captured anew, and the first one's is still there
 
 
 def test_a_parameter_that_joins_an_optimizer_later_is_trained() -> None:

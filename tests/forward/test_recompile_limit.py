@@ -1,4 +1,4 @@
-"""How often Dynamo compiles a piece: each model has a limit of its own, and to pass it is an error that says so."""
+"""How often Dynamo compiles a function: each model has a limit of its own, and what passes it runs under autocast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
-import amp_compiler.forward.graph_breaks as graph_breaks
+import amp_compiler.forward.subgraphs as subgraphs
 import amp_compiler.fx.torch_private as torch_private
 
 pytestmark = pytest.mark.long
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def as_in_a_process_of_its_own(monkeypatch):
-    """Torch before 2.13 has limits that grow with the number of models that a process compiled in pieces."""
+    """Torch before 2.13 has limits that grow with the number of models that a process compiled."""
     monkeypatch.setattr(torch_private, "_MODELS", [0])
     torch._dynamo.reset()
 
 
 class Branches(nn.Module):
-    """Runs in pieces; `k` is a number that each piece is compiled for."""
+    """Breaks its graph; `k` is a number that each subgraph is compiled for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,27 +52,27 @@ def test_ten_forms_of_one_model_all_run_in_16_bits():
     model = compiled()
     for number in range(10):
         assert low(model(X, number), model, number), number
-    assert model.in_pieces and len(model.plan.nodes) > 0
+    assert model.execution != "as one graph" and len(model.plan.nodes) > 0
 
 
 def test_ten_models_of_one_class_all_run_in_16_bits():
     for _ in range(10):
         model = compiled()
         assert low(model(X), model)
-        assert model.in_pieces and model.plan.low_nodes > 0
+        assert model.execution != "as one graph" and model.plan.low_nodes > 0
 
 
 def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(monkeypatch):
     """As torch before 2.13 does."""
     monkeypatch.setattr(torch_private, "_ISOLATES", False)
-    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 2)  # Dynamo's own is 8
+    monkeypatch.setattr(subgraphs, "MOST_FORMS", 2)  # Dynamo's own is 8
     for _ in range(12):
         model = compiled()
         assert low(model(X), model)
 
 
 class Counts(nn.Module):
-    """Counts its calls in all that can hold a number, in front of a piece compiled for each length of a list."""
+    """Counts its calls in all that can hold a number, in front of a subgraph compiled for each length of a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,22 +91,24 @@ class Counts(nn.Module):
 
 
 def test_the_call_that_passes_the_limit_writes_once(monkeypatch):
-    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 2)  # Dynamo's own is 8
+    monkeypatch.setattr(subgraphs, "MOST_FORMS", 2)  # Dynamo's own is 8
     model = amp.compile(Counts(), dtype="bf16", backend="eager")
     for number in range(12):
         assert low(model(X) / (number + 1), model.original.fc), number
     assert model.original.calls == model.original.table["calls"] == len(model.original.seen) == 12
-    assert model.original.tensor.tolist() == [12, 12] and model._last.given_up
+    assert model.original.tensor.tolist() == [12, 12] and model._subgraphs().given_up
 
 
 def test_past_the_limit_a_warning_names_it_and_autocast_takes_over(monkeypatch, caplog):
-    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 10)
+    monkeypatch.setattr(subgraphs, "MOST_FORMS", 10)
     model = compiled()
     for number in range(20):
         assert low(model(X, number), model, number), number
     told = [record.getMessage() for record in caplog.records if "torch.autocast" in record.getMessage()]
     assert len(told) == 1
-    assert re.search(r"test_pieces_limit\.py:\d+: Branches runs in pieces.*10 forms.*recompile", told[0])
+    assert re.search(
+        r"Branches runs under torch\.autocast.*10 forms of its inputs: this no longer held: .+; keep", told[0]
+    )
     with torch.autocast("cpu", torch.bfloat16):
         expected = model.original(X, 21)
     assert torch.equal(model(X, 21), expected)
@@ -140,11 +142,11 @@ class GathersOutside(Gathers):
 
 
 def test_a_list_that_grows_is_told_early_and_named_at_the_limit(monkeypatch, caplog):
-    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 12)
+    monkeypatch.setattr(subgraphs, "MOST_FORMS", 12)
     model = amp.compile(Gathers(), dtype="bf16", backend="eager")
     for _ in range(9):
         model(X)
-    told = [record.getMessage() for record in caplog.records if "compiled pieces anew" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "8 forms of its inputs" in record.getMessage()]
     assert len(told) == 1 and "lists that grow" in told[0]
     for _ in range(10):
         assert low(model(X), model)
@@ -170,7 +172,7 @@ class Normed(Gathers):
 
 
 def test_the_call_that_is_one_too_many_moves_buffers_and_random_numbers_once(monkeypatch):
-    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 4)
+    monkeypatch.setattr(subgraphs, "MOST_FORMS", 4)
     x = torch.randn(16, 4)
 
     def after(compile_it):
@@ -188,11 +190,11 @@ def test_the_call_that_is_one_too_many_moves_buffers_and_random_numbers_once(mon
     assert torch.equal(found[-1], expected[-1]) and int(found[-2]) == 9
 
 
-def test_the_mend_of_that_holds(caplog):
+def test_the_hint_holds(caplog):
     model = amp.compile(GathersOutside(), dtype="bf16", backend="eager")
     for _ in range(80):
         model(X)
-    assert len(model.seen) == 80 and not [one for one in caplog.records if "anew" in one.getMessage()]
+    assert len(model.seen) == 80 and not [one for one in caplog.records if "forms" in one.getMessage()]
 
 
 class Loop(nn.Module):

@@ -1,0 +1,93 @@
+"""A model's forward as one graph, for those who read it or run it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.capture_errors import name_of
+from amp_compiler.fx.dynamo import Names, captured_from_dynamo
+from amp_compiler.fx.frontend import capture_once
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.torch_private import no_saved_tensor_hooks
+from amp_compiler.fx.uncapturable import refuse_sharded
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """A forward.
+
+    Args:
+        captured: its graph.
+        inputs: what it was captured with, one for each placeholder.
+    """
+
+    captured: Captured
+    inputs: tuple[Any, ...]
+
+    def inputs_for(self, leaves: Sequence[Any], captured_for: Sequence[Any]) -> list[Any]:
+        """Its inputs for other arguments of the same form.
+
+        Args:
+            leaves: these, flat.
+            captured_for: those that it was captured for, flat.
+        """
+        return inputs_for(self.inputs, leaves, captured_for)
+
+
+def inputs_for(inputs: Sequence[Any], leaves: Sequence[Any], captured_for: Sequence[Any]) -> list[Any]:
+    """Inputs of a graph for another batch of the same form.
+
+    Args:
+        inputs: those that it was captured with.
+        leaves: the batch, flat.
+        captured_for: the batch that it was captured for, flat.
+    """
+    places = {id(leaf): place for place, leaf in enumerate(captured_for) if isinstance(leaf, Tensor)}
+    return [leaves[places[id(one)]] if id(one) in places else one for one in inputs]
+
+
+def capture_model(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    low: torch.dtype | None,
+    dynamic: bool = False,
+) -> CapturedModel:
+    """Capture a forward through the door by which `amp.compile` does; nothing runs, and nothing is changed.
+
+    Args:
+        model: the module, in the mode in which it is to run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        low: the low type that is planned for; `None` where nothing is planned.
+        dynamic: whether all sizes are symbolic.
+
+    Raises:
+        CaptureError: the forward is no one graph.
+    """
+    refuse_sharded(model)
+    if isinstance(model, fx.GraphModule):  # Dynamo loses what its nodes are of
+        captured = capture_module(model, tuple(args), dict(kwargs), None, low)
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        users = [entry.source is Source.USER for entry in captured.inputs]
+        pairs = zip(captured.inputs, users, strict=True)
+        inputs = [leaves[one.index] if user else tensor_getter(model, captured, one)() for one, user in pairs]
+        return CapturedModel(captured, tuple(inputs))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> CapturedModel:
+        with generators_kept(), no_saved_tensor_hooks():
+            captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model))
+        return CapturedModel(captured, (*inputs, *captured.constants.values()))
+
+    made: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic)
+    return made

@@ -1,0 +1,328 @@
+"""The graphs that Dynamo makes of a model: each planned, rewritten and compiled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from amp_compiler.errors import AmpError, ValuesReadError
+from amp_compiler.forward.forms import Forms
+from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
+from amp_compiler.forward.notices import telling
+from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
+from amp_compiler.forward.settings import AUTO, Settings, device_of
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.checkpoints import compiled_checkpoints
+from amp_compiler.fx.dynamo import Names, captured_from_dynamo
+from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, place_of, words_of
+from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.torch_private import (
+    Break,
+    break_before,
+    functions_given_up,
+    no_saved_tensor_hooks,
+    restart_with_plain_numbers,
+)
+from amp_compiler.fx.uncapturable import refuse_sharded
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
+
+logger = logging.getLogger("amp_compiler")
+Run = Callable[..., Any]
+Around = Callable[[str, fx.GraphModule, Run], Run]
+
+
+@dataclass(eq=False)
+class Subgraph:
+    """One of Dynamo's graphs, rewritten.
+
+    Args:
+        captured: the rewritten graph with the origin of each placeholder.
+        plan: what was decided.
+        run: the graph as a function of its flat inputs.
+        weights: low-precision copies of weights that are kept between calls (inference only).
+        stages: the text of the graph behind each pass.
+        broken: the graph break that ends it; `None` where it ends with the function.
+    """
+
+    captured: Captured
+    plan: PrecisionPlan
+    run: Callable[..., Any]
+    weights: KeptWeights
+    stages: Stages
+    broken: Break | None = None
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The rewritten graph."""
+        return self.captured.graph_module
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        """All that the graph takes, by what Dynamo gives."""
+        return [*given, *self.captured.constants.values(), *self.weights.current(given)]
+
+    def __call__(self, *given: Any) -> Any:
+        """Run it on what Dynamo gives."""
+        with autocast_off():
+            return self.run(*self.inputs(given))
+
+
+@without_full_collections()
+def build_subgraph(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: Settings,
+    low: DType,
+    names: Names | None = None,
+    stages: Stages | None = None,
+) -> Subgraph:
+    """Plan, rewrite and compile one of Dynamo's graphs.
+
+    Args:
+        graph_module: Dynamo's graph.
+        inputs: its example inputs.
+        settings: the options.
+        low: the 16-bit type.
+        names: of the model.
+        stages: takes the text behind each pass; new ones where it is `None`.
+
+    Raises:
+        CaptureError: it cannot be traced.
+        LoweringError: it cannot be rewritten or compiled.
+        ValuesReadError: it needs the values of a tensor while it is traced.
+    """
+    stages = Stages() if stages is None else stages
+    with generators_kept(), no_saved_tensor_hooks():
+        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
+        plan = plan_captured(captured, settings, low, stages)
+        if torch.is_grad_enabled():
+            emulated = rewrite(captured.graph_module, plan, settings, stages)
+        else:
+            held = (Source.PARAMETER, Source.BUFFER)
+            kept = tuple(entry.name for entry in captured.inputs if entry.source in held)
+            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept)
+        weights = kept_weights(captured)
+        nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+        wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
+        examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
+        run = build_run(captured.graph_module, examples, settings, emulated, stages)
+        return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _example(captured: Any, needs: bool) -> Any:
+    """The stand-in of an input, requiring a gradient where the real one does: a trace does not note that."""
+    return captured.detach().requires_grad_() if needs else captured
+
+
+class NotStartedError(ModelError):
+    """The model raises with these inputs as far as Dynamo can tell, which did nothing of the call yet."""
+
+
+class Subgraphs:
+    """A model as Dynamo captures it.
+
+    Args:
+        model: the module.
+        settings: the options.
+        name: how messages call it.
+        around: makes of each graph what is called in its place, from its name, its rewritten graph and what runs it.
+
+    Attributes:
+        made: all graphs, in the order in which they were made.
+        last: those that ran in the last call.
+        unplanned: which graph has no plan, and why; empty where all have one.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, name: str, around: Around | None = None) -> None:
+        self.made: list[Subgraph] = []
+        self.last: tuple[Subgraph, ...] = ()
+        self.unplanned = ""
+        self._around = around or (lambda graph_name, graph_module, run: run)
+        refuse_sharded(model)
+        self._model, self._settings, self._name = model, settings, name
+        self._names: Names | None = None
+        self._called = threading.local()
+        # Layers of one kind that break have one function, which is compiled for each of them.
+        self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        self._dynamic = {AUTO: None, None: False}.get(settings.dynamic_shapes, True) if _is_plain(settings) else True
+        self._frontend = self._frontend_of(run)
+        self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
+
+    @property
+    def given_up(self) -> str:
+        """Why it is to run under `torch.autocast` from now on; empty while it is not."""
+        return self._forms.given_up
+
+    def _frontend_of(self, function: Callable[..., Any]) -> Frontend:
+        return Frontend(function, self._build, self._name, self._dynamic, forms=self._forms.most + 1)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
+        """Run the model.
+
+        Returns:
+            What it returns, and the graphs that ran.
+
+        Raises:
+            NotStartedError: the model raises as far as Dynamo can tell, and nothing of the call was done yet.
+            AmpError: one of its graphs cannot be rewritten or compiled.
+        """
+        before, self._called.graphs = getattr(self._called, "graphs", None), []
+        skipped = functions_given_up()
+        try:
+            with compiled_checkpoints(self._checkpointed):
+                result = self._frontend(*args, **kwargs)
+            ran = tuple(self._called.graphs)
+            if ran:
+                self.last = ran
+            if functions_given_up() > skipped:
+                self._forms.note_skipped(any(True for _ in self._model.parameters()))
+            return result, ran
+        except ModelError as error:
+            if self._called.graphs:
+                raise
+            raise NotStartedError(error.what, where=error.where, hint=error.hint) from error
+        finally:
+            self._called.graphs = before
+
+    def _checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what is checkpointed, once for all functions of the same code: most are made anew at every call."""
+        code = _code_of(function)
+        if code not in self._regions:
+            self._regions[code] = self._frontend_of(_call)
+        return functools.partial(self._regions[code], function)
+
+    def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._names is None:
+            self._names = Names.of(self._model)
+        stages, began = Stages(), time.perf_counter()
+        low = self._settings.low(device_of([*inputs, *self._model.parameters()]))
+        try:
+            with telling(self._name, stages):
+                subgraph = build_subgraph(graph_module, inputs, self._settings, low, self._names, stages)
+        except AmpError as cause:
+            restart_with_plain_numbers(graph_module)
+            if not isinstance(cause, ValuesReadError):
+                raise
+            self.unplanned = f"a graph of it runs in the model's types, without a plan: {cause}"
+            logger.warning("%s: %s", self._name, self.unplanned)
+            return graph_module.forward
+        self.made.append(subgraph)
+        name = f"graph{len(self.made) - 1}"
+        self._forms.note(name, time.perf_counter() - began)
+        if not _is_plain(self._settings) and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
+            logger.warning(
+                "no size of %s of %s is dynamic, whatever dynamic_shapes= says: the model takes no others; leave it at"
+                " 'auto'",
+                name,
+                self._name,
+            )
+        inner = self._around(name, subgraph.graph_module, subgraph.run)
+
+        def run(*values: Any) -> Any:
+            graphs = getattr(self._called, "graphs", None)
+            if graphs is not None:
+                graphs.append(subgraph)
+            with autocast_off():
+                return inner(*subgraph.inputs(values))
+
+        return run
+
+
+def _is_plain(settings: Settings) -> bool:
+    return settings.dynamic_shapes is None or isinstance(settings.dynamic_shapes, str)
+
+
+def _has_dynamic_size(node: fx.Node) -> bool:
+    shape = getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ()
+    return any(isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None for size in shape)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _code_of(function: Callable[..., Any]) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
+
+
+def plan_of(subgraphs: Sequence[Subgraph]) -> PrecisionPlan:
+    """The plans of several graphs as one; names carry the number of their graph.
+
+    Args:
+        subgraphs: one at least.
+    """
+    plans = [one.plan for one in subgraphs]
+    if len(plans) == 1:
+        return plans[0]
+    nodes = tuple(
+        replace(
+            node,
+            name=f"graph{i}/{node.name}",
+            inputs=tuple(f"graph{i}/{value}" for value in node.inputs),
+            outputs=tuple((f"graph{i}/{value}", dtype) for value, dtype in node.outputs),
+        )
+        for i, plan in enumerate(plans)
+        for node in plan.nodes
+    )
+    casts = tuple(
+        replace(
+            cast,
+            value=f"graph{i}/{cast.value}",
+            users=tuple((f"graph{i}/{user}", place) for user, place in cast.users),
+        )
+        for i, plan in enumerate(plans)
+        for cast in plan.casts
+    )
+    inputs = tuple((f"graph{i}/{value}", dtype) for i, plan in enumerate(plans) for value, dtype in plan.inputs)
+    outputs = tuple(f"graph{i}/{value}" for i, plan in enumerate(plans) for value in plan.outputs)
+    unmatched = [{rule.rule for rule in plan.unused_rules} for plan in plans]
+    unused = tuple(rule for rule in plans[0].unused_rules if all(rule.rule in rules for rules in unmatched))
+    return replace(plans[0], nodes=nodes, casts=casts, inputs=inputs, outputs=outputs, unused_rules=unused)
+
+
+def stages_of(subgraphs: Sequence[Subgraph]) -> Stages:
+    """The stages of several graphs as one; names carry the number of their graph."""
+    if len(subgraphs) == 1:
+        return subgraphs[0].stages
+    stages = Stages()
+    for number, one in enumerate(subgraphs):
+        for stage in one.stages:
+            stages.note(f"graph{number}/{stage.name}", stage.text)
+    return stages
+
+
+def execution_of(subgraphs: Sequence[Subgraph]) -> str:
+    """How a call ran, in words: as one graph, or as several and what broke them."""
+    breaks = [one.broken for one in subgraphs if one.broken is not None]
+    if not breaks:
+        return "as one graph" if len(subgraphs) == 1 else f"as {len(subgraphs)} graphs"
+    first = breaks[0]
+    place, hint = place_of(first), first.hint
+    return (
+        f"as {len(subgraphs)} subgraphs, with a graph break{f' at {place}' if place else ''}: {words_of(first)}"
+        f"{f' ({hint})' if hint else ''}"
+    )

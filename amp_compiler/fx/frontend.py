@@ -1,0 +1,355 @@
+"""The front door: `torch.compile` captures and guards a function, and each graph goes to a backend of ours.
+
+Dynamo decides what is one graph, compiles again where a guard no longer holds, makes sizes and numbers that change into
+inputs, replays what the function writes to Python objects, and runs itself what it cannot capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
+from amp_compiler.fx.capture_errors import kind_of, user_frame
+from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_layers import is_layer
+from amp_compiler.fx.torch_private import (
+    Break,
+    break_of,
+    broken_at_generators,
+    broken_at_tensor_hooks,
+    compile_with_dynamo,
+    compile_within,
+    dynamo_errors,
+    dynamo_settings,
+    frames_taken,
+    globals_of_no_module,
+    is_recompile_limit,
+    modes_again,
+    modes_apart,
+    modes_around,
+    pad_packed_breaks,
+    reason_here,
+    recompile_limit,
+    recompile_reason,
+    settings_are_of_threads,
+    texts_of_numbers,
+    whole_powers,
+)
+from amp_compiler.fx.tracing import quiet
+
+Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+logger = logging.getLogger("amp_compiler")
+# Forms of the inputs that one function is compiled for; Dynamo's own limit where that is higher.
+MOST_FORMS = 64
+FEWER_FORMS = (
+    "keep lists that grow and numbers that count out of it (return what they gather, or write them in a function under"
+    " torch.compiler.disable), pass numbers that change as tensors, pad the inputs to fewer shapes, or raise"
+    " torch._dynamo.config.recompile_limit"
+)
+
+
+class TooManyFormsError(CaptureError):
+    """One function was compiled for as many forms of its inputs as it may be."""
+
+
+class ModelError(CaptureError):
+    """The model itself raises with these inputs, as far as Dynamo can tell."""
+
+
+class Frontend:
+    """A function, captured by Dynamo at each call for which it has no code yet.
+
+    Args:
+        function: what is captured.
+        build: makes of each of Dynamo's graphs, with its example inputs, what is called in its place.
+        name: how the log calls it.
+        dynamic: as for `torch.compile`.
+        whole: whether it has to be one graph.
+        around: a context for its captures, beside the settings.
+        forms: for how many forms of its inputs it may be compiled, where that is more than `most_forms`.
+        subject: how errors call it, where that is not its name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        build: Build,
+        name: str,
+        dynamic: bool | None = None,
+        whole: bool = False,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        forms: int = 0,
+        subject: str = "",
+    ) -> None:
+        self._name, self._build, self._around, self._whole = name, build, around, whole
+        self._subject = subject or name
+        self._reasons: list[str] = []  # for the graphs that are being made
+        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms)
+        self._run = compile_with_dynamo(function, backend, dynamic, whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            AmpError: what `build` raised of its own.
+            TooManyFormsError: it was compiled as often as it may be.
+            ModelError: it raises with these inputs.
+            CaptureError: Dynamo cannot take it; names the line of the user's.
+        """
+        try:
+            if not self._whole or not modes_around():
+                return self._run(*args, **kwargs)
+            # Dynamo's guards fail where a mode is active; it sees what the one graph runs.
+            with modes_apart() as modes:
+                _THREAD.modes = modes
+                try:
+                    return self._run(*args, **kwargs)
+                finally:
+                    _THREAD.modes = ()
+        except dynamo_errors() as error:
+            raise self._error(error) from error
+
+    def _noted(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._reasons.append(reason_here())
+        run = self._build(graph_module, inputs)
+
+        def run_within_modes(*values: Any) -> Any:
+            with modes_again(_THREAD.modes):
+                return run(*values)
+
+        return lambda *values: run_within_modes(*values) if getattr(_THREAD, "modes", ()) else run(*values)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Around the capture of a graph, which is logged with the time that it took."""
+        started, self._reasons = time.perf_counter(), []
+        with self._around():
+            yield
+        seconds = time.perf_counter() - started
+        for reason in self._reasons[-1:]:  # a capture that is begun again by Dynamo has made several
+            if reason:
+                logger.info("recompiled %s in %.1f s, because this no longer held: %s", self._name, seconds, reason)
+            else:
+                logger.info("captured %s in %.1f s", self._name, seconds)
+
+    def _error(self, error: BaseException) -> AmpError:
+        own = next((one for one in with_causes(error) if isinstance(one, AmpError)), None)
+        if own is not None:
+            return own
+        if is_recompile_limit(error):
+            reason = recompile_reason(error)
+            last = f", the last one because this no longer held: {reason}" if reason else ""
+            return TooManyFormsError(
+                f"{self._subject} was compiled for {most_forms()} forms of its inputs (Dynamo's recompile_limit){last}",
+                hint=FEWER_FORMS,
+            )
+        said = break_of(error)
+        if said is None:
+            return CaptureError(
+                f"Dynamo cannot take {self._subject}: {first_line(error)}",
+                where=user_frame(error),
+                hint="move that code out of it, or put it under torch.compiler.disable",
+            )
+        kind = kind_of(str(error), line := line_of(said))
+        if kind is not None:
+            what, hint = kind
+            return CaptureError(
+                f"{self._subject} {what}{f' (`{line}`)' if line else ''}", where=place_of(said), hint=hint
+            )
+        if said.of_model or said.raised:
+            return ModelError(
+                f"{self._subject} raises {said.raised or said.what}",
+                where=place_of(said),
+                hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
+            )
+        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=place_of(said), hint=said.hint)
+
+
+class _Stop(Exception):  # no error: Dynamo is told to stop
+    """Carries what was made of a graph out of Dynamo."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__("captured")
+        self.made = made
+
+
+def capture_once(
+    function: Callable[..., Any],
+    make: Callable[[fx.GraphModule, Sequence[Any]], Any],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic: bool = False,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Any:
+    """Capture a function as one graph, and run nothing of it.
+
+    Args:
+        function: what is captured.
+        make: is given Dynamo's graph and its example inputs.
+        name: how messages call it.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        dynamic: whether all sizes are symbolic.
+        around: as for `Frontend`.
+
+    Returns:
+        What `make` has made.
+
+    Raises:
+        CaptureError: it is no one graph; names the line of the user's.
+        AmpError: what `make` raises.
+    """
+
+    def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise _Stop(make(graph_module, inputs))
+
+    try:
+        Frontend(function, build, name, dynamic, whole=True, around=around)(*args, **kwargs)
+    except CaptureError as error:
+        found = next((one for one in with_causes(error) if isinstance(one, _Stop)), None)
+        if found is None:
+            raise
+        return found.made
+    raise CaptureError(
+        f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"
+    )
+
+
+def words_of(broken: Break) -> str:
+    """What broke a graph, in one line."""
+    return f"{broken.what}: {broken.explanation}" if broken.explanation else broken.what
+
+
+def line_of(broken: Break) -> str:
+    """The line of the user's that broke a graph; empty where it is not known."""
+    file, _, number = user_source("".join(traceback.format_list(broken.stack))).rpartition(":")
+    return linecache.getline(file, int(number)).strip() if file else ""
+
+
+def place_of(broken: Break) -> str:
+    """`file:line` of the user's that broke a graph; empty where it is not known."""
+    return user_source("".join(traceback.format_list(broken.stack)))
+
+
+def as_backend(
+    build: Build,
+    hooks: bool = True,
+    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    forms: int = 0,
+) -> Callable[..., Any]:
+    """A backend of `torch.compile`, with the settings of Dynamo under which its graphs are right.
+
+    Args:
+        build: as for `Frontend`.
+        hooks: whether Dynamo looks at the hooks of modules at each call.
+        around: as for `Frontend`.
+        forms: as for `Frontend`.
+    """
+
+    @contextlib.contextmanager
+    def capturing() -> Iterator[None]:
+        with settings(hooks, forms), around():
+            yield
+
+    def amp_compiler(graph_module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        return build(graph_module, inputs, **options)  # under Dynamo's lock: one graph at a time in the process
+
+    compile_within(amp_compiler, capturing)
+    return amp_compiler
+
+
+def most_forms() -> int:
+    """How many forms of its inputs a function is compiled for."""
+    return max(MOST_FORMS, recompile_limit())
+
+
+class _OfProcess:
+    """What stands for the whole process while any thread is within: the first sets it, the last takes it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._within, self._stack = threading.Lock(), 0, contextlib.ExitStack()
+
+    def enter(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._stack.enter_context(pad_packed_breaks())
+                self._stack.enter_context(frames_taken(lambda code: within() and is_layer(code)))
+                self._stack.enter_context(broken_at_tensor_hooks())
+                self._stack.enter_context(globals_of_no_module())
+                self._stack.enter_context(broken_at_generators())
+                self._stack.enter_context(texts_of_numbers())
+                self._stack.enter_context(whole_powers())
+                self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
+                if not settings_are_of_threads():
+                    self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
+            self._within += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                self._stack.close()
+
+
+_PROCESS, _THREAD = _OfProcess(), threading.local()
+
+
+def within() -> bool:
+    """Whether Dynamo captures for us in this thread."""
+    return getattr(_THREAD, "within", False)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def captured_within() -> bool:
+    """Whether the code that asks is being captured for us; Dynamo asks once for each graph."""
+    return within()
+
+
+@torch.compiler.assume_constant_result
+def raise_at_once(what: str, hint: str) -> None:
+    """Raise an error from code that may be captured: Dynamo calls this one while it captures.
+
+    Raises:
+        CaptureError: what is given.
+    """
+    raise CaptureError(what, hint=hint)
+
+
+class settings:  # a context manager, named as contextlib's are
+    """Within it Dynamo has our settings: what this thread captures meanwhile is captured with them.
+
+    Args:
+        hooks: whether a hook that is hung up later captures again.
+        forms: as for `Frontend`.
+    """
+
+    def __init__(self, hooks: bool, forms: int = 0) -> None:
+        self._hooks, self._forms = hooks, forms
+
+    def __enter__(self) -> None:
+        """Set them, where they are not set yet."""
+        self._outer, self._restore = getattr(_THREAD, "within", False), None
+        if not self._outer:
+            _THREAD.within = True
+            _PROCESS.enter()
+            if settings_are_of_threads():
+                self._restore = dynamo_settings(max(most_forms(), self._forms), self._hooks)()
+
+    def __exit__(self, *_: object) -> None:
+        """Set Dynamo back as it was."""
+        if not self._outer:
+            if self._restore is not None:
+                self._restore()
+            _PROCESS.leave()
+            _THREAD.within = False

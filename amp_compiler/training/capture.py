@@ -1,0 +1,225 @@
+"""The loss of a training step, captured by Dynamo as one graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.fx import frontend
+from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.dynamo import Names, captured_from_dynamo, placeholder_name, widened_example
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import copy_graph, results_of
+from amp_compiler.fx.mixed_types import refuse_mixed_types
+from amp_compiler.fx.synchronized_norms import GROUPS, mark_norms, norms_apart
+from amp_compiler.fx.torch_private import no_saved_tensor_hooks
+from amp_compiler.ops.loss_mark import MARK
+from amp_compiler.passes.step.separate_buffers import written_placeholders
+from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.weights import is_stored_low
+
+NAME, SUBJECT = "the training step", "the loss function"
+
+
+@dataclass(frozen=True)
+class CapturedLoss:
+    """The loss as a graph.
+
+    Args:
+        captured: the graph; its first result is the loss.
+        inputs: what it was captured with, one for each of Dynamo's inputs.
+        place: where the loss stands among the results that Dynamo waits for.
+    """
+
+    captured: Captured
+    inputs: tuple[Any, ...]
+    place: int
+
+    def copy(self) -> Captured:
+        """The graph, to be rewritten."""
+        graph_module = copy_graph(self.captured.graph_module)
+        pairs = zip(self.captured.graph_module.graph.nodes, graph_module.graph.nodes, strict=True)
+        for node, copied in pairs:
+            copied.name = node.name  # a copy gives names of Python's own, such as `input`, a number
+        return replace(self.captured, graph_module=graph_module)
+
+    def returned(self, results: Sequence[Any]) -> list[Any]:
+        """The results in the order in which Dynamo waits for them."""
+        loss, *others = results
+        return [*others[: self.place], loss, *others[self.place :]]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a size or a number of it is symbolic."""
+        values = [node.meta.get("val") for node in self.captured.graph_module.graph.find_nodes(op="placeholder")]
+        sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
+        return any(not isinstance(one, (int, Tensor)) for one in (*values, *sizes))
+
+
+def with_parameters(captured: Captured, model: LossModule, wanted: Collection[int]) -> Captured:
+    """The graph with placeholders of parameters that it does not read, and that may get a gradient from elsewhere.
+
+    Args:
+        captured: a captured loss, which is changed.
+        model: the loss as a module.
+        wanted: ids of the parameters that other ranks, or batches before, have a gradient of.
+    """
+    graph = captured.graph_module.graph
+    known = {entry.target for entry in captured.inputs}
+    missing = [(name, one) for name, one in model.named_parameters() if id(one) in wanted and name not in known]
+    if not missing:
+        return captured
+    placeholders = graph.find_nodes(op="placeholder")
+    fake_mode = next(one.fake_mode for node in placeholders if isinstance(one := node.meta["val"], FakeTensor))
+    last, entries = placeholders[-1], list(captured.inputs)
+    for name, parameter in missing:
+        with graph.inserting_after(last):
+            last = graph.placeholder(placeholder_name(Source.PARAMETER, name))
+        example = fake_mode.from_tensor(parameter, static_shapes=True)
+        last.meta["val"] = widened_example(example) if is_stored_low(parameter) else example
+        entries.append(Input(last.name, Source.PARAMETER, name))
+    captured.graph_module.recompile()
+    return replace(captured, inputs=tuple(entries))
+
+
+def captured_loss(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], model: LossModule, low: torch.dtype | None
+) -> CapturedLoss:
+    """The loss in one of Dynamo's graphs.
+
+    Args:
+        graph_module: Dynamo's graph of `loss_of`.
+        inputs: its example inputs.
+        model: the loss as a module.
+        low: the low type that is planned for; `None` in plain FP32.
+
+    Raises:
+        CaptureError: it cannot be traced, or the loss is no result of it.
+        AmpError: it multiplies what torch does not.
+    """
+    with generators_kept(), no_saved_tensor_hooks():
+        captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model), is_stored_low)
+    refuse_mixed_types(captured.graph_module, casts=low is not None)
+    place = _loss_first(captured.graph_module)
+    captured = _with_owners(captured, inputs, model)
+    _mark_norms(captured.graph_module, model)
+    return CapturedLoss(captured, tuple(inputs), place)
+
+
+def _loss_first(graph_module: fx.GraphModule) -> int:
+    """Put the loss in front of the other results, and take its mark away; gives the place where it stood."""
+    output, marks = graph_module.graph.output_node(), graph_module.graph.find_nodes(op="call_function", target=MARK)
+    results = results_of(graph_module.graph)
+    place = next((place for place, node in enumerate(results) if node in marks), None)
+    if place is None:
+        raise CaptureError("the loss is no result of the captured graph", hint="return it as loss_fn has computed it")
+    loss, others = results[place].args[0], [*results[:place], *results[place + 1 :]]
+    output.args = ((loss, *others),)
+    for mark in marks:
+        mark.replace_all_uses_with(mark.args[0])
+        graph_module.graph.erase_node(mark)
+    graph_module.recompile()
+    return place
+
+
+def _with_owners(captured: Captured, inputs: Sequence[Any], model: LossModule) -> Captured:
+    """Take in what the loss function holds beside the model: parameters, and tensors that the graph writes to."""
+    graph = captured.graph_module.graph
+    names = [entry.name for entry in captured.inputs]
+    written = {*written_placeholders(graph, names)}
+    known = {id(one) for one in (*model.parameters(), *model.buffers())}
+    entries: list[Input] = []
+    for entry, value in zip(captured.inputs, inputs, strict=False):
+        kind = entry.source
+        if kind is Source.CONSTANT and entry.name in written:
+            kind = Source.BUFFER
+        if kind in (Source.PARAMETER, Source.BUFFER) and id(value) not in known:
+            target = model.adopt_tensor(_outer_name(entry.target), value, kind is Source.PARAMETER)
+            entry = replace(entry, source=kind, target=target)
+        entries.append(entry)
+    return replace(captured, inputs=(*entries, *captured.inputs[len(inputs) :]))
+
+
+def _outer_name(target: str) -> str:
+    """How the code of a loss calls what it holds, as far as the source of an input tells."""
+    found = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
+    return found or "value"
+
+
+def _mark_norms(graph_module: fx.GraphModule, model: LossModule) -> None:
+    """Mark the batch norms whose statistics are those of several ranks."""
+    groups = model.__dict__.get(GROUPS)
+    if groups is None:
+        return
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
+    stacks = (node.meta.get("nn_module_stack") or {} for graph in graphs for node in graph.nodes)
+    called = {path for stack in stacks for path, _ in stack.values()}
+    norms = [one for name, one in model.named_modules() if name in called and isinstance(one, nn.SyncBatchNorm)]
+    mark_norms(graph_module, model, [(one, groups(one)) for one in norms if one.training])
+
+
+class LossFrontend:
+    """The loss behind Dynamo.
+
+    Args:
+        model: the loss as a module.
+        run: makes of a captured loss what Dynamo calls in its place.
+        low: the low type that is planned for; `None` in plain FP32.
+        dynamic: as for `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        model: LossModule,
+        run: Callable[[CapturedLoss], Callable[..., Any]],
+        low: torch.dtype | None,
+        dynamic: bool | None,
+    ) -> None:
+        def loss_of(*batch: Any) -> Any:
+            return model(*batch)
+
+        def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return run(captured_loss(graph_module, inputs, model, low))
+
+        self._call = frontend.Frontend(
+            loss_of, build, NAME, dynamic, whole=True, around=lambda: norms_apart(model), subject=SUBJECT
+        )
+
+    def __call__(self, *batch: Any) -> Any:
+        """The loss and aux, by what `run` gave.
+
+        Raises:
+            CaptureError: the loss is no one graph.
+        """
+        with torch.enable_grad():
+            return self._call(*batch)
+
+
+def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | None) -> CapturedLoss:
+    """The loss as one graph for a batch; nothing runs.
+
+    Args:
+        model: the loss as a module.
+        batch: arguments of the loss function behind the model.
+        low: the low type that is planned for; `None` in plain FP32.
+
+    Raises:
+        CaptureError: it is no one graph.
+    """
+
+    def loss_of(*batch: Any) -> Any:
+        return model(*batch)
+
+    def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> CapturedLoss:
+        return captured_loss(graph_module, inputs, model, low)
+
+    with torch.enable_grad():
+        made: CapturedLoss = frontend.capture_once(loss_of, make, SUBJECT, batch, {}, around=lambda: norms_apart(model))
+    return made
