@@ -176,7 +176,18 @@ class Tuning:
         text = self._text(entries, reasons, head, None if place is None else place.parent)
         if place is not None:
             write_atomically(place, text)
+            self._check_written(place, plan)
         return replace(result, rules=text)
+
+    def _check_written(self, place: Path, measured: PrecisionPlan) -> None:
+        """Plan with the file where it lies now: it must be what was measured."""
+        plan = self.subject.plan(load_rules(place))
+        if [(one.name, one.precision) for one in plan.nodes] != [(one.name, one.precision) for one in measured.nodes]:
+            raise AmpError(
+                "the rules that were written make another plan than those that were measured",
+                where=str(place),
+                hint="report this as a bug, with the model and the rules",
+            )
 
     def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
         return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above)
