@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,28 +11,23 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.kinds import forwarding_members, kinds_of
 from amp_compiler.forward.module_hooks import ModuleHooks
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.signature import like_forward_of
-from amp_compiler.forward.subgraphs import NotStartedError, Subgraph, Subgraphs, execution_of, plan_of, stages_of
+from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
-from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import (
     captures_here,
     exports_here,
     skipped_by_dynamo,
-    transforms_here,
-    why_not_captured,
 )
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
-logger = logging.getLogger("amp_compiler")
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
 _OWN = ("forward", "__class__", "__dict__")
 
@@ -172,50 +166,17 @@ class CompiledModule(StandIn):
                 f"a compiled module cannot be {'traced by torch.fx' if traced else 'exported by torch.export'}",
                 hint=f"{'trace' if traced else 'export'} `model.original`, the module behind it",
             )
-        subgraphs = self._subgraphs()
-        reason = subgraphs.given_up or (
-            "torch.func or forward_ad is around the call" if transforms_here() else why_not_captured()
-        )
-        if reason:
-            return self._under_autocast(reason, args, kwargs)
-        try:
-            with autocast_off():
-                result, ran = subgraphs(args, kwargs)
-        except NotStartedError as error:
-            return self._without_capture(error, args, kwargs)
-        if subgraphs.given_up and not subgraphs.made:
-            self._warn("skipped", "%s ran as it is, and runs under torch.autocast from now on: %s", subgraphs.given_up)
+        result, ran = self._subgraphs()(args, kwargs)
         return self._noted(ran, result)
-
-    def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
-        try:
-            result = self._under_autocast("", args, kwargs)
-        except Exception:  # noqa: BLE001  # the model's own, whatever that is
-            raise error  # noqa: B904  # it names the line, and is raised from what Dynamo says
-        self._warn(error.what, "%s runs under torch.autocast, which knows no rules: %s", error.what)
-        return result
 
     def _subgraphs(self) -> Subgraphs:
         """What was compiled under the hooks that stand now."""
         hooks = self._hooks.key()
         subgraphs = self._frontends.get(hooks)
         if subgraphs is None:
-            subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__)
+            subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__, said=self._warned)
             subgraphs = self._frontends.setdefault(hooks, subgraphs)
         return subgraphs  # type: ignore[no-any-return]
-
-    def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that no graph can take: torch's own mixed precision, which is said once for each reason."""
-        if reason:
-            self._warn(reason, "%s runs under torch.autocast, which knows no rules: %s", reason)
-        device = device_of([*pytree.tree_leaves((args, kwargs)), *self.original.parameters()])
-        return run_under_autocast(self.original, self.settings, device, args, kwargs)
-
-    def _warn(self, key: str, message: str, *values: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            logger.warning(message, type(self.original).__name__, *values)
 
     def _noted(self, ran: tuple[Subgraph, ...], result: Any) -> Any:
         """Remember what ran, and say once which rules match nothing and which weight was written unseen."""

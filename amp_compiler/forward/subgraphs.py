@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, ValuesReadError
+from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
+from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.notices import telling
@@ -34,6 +36,7 @@ from amp_compiler.fx.torch_private import (
     functions_given_up,
     no_saved_tensor_hooks,
     restart_with_plain_numbers,
+    why_not_captured,
 )
 from amp_compiler.fx.uncapturable import refuse_sharded
 from amp_compiler.ir.dtypes import DType
@@ -131,10 +134,6 @@ def _example(captured: Any, needs: bool) -> Any:
     return captured.detach().requires_grad_() if needs else captured
 
 
-class NotStartedError(ModelError):
-    """The model raises with these inputs as far as Dynamo can tell, which did nothing of the call yet."""
-
-
 class Subgraphs:
     """A model as Dynamo captures it.
 
@@ -143,18 +142,28 @@ class Subgraphs:
         settings: the options.
         name: how messages call it.
         around: makes of each graph what is called in its place, from its name, its rewritten graph and what runs it.
+        said: the warnings that were given, each once.
 
     Attributes:
         made: all graphs, in the order in which they were made.
         last: those that ran in the last call.
+        autocast: why the last call ran under `torch.autocast`; empty where it did not.
         unplanned: which graph has no plan, and why; empty where all have one.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, name: str, around: Around | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        name: str,
+        around: Around | None = None,
+        said: set[str] | None = None,
+    ) -> None:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
-        self.unplanned = ""
+        self.autocast = self.unplanned = ""
         self._around = around or (lambda graph_name, graph_module, run: run)
+        self._said = set() if said is None else said
         refuse_sharded(model)
         self._model, self._settings, self._name = model, settings, name
         self._names: Names | None = None
@@ -178,32 +187,57 @@ class Subgraphs:
         return Frontend(function, self._build, self._name, self._dynamic, forms=self._forms.most + 1)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
-        """Run the model.
+        """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
 
         Returns:
             What it returns, and the graphs that ran.
 
         Raises:
-            NotStartedError: the model raises as far as Dynamo can tell, and nothing of the call was done yet.
             AmpError: one of its graphs cannot be rewritten or compiled.
+            ModelError: the model raises with these inputs.
         """
+        self.autocast = self.given_up or why_not_captured()
+        if self.autocast:
+            self.last = ()
+            return self._under_autocast(self.autocast, args, kwargs), ()
         before, self._called.graphs = getattr(self._called, "graphs", None), []
         skipped = functions_given_up()
         try:
-            with compiled_checkpoints(self._checkpointed):
+            with compiled_checkpoints(self._checkpointed), autocast_off():
                 result = self._frontend(*args, **kwargs)
             ran = tuple(self._called.graphs)
             if ran:
                 self.last = ran
             if functions_given_up() > skipped:
                 self._forms.note_skipped(any(True for _ in self._model.parameters()))
-            return result, ran
         except ModelError as error:
             if self._called.graphs:
                 raise
-            raise NotStartedError(error.what, where=error.where, hint=error.hint) from error
+            return self._without_capture(error, args, kwargs), ()
         finally:
             self._called.graphs = before
+        if self.given_up and not self.made:
+            self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
+        return result, ran
+
+    def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
+        try:
+            return self._under_autocast(error.what, args, kwargs)
+        except Exception:  # noqa: BLE001  # the model's own, whatever that is
+            raise error  # noqa: B904  # it names the line, and is raised from what Dynamo says
+
+    def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that no graph can take: torch's own mixed precision."""
+        device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
+        result = run_under_autocast(self._model, self._settings, device, args, kwargs)
+        self._warn("%s runs under torch.autocast, which knows no rules: %s", reason)
+        return result
+
+    def _warn(self, message: str, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning(message, self._name, reason)
 
     def _checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile what is checkpointed, once for all functions of the same code: most are made anew at every call."""
@@ -305,7 +339,7 @@ def plan_of(subgraphs: Sequence[Subgraph]) -> PrecisionPlan:
 
 
 def stages_of(subgraphs: Sequence[Subgraph]) -> Stages:
-    """The stages of several graphs as one; names carry the number of their graph."""
+    """The stages of several graphs as one; names carry the number of their graph. None without a graph."""
     if len(subgraphs) == 1:
         return subgraphs[0].stages
     stages = Stages()

@@ -1368,6 +1368,8 @@ def trace_settings() -> list[str] | None:
 
 def why_not_captured() -> str:
     """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+    if transforms_here():
+        return "torch.func or forward_ad is around the call"
     if torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         return "a tracer (torch.jit.trace, torch.fx.symbolic_trace) is around the call"
     if torch._C._len_torch_dispatch_stack():

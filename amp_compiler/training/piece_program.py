@@ -82,8 +82,8 @@ class PieceProgram:
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """The plans of all pieces together; `None` in plain FP32."""
-        return None if self.step.pieces is None else plan_of(self.step.pieces.last)
+        """The plans of all pieces together; `None` where there is none."""
+        return None if self.step.pieces is None or not self.step.pieces.last else plan_of(self.step.pieces.last)
 
     @property
     def stages(self) -> Stages:
@@ -97,10 +97,10 @@ class PieceProgram:
     def execution(self) -> str:
         """How it ran and why, in words."""
         pieces = self.step.pieces
-        if pieces is None or not pieces.last:
+        if pieces is None or not (pieces.last or pieces.autocast):
             how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
-        elif pieces.given_up:
-            how = f"under torch.autocast, for {pieces.given_up}"
+        elif pieces.autocast:
+            how = f"under torch.autocast, for {pieces.autocast}"
         else:
             how = f"in {len(pieces.last)} subgraph{'s' * (len(pieces.last) > 1)}"
         cause = self.step.cause

@@ -127,9 +127,9 @@ class PieceStep:
         """
         if self.pieces is None:
             raise self.cause
-        if self.pieces.given_up:
+        if self.pieces.autocast:
             raise CaptureError(
-                f"the step runs under torch.autocast, where no node can be looked into: {self.pieces.given_up}",
+                f"the step runs under torch.autocast, where no node can be looked into: {self.pieces.autocast}",
                 hint="do what the warning of the logger 'amp_compiler' says",
             )
         self._replay = PieceReplay()

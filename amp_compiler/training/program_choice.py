@@ -17,7 +17,7 @@ from amp_compiler.forward.settings import AUTO
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
-from amp_compiler.fx.torch_private import building, modes_aside, modes_back, saved_tensor_hooks
+from amp_compiler.fx.torch_private import building, modes_aside, modes_back, saved_tensor_hooks, why_not_captured
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
@@ -53,7 +53,7 @@ class ProgramChoice:
         detector: what has changed since the last call.
 
     Attributes:
-        pieces: runs the step from now on, where one call has run in subgraphs.
+        pieces: runs the step from now on, where a loss that is no one graph has run in subgraphs.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
@@ -63,6 +63,8 @@ class ProgramChoice:
         self._gather, self._leaves = "", list[Any]()
         self._modes: list[Any] = []  # dispatch modes around the call
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
+        self._told: list[PieceStep] = []
+        self._apart: dict[str, PieceStep] = {}  # runs calls with something around them, by what that is
         self.pieces: PieceStep | None = None
 
     @property
@@ -98,23 +100,44 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        frontend = self._frontend() if self.pieces is None else None
-        cause: AmpError | None = None if frontend is None else _why_in_pieces(hooked)
-        if frontend is not None and cause is None:
+        step = self.pieces or self._step_apart(hooked)
+        if step is None:
             try:
                 with modes_aside() as self._modes:
-                    loss, aux = frontend(*batch)
+                    loss, aux = self._frontend()(*batch)
             except (CaptureError, LoweringError) as error:
                 agreed = self._setup.coordinator is not None and self._setup.coordinator.has_agreed
                 if isinstance(error, (HookError, OptimizerError)) or agreed:
                     raise
-                cause = error
+                step = self._in_pieces(error)
             else:
                 return self._result(loss, aux)
-        step = self.pieces if self.pieces is not None or cause is None else self._in_pieces(cause)
-        program = self._piece_program(step, spec, gather, leaves)  # type: ignore[arg-type]  # one of both is there
+        program = self._piece_program(step, spec, gather, leaves)
         output = self._guarded(lambda: program(leaves, self._detector))
         return program, replace(output, inputs=leaves)
+
+    def _step_apart(self, hooked: bool) -> PieceStep | None:
+        """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
+        cause = _why_apart(hooked)
+        if cause is None:
+            return None
+        if cause.what not in self._apart:
+            self._prepare()
+            self._apart[cause.what] = self._in_pieces(cause)
+        return self._apart[cause.what]
+
+    def note(self, step: PieceStep) -> bool:
+        """A call has run in subgraphs: those of a loss that is no one graph run the step from now on.
+
+        Returns:
+            Whether it is the first such call, of which people are told.
+        """
+        if step is self.pieces or step in self._told:
+            return False
+        self._told.append(step)
+        if step not in self._apart.values():
+            self.pieces = step
+        return True
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
         if self._ran is None:
@@ -128,12 +151,15 @@ class ProgramChoice:
         known = self._frontends.get(hooks)
         if known is None:
             setup = self._setup
-            setup.module.adopt(setup.optimizers)
-            refuse_spread(setup.module, PARALLEL)  # what the loss function holds is known only now
+            self._prepare()
             low = torch_dtype(setup.low) if setup.enabled else None
             dynamic = {AUTO: None, None: False}.get(_plain(setup.settings.dynamic_shapes), True)
             known = self._frontends[hooks] = LossFrontend(setup.module, self._made, low, dynamic)
         return known
+
+    def _prepare(self) -> None:
+        self._setup.module.adopt(self._setup.optimizers)
+        refuse_spread(self._setup.module, PARALLEL)  # what the loss function holds is known only now
 
     def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
         """What Dynamo calls in the place of a graph."""
@@ -286,8 +312,11 @@ def _plain(dynamic_shapes: Any) -> Any:
     return dynamic_shapes if dynamic_shapes is None or isinstance(dynamic_shapes, str) else True
 
 
-def _why_in_pieces(hooked: bool) -> CaptureError | None:
+def _why_apart(hooked: bool) -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
+    reason = why_not_captured()
+    if reason:
+        return CaptureError(f"{reason}, under which Dynamo captures nothing", hint="call the step outside of it")
     if saved_tensor_hooks() is not None:
         return CaptureError(
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"

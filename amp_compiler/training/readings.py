@@ -112,6 +112,8 @@ class StepReadings(StepInspection):
             AmpError: before the first call, and where mixed precision is off.
         """
         plan = self._seen()[0].plan
+        if plan is None and self._enabled:
+            raise AmpError(f"the last step has no plan: it ran {self.execution}", hint="call it where it is captured")
         if plan is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
         return plan

@@ -202,10 +202,8 @@ class TrainingStep(StepReadings):
         if self._coordinator is not None:
             self._coordinator.values.left()
         # Only now: a call that failed decides nothing.
-        if isinstance(program, PieceProgram) and self._choice.pieces is None:
-            self._choice.pieces = program.step
-            if self._setup.speaks:
-                logger.warning("the training step runs %s", program.execution)
+        if isinstance(program, PieceProgram) and self._choice.note(program.step) and self._setup.speaks:
+            logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
         kept = self._state.kept
         if program.update.found_anew:

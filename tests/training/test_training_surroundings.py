@@ -130,3 +130,26 @@ def test_an_ambient_autocast_around_some_calls_changes_no_bit(options):
         results += [(ambient, parameter.detach()) for parameter in model.parameters()]
     pairs = ([value for ambient, value in results if ambient is asked] for asked in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_call_where_dynamo_captures_nothing_runs_under_autocast_and_the_next_as_one_graph(dtype, caplog):
+    losses = {}
+    for around in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+        step = amp.training_step(
+            model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, dtype=dtype, backend="eager"
+        )
+        losses[around] = []
+        for call in range(8):
+            with torch.compiler.set_stance("force_eager" if around and call % 4 > 1 else "default"):
+                losses[around].append(float(step(X, Y)))
+            assert ("torch.autocast" in step.execution) == (around and call % 4 > 1)
+        assert step.skipped_steps == 0
+    torch.testing.assert_close(losses[True], losses[False], rtol=2e-2, atol=2e-2)
+    assert losses[True][-1] < 0.8 * losses[True][0]
+    assert sum("the training step runs forward and backward under" in one.message for one in caplog.records) == 1
+    with pytest.raises(amp.AmpError, match="no plan: it ran forward and backward under torch.autocast"):
+        step.plan  # noqa: B018
