@@ -316,7 +316,7 @@ def captured_within() -> bool:
     return within()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def raise_at_once(what: str, hint: str) -> None:
     """Raise an error from code that may be captured: Dynamo calls this one while it captures.
 

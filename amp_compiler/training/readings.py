@@ -41,6 +41,7 @@ class StepReadings(StepInspection):
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
+    _enabled: bool
     _state: StepState
     _held: HeldScale
     _watch: StuckWatch
