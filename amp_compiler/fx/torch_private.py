@@ -447,8 +447,7 @@ def modes_around() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
-@contextlib.contextmanager
-def _states_of_lstm() -> Iterator[None]:
+def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
     """Within it the last states of an LSTM that is traced have the form that they have when it runs.
 
     Before torch 2.13 a dimension of size 1 is left in them, for any batch that is larger than 1.
@@ -465,14 +464,7 @@ def _states_of_lstm() -> Iterator[None]:
         )
         return out, tuple(formed)
 
-    if theirs is None:
-        yield
-        return
-    decompositions.one_layer_lstm = one_layer_lstm
-    try:
-        yield
-    finally:
-        decompositions.one_layer_lstm = theirs
+    return contextlib.nullcontext() if theirs is None else _exchanged(decompositions, "one_layer_lstm", one_layer_lstm)
 
 
 @contextlib.contextmanager
@@ -719,32 +711,6 @@ def compile_within(backend: Callable[..., Any], context: Callable[[], contextlib
     CatchErrorsWrapper.__call__ = captured  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def modes_aside() -> Iterator[list[Any]]:
-    """Within it no dispatch mode of the user's is active, under which no guard of Dynamo's holds; gives these modes."""
-    if not torch._C._len_torch_dispatch_stack():
-        yield []
-        return
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes() as modes:
-        yield modes
-
-
-@contextlib.contextmanager
-def modes_back(modes: Sequence[Any]) -> Iterator[None]:
-    """Within it the modes that `modes_aside` gave are active again, without being entered another time."""
-    from torch.utils._python_dispatch import _pop_mode, _push_mode
-
-    for mode in reversed(modes):
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
-
-
 def compile_with_dynamo(
     function: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None, whole: bool
 ) -> Callable[..., Any]:
@@ -767,8 +733,7 @@ _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _MODELS = [0]  # number of functions that this process has compiled
 
 
-@contextlib.contextmanager
-def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
+def frames_taken(wanted: Callable[[CodeType], bool]) -> contextlib.AbstractContextManager[None]:
     """Within it, Dynamo compiles functions of torch's own that it would leave as they are, and none of our operators.
 
     Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
@@ -787,11 +752,7 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
                 return False
         return theirs(looked_at, is_inlined_call, *rest, **options)
 
-    rules.check = check
-    try:
-        yield
-    finally:
-        rules.check = theirs
+    return _exchanged(rules, "check", check)
 
 
 def function_here() -> int:
@@ -909,8 +870,7 @@ def is_restart(error: Exception) -> bool:
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
-@contextlib.contextmanager
-def whole_powers() -> Iterator[None]:
+def whole_powers() -> contextlib.AbstractContextManager[None]:
     """Within it a number that is an input may be negative in `number ** 2`; torch takes every base for positive."""
     theirs: Any = torch.SymFloat.__pow__
 
@@ -918,11 +878,7 @@ def whole_powers() -> Iterator[None]:
         whole = isinstance(exponent, (int, float)) and exponent > 0 and float(exponent).is_integer()
         return base.__float_pow__(exponent) if whole else theirs(base, exponent)
 
-    torch.SymFloat.__pow__ = power  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
+    return _exchanged(torch.SymFloat, "__pow__", power)
 
 
 @contextlib.contextmanager
@@ -971,8 +927,7 @@ def needs_double_backward(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
 
 
-@contextlib.contextmanager
-def globals_of_no_module() -> Iterator[None]:
+def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
     """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
 
     Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all.
@@ -993,11 +948,7 @@ def globals_of_no_module() -> Iterator[None]:
         source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
         return self.f_globals, VariableBuilder(self, source)(self.f_globals), DictGetItemSource(source, name)
 
-    translator.get_globals_source_and_value = found
-    try:
-        yield
-    finally:
-        translator.get_globals_source_and_value = theirs
+    return _exchanged(translator, "get_globals_source_and_value", found)
 
 
 @contextlib.contextmanager
@@ -1125,8 +1076,9 @@ def is_idle_checkpoint(function: type) -> bool:
     return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
 
 
-@contextlib.contextmanager
-def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def cpu_allocation(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> contextlib.AbstractContextManager[None]:
     """Let code that Inductor loads meanwhile ask for CPU memory elsewhere, where this torch can be told.
 
     Args:
@@ -1135,17 +1087,13 @@ def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     allocate = getattr(guards, _ALLOCATE, None)
     if allocate is None or not isinstance(guards, ModuleType):
-        yield
-        return
-    setattr(guards, _ALLOCATE, wrap(allocate))
-    try:
-        yield
-    finally:
-        setattr(guards, _ALLOCATE, allocate)
+        return contextlib.nullcontext()
+    return _exchanged(guards, _ALLOCATE, wrap(allocate))
 
 
-@contextlib.contextmanager
-def vector_probes(wrap: Callable[[Callable[[str], bool]], Callable[[str], bool]]) -> Iterator[None]:
+def vector_probes(
+    wrap: Callable[[Callable[[str], bool]], Callable[[str], bool]],
+) -> contextlib.AbstractContextManager[None]:
     """Let torch ask elsewhere whether a library loads that it built to try the processor's vector instructions.
 
     Torch 2.11 loads it where it builds it, and is let be.
@@ -1157,14 +1105,9 @@ def vector_probes(wrap: Callable[[Callable[[str], bool]], Callable[[str], bool]]
 
     probe = getattr(VecISA, _PROBE, None)
     if probe is None:
-        yield
-        return
+        return contextlib.nullcontext()
     asked = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
-    setattr(VecISA, _PROBE, asked)
-    try:
-        yield
-    finally:
-        setattr(VecISA, _PROBE, probe)
+    return _exchanged(VecISA, _PROBE, asked)
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:
