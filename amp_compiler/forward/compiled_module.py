@@ -61,7 +61,7 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_last"], own["_warned"] = (), set()
+        own["_last"], own["_unplanned"], own["_warned"] = (), "", set()
         own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
 
     def __getattr__(self, name: str) -> Any:
@@ -166,7 +166,9 @@ class CompiledModule(StandIn):
                 f"a compiled module cannot be {'traced by torch.fx' if traced else 'exported by torch.export'}",
                 hint=f"{'trace' if traced else 'export'} `model.original`, the module behind it",
             )
-        result, ran = self._subgraphs()(args, kwargs)
+        subgraphs = self._subgraphs()
+        result, ran = subgraphs(args, kwargs)
+        self.__dict__["_unplanned"] = "" if ran else subgraphs.unplanned_call
         return self._noted(ran, result)
 
     def _subgraphs(self) -> Subgraphs:
@@ -213,7 +215,7 @@ class CompiledModule(StandIn):
     @property
     def execution(self) -> str:
         """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
-        return execution_of(self._called())
+        return self._unplanned or execution_of(self._called())
 
     @property
     def compilations(self) -> int:
@@ -222,11 +224,9 @@ class CompiledModule(StandIn):
 
     def _called(self) -> tuple[Subgraph, ...]:
         if not self._last:
-            reasons = (reason for one in self._frontends.values() if (reason := one.given_up or one.unplanned))
-            raise AmpError(
-                f"the model has no plan: {next(reasons, 'it has not been called yet')}",
-                hint="call it once, or use amp.explain",
-            )
+            if self._unplanned:
+                raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint="amp.explain names the line")
+            raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
         return self._last  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:

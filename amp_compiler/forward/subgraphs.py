@@ -183,6 +183,13 @@ class Subgraphs:
         """Why it is to run under `torch.autocast` from now on; empty while it is not."""
         return self._forms.given_up
 
+    @property
+    def unplanned_call(self) -> str:
+        """How a call ran of which there is no graph."""
+        if self.autocast:
+            return f"under torch.autocast: {self.autocast}"
+        return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
+
     def _frontend_of(self, function: Callable[..., Any]) -> Frontend:
         return Frontend(function, self._build, self._name, self._dynamic, forms=self._forms.most + 1)
 
@@ -196,10 +203,11 @@ class Subgraphs:
             AmpError: one of its graphs cannot be rewritten or compiled.
             ModelError: the model raises with these inputs.
         """
-        self.autocast = self.given_up or why_not_captured()
-        if self.autocast:
+        self.autocast = ""
+        reason = self.given_up or why_not_captured()
+        if reason:
             self.last = ()
-            return self._under_autocast(self.autocast, args, kwargs), ()
+            return self._under_autocast(reason, args, kwargs), ()
         before, self._called.graphs = getattr(self._called, "graphs", None), []
         skipped = functions_given_up()
         try:
@@ -229,6 +237,7 @@ class Subgraphs:
 
     def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no graph can take: torch's own mixed precision."""
+        self.autocast = reason
         device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
         result = run_under_autocast(self._model, self._settings, device, args, kwargs)
         self._warn("%s runs under torch.autocast, which knows no rules: %s", reason)
