@@ -243,7 +243,8 @@ def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> 
     """
     fake_mode = next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)
     with _lazily(), fake_mode or contextlib.nullcontext():
-        return make_fx(function, **options)(*inputs)  # type: ignore[no-any-return]
+        # Without a table torch 2.14 writes each `detach` as an `alias`.
+        return make_fx(function, decomposition_table={}, **options)(*inputs)  # type: ignore[no-any-return]
 
 
 def wrap_while_it_lives(module: fx.GraphModule) -> None:
@@ -1279,7 +1280,8 @@ def trace_settings() -> list[str] | None:
     active = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("dispatch", "function")]
     if kernels is None or guard is None or None in active:
         return None
-    torchs = re.compile(r"(?!aten/).*|.*/(Meta|MPS|CUDA|FuncTorch\w+)")  # the last are vmap's, in no trace of ours
+    # The last are in no trace of ours: those of vmap, and one of torch 2.14.
+    torchs = re.compile(r"(?!aten/).*|.*/(Meta|MPS|CUDA|FuncTorch\w+|PythonTLSSnapshot)")
     own = [key for key in kernels if not torchs.fullmatch(key)]
     if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
         return None
