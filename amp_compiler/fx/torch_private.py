@@ -414,19 +414,30 @@ def building() -> Iterator[None]:
     Dispatch modes of the user's see nothing of it. What holds torch's own lock (Dynamo, or a backward in the making)
     never waits for `BUILDING`.
     """
-    from torch._dynamo import convert_frame
+    from torch.utils._python_dispatch import _disable_current_modes
 
-    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING), _states_of_lstm(), modes_apart():
+    with BUILDING, _dynamos_lock(), _states_of_lstm(), _disable_current_modes():
         yield
+
+
+def _dynamos_lock() -> Any:
+    return getattr(torch._dynamo.convert_frame, "compile_lock", BUILDING)
 
 
 @contextlib.contextmanager
 def modes_apart() -> Iterator[Sequence[TorchDispatchMode]]:
-    """Within it no `TorchDispatchMode` is active; gives those that are around it, the innermost first."""
-    from torch.utils._python_dispatch import _disable_current_modes
+    """Within it no `TorchDispatchMode` of the user's is active; gives those that are around it, the innermost first.
 
-    with _disable_current_modes() as modes:
+    `_disable_current_modes` would touch the modes of tracing too, which are those of all threads.
+    """
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    try:
         yield modes
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextlib.contextmanager
@@ -705,7 +716,8 @@ def compile_within(backend: Callable[..., Any], context: Callable[[], contextlib
         own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
         if own is None:
             return theirs(self, *args, **kwargs)
-        with own(), _disable_current_modes():
+        # The modes of tracing are those of all threads: within the lock no other one traces.
+        with _dynamos_lock(), own(), _disable_current_modes():
             return theirs(self, *args, **kwargs)
 
     captured._amp_patched = True  # type: ignore[attr-defined]
