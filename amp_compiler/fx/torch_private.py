@@ -989,11 +989,17 @@ def broken_at_tensor_hooks() -> Iterator[None]:
         "method_retain_grad": retain,
     }
     theirs = {name: vars(TensorVariable).get(name) for name in ours}
+    methods: Any = getattr(TensorVariable, "tp_methods", {"register_hook": None})  # since torch 2.14
+    kind, known = type(methods["register_hook"]), dict(methods)
     for name, method in ours.items():
         setattr(TensorVariable, name, method)
+    if known["register_hook"] is not None:
+        methods["retain_grad"] = kind(retain)
     try:
         yield
     finally:
+        methods.clear()
+        methods.update(known)
         for name, original in theirs.items():
             delattr(TensorVariable, name) if original is None else setattr(TensorVariable, name, original)
 

@@ -27,7 +27,7 @@ SHORT = (
     ("compile", "plain", "nonzero"),
     ("compile", "plain", "histogramdd"),
     ("step", "linear", "nn.functional.conv2d"),
-    ("step", "plain", "cholesky"),
+    ("step", "plain", "linalg.cholesky"),
     ("step", "strided", "cumsum"),
     ("step", "linear", "index_add"),
 )
