@@ -213,7 +213,8 @@ class CompiledModule(StandIn):
     @property
     def execution(self) -> str:
         """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
-        return execution_of(self._called())
+        reason = "" if self._last else self._why_no_graph()
+        return f"without a graph: {reason}" if reason else execution_of(self._called())
 
     @property
     def compilations(self) -> int:
@@ -222,12 +223,16 @@ class CompiledModule(StandIn):
 
     def _called(self) -> tuple[Subgraph, ...]:
         if not self._last:
-            reasons = (reason for one in self._frontends.values() if (reason := one.given_up or one.unplanned))
             raise AmpError(
-                f"the model has no plan: {next(reasons, 'it has not been called yet')}",
+                f"the model has no plan: {self._why_no_graph() or 'it has not been called yet'}",
                 hint="call it once, or use amp.explain",
             )
         return self._last  # type: ignore[no-any-return]
+
+    def _why_no_graph(self) -> str:
+        """Why no call has run a graph; empty before the first one."""
+        reasons = (one.autocast or one.given_up or one.unplanned for one in self._frontends.values())
+        return next(filter(None, reasons), "")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         return CompiledModule(copy.deepcopy(self.original, memo), self.settings)

@@ -208,6 +208,8 @@ class Subgraphs:
             ran = tuple(self._called.graphs)
             if ran:
                 self.last = ran
+            elif not self.made:
+                self.unplanned = self.unplanned or "Dynamo found nothing in it to capture"
             if functions_given_up() > skipped:
                 self._forms.note_skipped(any(True for _ in self._model.parameters()))
         except ModelError as error:
