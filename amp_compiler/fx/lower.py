@@ -137,8 +137,10 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
 
 
 def _part(node: fx.Node) -> str:
-    """The function of torch that has written the node out, as torch.export notes it: `function.NAME`."""
-    name = str(node.meta.get("torch_fn", ("", ""))[1]).removeprefix("function.")
+    """The function of torch that has written the node out, as Dynamo notes it, or torch.export: `function.NAME`."""
+    stack = node.meta.get("source_fn_stack")
+    noted = getattr(stack[-1][1], "__name__", "") if stack else node.meta.get("torch_fn", ("", ""))[1]
+    name = str(noted).removeprefix("function.")
     return name if name in _WRITTEN_OUT else ""
 
 

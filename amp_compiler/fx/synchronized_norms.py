@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,12 @@ from torch import Tensor, fx, nn
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.frontend import raise_at_once
-from amp_compiler.fx.graph import module_of
+from amp_compiler.fx.graph import module_of, user_source
 from amp_compiler.fx.meta import Key
 
 GROUPS = "_amp_groups"  # in the `__dict__` of what is captured: gives the group of each `SyncBatchNorm` in it
-Groups = Callable[[nn.SyncBatchNorm], tuple[str, int]]
 _BATCH_NORM = torch.ops.aten.batch_norm.default
+_BY_ALONE = re.compile(rf'{re.escape(__file__)}", line \d+, in normalized\b')  # in the trace of a node
 
 
 def joins_ranks(model: nn.Module) -> list[str]:
@@ -77,36 +77,32 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     return made
 
 
-def mark_norms(
-    graph_module: fx.GraphModule, model: nn.Module, calls: Sequence[tuple[nn.Module, tuple[str, int]]]
-) -> None:
-    """Mark the batch norms of a captured graph that `norms_apart` has found.
+def mark_norms(graph_module: fx.GraphModule, model: nn.Module) -> None:
+    """Mark the batch norms that stand for a `SyncBatchNorm`, as `norms_apart` has made them, with its group.
 
     Args:
         graph_module: as captured, with graphs of its own for regions.
         model: what was captured.
-        calls: what `norms_apart` gave.
 
     Raises:
-        CaptureError: one of them is not in the graph, or less often than it was called.
+        CaptureError: which one a batch norm stands for is not known.
     """
-    found = dict(calls)
-    names = {name: one for name, one in model.named_modules(remove_duplicate=False) if one in found}
-    missing = collections.Counter(norm for norm, _ in calls)
+    modules = model.named_modules(remove_duplicate=False)
+    norms = {name: one for name, one in modules if isinstance(one, nn.SyncBatchNorm)}
     for inner in graph_module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
         for node in inner.graph.find_nodes(op="call_function", target=_BATCH_NORM):
-            norm = names.get(module_of(node)[0])
-            if norm is not None:
-                node.meta[Key.GROUP] = found[norm]
-                missing[norm] -= 1
-    if any(count > 0 for count in missing.values()):
-        name = next((name for name, one in names.items() if missing[one] > 0), "one that the model does not hold")
-        raise CaptureError(
-            f"the graph lacks a batch norm of the SyncBatchNorm '{name}'",
-            hint="call it as a module of the model, norm(x), and not norm.forward(x)",
-        )
+            if not _BY_ALONE.search(trace := node.meta.get("stack_trace") or ""):
+                continue
+            norm = norms.get(module_of(node)[0])
+            if norm is None:
+                raise CaptureError(
+                    "it is not known of which SyncBatchNorm of the model a call is",
+                    where=user_source(trace),
+                    hint="call it as a module of the model, norm(x), and not norm.forward(x)",
+                )
+            node.meta[Key.GROUP] = model.__dict__[GROUPS](norm)
 
 
 def marked_norms(graph_module: fx.GraphModule) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
@@ -18,7 +18,7 @@ from amp_compiler.fx.dynamo import Names, captured_from_dynamo, placeholder_name
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.mixed_types import refuse_mixed_types
-from amp_compiler.fx.synchronized_norms import GROUPS, mark_norms, norms_apart
+from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private import no_saved_tensor_hooks
 from amp_compiler.ops.loss_mark import MARK
 from amp_compiler.passes.step.separate_buffers import written_placeholders
@@ -109,7 +109,7 @@ def captured_loss(
     refuse_mixed_types(captured.graph_module, casts=low is not None)
     place = _loss_first(captured.graph_module)
     captured = _with_owners(captured, inputs, model)
-    _mark_norms(captured.graph_module, model)
+    mark_norms(captured.graph_module, model)
     return CapturedLoss(captured, tuple(inputs), place)
 
 
@@ -151,18 +151,6 @@ def _outer_name(target: str) -> str:
     """How the code of a loss calls what it holds, as far as the source of an input tells."""
     found = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
     return found or "value"
-
-
-def _mark_norms(graph_module: fx.GraphModule, model: LossModule) -> None:
-    """Mark the batch norms whose statistics are those of several ranks."""
-    groups = model.__dict__.get(GROUPS)
-    if groups is None:
-        return
-    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
-    stacks = (node.meta.get("nn_module_stack") or {} for graph in graphs for node in graph.nodes)
-    called = {path for stack in stacks for path, _ in stack.values()}
-    norms = [one for name, one in model.named_modules() if name in called and isinstance(one, nn.SyncBatchNorm)]
-    mark_norms(graph_module, model, [(one, groups(one)) for one in norms if one.training])
 
 
 class LossFrontend:

@@ -150,7 +150,7 @@ def test_a_step_trains_on_every_shape_as_torch_does(backend):
         expected.backward()
         plain.step()
         torch.testing.assert_close(step(x, y), expected.detach())
-        programs.append(len(step._programs))
+        programs.append(len(step._choice.programs))
     assert programs == [1, 2, 2, 2, 3, 3, 4, 4]
     for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -160,10 +160,10 @@ def test_a_step_in_fp16_that_skips_and_gathers_takes_any_shape():
     _, step = trainer(dtype="fp16", accumulate=2, clip_norm=1.0)
     for rows in (4, 4, 6, 6, 9, 10, 3, 8):
         step(batch(rows, 5, 8), torch.arange(rows) % 4)
-    assert len(step._programs) == 4  # for gathering and for the update
+    assert len(step._choice.programs) == 4  # for gathering and for the update
     step(batch(7, 5, 8) * float("inf"), torch.arange(7) % 4)
     step(batch(12, 5, 8), torch.arange(12) % 4)
-    assert int(step.skipped_steps) == 1 and len(step._programs) == 4
+    assert int(step.skipped_steps) == 1 and len(step._choice.programs) == 4
 
 
 def test_each_capture_is_told_in_one_line(caplog):
@@ -171,14 +171,11 @@ def test_each_capture_is_told_in_one_line(caplog):
     _, step = trainer(dtype="bf16")
     for rows in (4, 4, 6, 9, 1):
         step(batch(rows, 5, 8), torch.arange(rows) % 4)
-    step.model.eval()
-    step(batch(4, 5, 8), torch.arange(4) % 4)
-    told = [record.message for record in caplog.records if record.message.startswith("captured")]
-    assert len(told) == 4 and all("\n" not in line for line in told)
+    told = [one.message for one in caplog.records if one.message.startswith(("captured", "recompiled"))]
+    assert len(told) == 3 and all("\n" not in line for line in told)
     assert told[0].startswith("captured the training step in ")
-    assert "batch[0] is float32[6, 5, 8], it was float32[4, 5, 8]; from now on such sizes are dynamic" in told[1]
-    assert "batch[0] is float32[1, 5, 8], it was float32[6, 5, 8]; pad the inputs" in told[2]
-    assert "modes, hooks or parameters" in told[3]
+    assert "tensor 'batch[0]' size mismatch at index 0. expected 4, actual 6" in told[1]
+    assert "no longer held: 2 <= batch[0].size()[0]" in told[2]
 
 
 class ErrorOutput:
@@ -252,7 +249,7 @@ def test_a_level_that_does_not_exist_is_refused():
 def test_shapes_that_do_not_fit_the_model_are_told(caplog):
     class Sixteen(nn.Module):
         def forward(self, x):
-            return x * torch.ones(16, 1)
+            return x.reshape(16, 3) * 2
 
     shapes = ({0: torch.export.Dim("rows", min=2)},)
     model = amp.compile(Sixteen(), dtype="bf16", backend="eager", dynamic_shapes=shapes)

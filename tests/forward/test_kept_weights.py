@@ -12,7 +12,7 @@ from toys import small
 from weight_writes import WRITES, reset
 
 import amp_compiler as amp
-from amp_compiler.forward.program import KeptWeights
+from amp_compiler.forward.kept_weights import KeptWeights
 from amp_compiler.ops import stale_copies
 from amp_compiler.ops.stale_copies import CopyWatch
 

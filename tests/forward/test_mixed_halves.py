@@ -78,8 +78,12 @@ def test_a_result_of_the_other_type_is_refused(dtype):
         amp.compile(model, dtype=dtype, backend="eager")(torch.ones(4, 8))
 
 
-def test_what_torch_cannot_even_trace_is_told():
-    """A batched product of two types has no shape for torch: the error is ours, and says where."""
-    model = Model(lambda layer, x, half: layer(x)[None] @ x.to(half).t()[None], torch.bfloat16)
+def test_what_torch_cannot_even_trace_runs_under_autocast(caplog):
+    """A batched product of two types has no shape for torch."""
+    model, x = Model(lambda layer, x, half: layer(x)[None] @ x.to(half).t()[None], torch.bfloat16), torch.ones(4, 8)
+    found = amp.compile(model, dtype="fp16", backend="eager")(x)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(found, model(x))
+    assert "runs under torch.autocast" in caplog.text
     with pytest.raises(AmpError, match=r"test_mixed_halves\.py"):
-        amp.compile(model, dtype="fp16", backend="eager")(torch.ones(4, 8))
+        amp.explain(model, (x,), dtype="fp16")

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.forward.program import rewrite_piece
+from amp_compiler.forward.program import plan_captured, rewrite
 from amp_compiler.forward.settings import make_settings
+from amp_compiler.fx.capture import captured_from_graph_module
 from amp_compiler.fx.graph import copy_graph
+from amp_compiler.passes.pipeline import Stages
 
 ROWS, COLUMNS = 4, 6
 UNARY = {
@@ -142,7 +144,9 @@ def test_planning_a_rewritten_graph_again_changes_nothing(program, rules):
     compiled(X)
     graph_module = compiled.graph_module
     before, kept = graph_module.code, copy_graph(graph_module)
-    again, *_ = rewrite_piece(graph_module, {}, make_settings(rules, "bf16", "eager"), compiled.settings.low(X.device))
+    options = make_settings(rules, "bf16", "eager")
+    again = plan_captured(captured_from_graph_module(graph_module), options, compiled.settings.low(X.device))
+    rewrite(graph_module, again, options, Stages())
     if not any(node.math for node in again.nodes):
         assert graph_module.code == before, again
     torch.manual_seed(0)

@@ -184,7 +184,7 @@ def test_a_layer_is_one_operator_however_many_steps_it_has(kind, dtype):
         backend="eager",
     )  # fmt: skip
     step(torch.randn(100, 2, 16))
-    (program,) = step._programs.values()
+    (program,) = step._choice.programs
     nodes = list(program.report.graph_module.graph.nodes)
     targets = [node.target for node in nodes]
     own = torch.ops.amp_compiler

@@ -1,36 +1,56 @@
-"""A `SyncBatchNorm` in a capture: each of its calls is marked with its ranks, or the capture is refused."""
+"""A `SyncBatchNorm` in the capture of a step: each of its calls is marked with its ranks, or the capture is refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.capture import capture_module
 from amp_compiler.fx.synchronized_norms import GROUPS, marked_norms
+from amp_compiler.training.capture import capture_once
+from amp_compiler.training.loss_module import LossModule
 
 
 class Model(nn.Module):
     def __init__(self, run) -> None:
         super().__init__()
         self.run, self.norm = run, nn.SyncBatchNorm(4)
-        self.__dict__[GROUPS] = lambda norm: ("all", 2)
 
     def forward(self, x):
         return self.run(self.norm, x)
 
 
+def marked(run, train=True):
+    """How many batch norms are marked."""
+    model = LossModule(Model(run).train(train), lambda model, x: model(x).square().mean())
+    model.__dict__[GROUPS] = lambda norm: ("all", 2)
+    return marked_norms(capture_once(model, (torch.randn(6, 4),), None).captured.graph_module)
+
+
+def alone(norm, x):
+    """Over the rows of this rank, as torch computes it too."""
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, True)
+
+
 @pytest.mark.parametrize(
-    ("run", "count"), [(lambda norm, x: norm(x), 1), (lambda norm, x: norm(x) + norm(2 * x), 2)], ids=["once", "twice"]
+    ("run", "count"),
+    [
+        pytest.param(lambda norm, x: norm(x), 1, id="once"),
+        pytest.param(lambda norm, x: norm(x) + norm(2 * x), 2, id="twice"),
+        pytest.param(alone, 0, id="its tensors"),
+        pytest.param(lambda norm, x: norm(x) + alone(norm, x), 1, id="beside its tensors"),
+    ],
 )
 def test_each_call_is_marked(run, count):
-    assert marked_norms(capture_module(Model(run), (torch.randn(6, 4),)).graph_module) == count
+    assert marked(run) == count
+    assert marked(run, train=False) == 0
 
 
 @pytest.mark.parametrize(
     "run", [lambda norm, x: norm.forward(x), lambda norm, x: norm(x) + norm.forward(2 * x)], ids=["alone", "beside"]
 )
 def test_a_call_past_the_module_is_refused(run):
-    with pytest.raises(CaptureError, match=r"lacks a batch norm of the SyncBatchNorm 'norm'.*norm\(x\)"):
-        capture_module(Model(run), (torch.randn(6, 4),))
+    with pytest.raises(CaptureError, match=r"test_synchronized_norms\.py:\d+: .*of which SyncBatchNorm.*norm\(x\)"):
+        marked(run)
