@@ -60,7 +60,8 @@ class CapturedLoss:
         """Whether a size or a number of it is symbolic."""
         values = [node.meta.get("val") for node in self.captured.graph_module.graph.find_nodes(op="placeholder")]
         sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
-        return any(not isinstance(one, (int, Tensor)) for one in (*values, *sizes))
+        symbols = (one for one in (*values, *sizes) if not isinstance(one, (int, Tensor)))
+        return any(not isinstance(one, torch.SymInt) or one.node.maybe_as_int() is None for one in symbols)
 
 
 def with_parameters(captured: Captured, model: LossModule, wanted: Collection[int]) -> Captured:
