@@ -167,7 +167,7 @@ class LossScaleError(AmpError):
     def add_report(self, report: Any) -> None:
         """Put a report behind the text."""
         self.report = report
-        self.args = (f"{self}\n{report}",)
+        self._text = f"{self._text}\n{report}"
 
 
 def _first(names: tuple[str, ...], shown: int = 5) -> str:

@@ -35,7 +35,7 @@ from amp_compiler.forward.counting import CountingProgram, build_counting
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
-from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, run_by_node, user_source
+from amp_compiler.fx.graph import annotate_calls, canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
@@ -110,7 +110,7 @@ def profile(
         if is_onnx(subject):
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
 
-            run_by_node(model)
+            annotate_calls(model)
             plan = explain_onnx(subject, rules=rules, dtype=short_name(run.low))
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:

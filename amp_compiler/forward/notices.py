@@ -53,6 +53,13 @@ set_level(os.environ.get("AMP_LOG"))
 logger.addFilter(lambda record: not _SILENT.get())
 
 
+def warn_of_static(graph: str) -> None:
+    """Say that no size of a graph is dynamic, where `dynamic_shapes=` has asked for it."""
+    logger.warning(
+        "no size of %s is dynamic, whatever dynamic_shapes= says: it takes no others; leave it at 'auto'", graph
+    )
+
+
 def silent(on: bool = True) -> AbstractContextManager[None]:
     """Within it nothing is said by this thread, such as by the ranks beside the first one.
 

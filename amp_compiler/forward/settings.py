@@ -57,6 +57,13 @@ class Settings:
         """The op table as it holds on this machine."""
         return self.rules.ops if has_bf16_kernels() else self.rules.ops.for_plain_cpu()
 
+    @property
+    def dynamic(self) -> bool | None:
+        """As `torch.compile` takes it: whether all sizes are dynamic, none is, or those that turn out to change."""
+        if self.dynamic_shapes is None:
+            return False
+        return None if isinstance(self.dynamic_shapes, str) else True
+
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
         if self.dtype != AUTO:

@@ -19,9 +19,9 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
-from amp_compiler.forward.notices import telling
+from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
-from amp_compiler.forward.settings import AUTO, Settings, device_of
+from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture import Captured, Source
 from amp_compiler.fx.checkpoints import compiled_checkpoints
@@ -174,7 +174,6 @@ class Subgraphs:
         def run(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        self._dynamic = {AUTO: None, None: False}.get(settings.dynamic_shapes, True) if _is_plain(settings) else True
         self._frontend = self._frontend_of(run)
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
@@ -191,7 +190,7 @@ class Subgraphs:
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
     def _frontend_of(self, function: Callable[..., Any]) -> Frontend:
-        return Frontend(function, self._build, self._name, self._dynamic, forms=self._forms.most + 1)
+        return Frontend(function, self._build, self._name, self._settings.dynamic, forms=self._forms.most + 1)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -273,13 +272,8 @@ class Subgraphs:
         self.made.append(subgraph)
         name = f"graph{len(self.made) - 1}"
         self._forms.note(name, time.perf_counter() - began)
-        if not _is_plain(self._settings) and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
-            logger.warning(
-                "no size of %s of %s is dynamic, whatever dynamic_shapes= says: the model takes no others; leave it at"
-                " 'auto'",
-                name,
-                self._name,
-            )
+        if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
+            warn_of_static(f"{name} of {self._name}")
         inner = self._around(name, subgraph.graph_module, subgraph.run)
 
         def run(*values: Any) -> Any:
@@ -290,10 +284,6 @@ class Subgraphs:
                 return inner(*subgraph.inputs(values))
 
         return run
-
-
-def _is_plain(settings: Settings) -> bool:
-    return settings.dynamic_shapes is None or isinstance(settings.dynamic_shapes, str)
 
 
 def _has_dynamic_size(node: fx.Node) -> bool:

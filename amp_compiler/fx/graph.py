@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import inspect
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -267,17 +266,24 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     return new_graph_module(graph_module, graph)
 
 
-def run_by_node(graph_module: fx.GraphModule) -> None:
-    """Let calls of a graph's module run it node by node: what is captured of them then has `meta["custom"]` of each."""
-    signature = inspect.signature(graph_module.forward)
+def annotate_calls(graph_module: fx.GraphModule) -> None:
+    """Let what is captured of the calls of a graph have their `meta["custom"]`.
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        with fx.traceback.preserve_node_meta():
-            return fx.Interpreter(graph_module).run(*bound.args)
+    Args:
+        graph_module: a traced module, which is changed.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and "custom" in node.meta:
+            node.target = _annotated(node.target, node.meta["custom"])
+    graph_module.recompile()
 
-    graph_module.forward = forward
+
+def _annotated(function: Callable[..., Any], custom: dict[str, Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with fx.traceback.annotate(custom):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:

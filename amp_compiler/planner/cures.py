@@ -26,7 +26,7 @@ MOST_NODES = 16
 _FP32 = Precision.FP32.value
 _FOLLOWING = {Precision.WIDEST.value, Precision.FOLLOW.value}
 _UP = 4  # FP32 nodes between a node that broke and the one whose rounding is to blame
-_PIECE = re.compile(r"^piece\d+/")
+_SUBGRAPH = re.compile(r"^graph\d+/")
 _GLOB = re.compile(r"[*?\[\]]")
 
 
@@ -202,7 +202,7 @@ def _match(node: PlannedNode, plan: PrecisionPlan, chosen: Iterable[str]) -> dic
     alike = {one.name for one in plan.nodes if (one.module, one.op) == (node.module, node.op)}
     if node.module and not _GLOB.search(node.module) and alike <= set(chosen):
         return {"module": node.module, "op": node.op}
-    return {"node": f"^{re.escape(_PIECE.sub('', node.name))}$"}
+    return {"node": f"^{re.escape(_SUBGRAPH.sub('', node.name))}$"}
 
 
 def _entry(match: Mapping[str, str], why: str) -> dict[str, Any]:

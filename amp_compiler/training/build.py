@@ -32,7 +32,7 @@ from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import traffic_of
-from amp_compiler.training.capture import CapturedLoss, capture_once, with_parameters
+from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
 from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.kept import KeptTensors
@@ -143,6 +143,7 @@ def begin(model: LossModule, loss: CapturedLoss, options: StepOptions, stages: S
     if not loss.is_dynamic:
         settings = replace(settings, dynamic_shapes=None)
     captured = with_parameters(loss.copy(), model, _from_elsewhere(options))
+    join_tied(captured, model)
     norms = marked_norms(captured.graph_module)
     plan, emulated = _forward(captured, model, leaves, options, stages)
     check_marks(norms, captured.graph_module)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx import frontend
-from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.capture import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo, placeholder_name, widened_example
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of
@@ -60,7 +60,8 @@ class CapturedLoss:
         """Whether a size or a number of it is symbolic."""
         values = [node.meta.get("val") for node in self.captured.graph_module.graph.find_nodes(op="placeholder")]
         sizes = (size for value in values if isinstance(value, Tensor) for size in value.shape)
-        return any(not isinstance(one, (int, Tensor)) for one in (*values, *sizes))
+        symbols = (one for one in (*values, *sizes) if not isinstance(one, (int, Tensor)))
+        return any(not isinstance(one, torch.SymInt) or one.node.maybe_as_int() is None for one in symbols)
 
 
 def with_parameters(captured: Captured, model: LossModule, wanted: Collection[int]) -> Captured:
@@ -87,6 +88,24 @@ def with_parameters(captured: Captured, model: LossModule, wanted: Collection[in
         entries.append(Input(last.name, Source.PARAMETER, name))
     captured.graph_module.recompile()
     return replace(captured, inputs=tuple(entries))
+
+
+def join_tied(captured: Captured, model: LossModule) -> None:
+    """Let a graph read parameters that have become one since it was captured as one, which has one gradient.
+
+    Dynamo does not guard that parameters are several.
+
+    Args:
+        captured: a captured loss, which is changed.
+        model: the loss as a module.
+    """
+    first: dict[int, fx.Node] = {}
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    for node, entry in zip(nodes, captured.inputs, strict=True):
+        if entry.source is Source.PARAMETER:
+            known = first.setdefault(id(tensor_getter(model, captured, entry)()), node)
+            if known is not node:
+                node.replace_all_uses_with(known)
 
 
 def captured_loss(

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.module_hooks import ModuleHooks
-from amp_compiler.forward.notices import telling
-from amp_compiler.forward.settings import AUTO
+from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
@@ -150,7 +149,7 @@ class ProgramChoice:
             setup = self._setup
             self._prepare()
             low = torch_dtype(setup.low) if setup.enabled else None
-            dynamic = {AUTO: None, None: False}.get(_plain(setup.settings.dynamic_shapes), True)
+            dynamic = setup.settings.dynamic
             known = self._frontends[hooks] = LossFrontend(setup.module, self._made, low, dynamic)
         return known
 
@@ -160,6 +159,8 @@ class ProgramChoice:
 
     def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
         """What Dynamo calls in the place of a graph."""
+        if self._setup.settings.dynamic and not loss.is_dynamic and self._setup.speaks:
+            warn_of_static(NAME)
         graph = StepGraph(loss)
         self._convert_weights(loss)
         self._graphs.append(graph)
@@ -302,10 +303,6 @@ class ProgramChoice:
         reduction = replace(reduction, agree=agree, agree_on_parts=coordinator.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
-
-
-def _plain(dynamic_shapes: Any) -> Any:
-    return dynamic_shapes if dynamic_shapes is None or isinstance(dynamic_shapes, str) else True
 
 
 def _why_apart(hooked: bool) -> CaptureError | None:

@@ -62,7 +62,7 @@ def test_a_step_in_fp32_is_torchs(breaks, caplog):
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
     assert ("subgraph" in step.execution or "as they are written" in step.execution) == breaks
     if not breaks:
-        assert sum(record.getMessage().startswith("captured") for record in caplog.records) == 2
+        assert sum(record.getMessage().startswith(("captured", "recompiled")) for record in caplog.records) == 2
 
 
 @pytest.mark.sweep(2)
@@ -80,7 +80,7 @@ def test_in_16_bits_it_is_near(dtype, breaks):
 
 def test_in_pieces_there_is_one_more_form_and_no_other():
     _, step = trained(amp.training_step, True, dtype="bf16", backend="eager")
-    assert len(step._choice.pieces.pieces.plans) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
+    assert len(step._choice.pieces.pieces.made) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
 
 
 @pytest.mark.slow
