@@ -20,7 +20,7 @@ from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private import no_saved_tensor_hooks
-from amp_compiler.ops.loss_mark import MARK
+from amp_compiler.ops.loss_mark import MARK, mark_loss
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.weights import is_stored_low
@@ -172,6 +172,16 @@ def _outer_name(target: str) -> str:
     return found or "value"
 
 
+def _marked(model: LossModule) -> Callable[..., Any]:
+    """The loss, marked, and aux."""
+
+    def loss_of(*batch: Any) -> Any:
+        loss, aux = model(*batch)
+        return mark_loss(loss), aux
+
+    return loss_of
+
+
 class LossFrontend:
     """The loss behind Dynamo.
 
@@ -189,14 +199,11 @@ class LossFrontend:
         low: torch.dtype | None,
         dynamic: bool | None,
     ) -> None:
-        def loss_of(*batch: Any) -> Any:
-            return model(*batch)
-
         def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return run(captured_loss(graph_module, inputs, model, low))
 
         self._call = frontend.Frontend(
-            loss_of, build, NAME, dynamic, whole=True, around=lambda: norms_apart(model), subject=SUBJECT
+            _marked(model), build, NAME, dynamic, whole=True, around=lambda: norms_apart(model), subject=SUBJECT
         )
 
     def __call__(self, *batch: Any) -> Any:
@@ -221,12 +228,11 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
         CaptureError: it is no one graph.
     """
 
-    def loss_of(*batch: Any) -> Any:
-        return model(*batch)
-
     def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> CapturedLoss:
         return captured_loss(graph_module, inputs, model, low)
 
     with torch.enable_grad():
-        made: CapturedLoss = frontend.capture_once(loss_of, make, SUBJECT, batch, {}, around=lambda: norms_apart(model))
+        made: CapturedLoss = frontend.capture_once(
+            _marked(model), make, SUBJECT, batch, {}, around=lambda: norms_apart(model)
+        )
     return made

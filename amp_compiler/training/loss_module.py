@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture_errors import SPOKEN_OF
-from amp_compiler.fx.frontend import captured_within, raise_at_once
+from amp_compiler.fx.frontend import raise_at_once
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.ops.loss_mark import mark_loss
 from amp_compiler.training.outside import OUTSIDE, adopt, free_name
 
 ROOT = "model"  # name of the models in a `LossModule`
@@ -93,7 +92,7 @@ class LossModule(nn.Module):
             raise_at_once(f"loss_fn returned {_describe(loss)} as the loss", _hint(loss))
         # A 16-bit loss could not hold the loss scale that the backward starts from.
         loss = loss.float() if loss.dtype in LOW_TYPES else loss
-        return mark_loss(loss) if captured_within() else loss, aux
+        return loss, aux
 
 
 def _describe(loss: Any) -> str:
