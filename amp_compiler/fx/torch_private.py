@@ -32,7 +32,6 @@ from amp_compiler.fx.generators import generators_kept
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PROBE = "_probe_load"
-_ADDRESS = "_torchinductor_pyobject_tensor_data_ptr"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 _GIVES_TABLE = "get_decomp_fn"  # since torch 2.12 Inductor hands on what gives the operators that it opens
 Decomposition = Callable[..., Any]
@@ -337,6 +336,7 @@ def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]
     wanted = {
         "allow_rnn": True,  # recurrent layers are part of a graph, not run as they are
         "skip_nnmodule_hook_guards": not hooks,
+        "skip_no_tensor_aliasing_guards_on_parameters": False,  # weights that are tied later have one gradient
         "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
         "specialize_float": False,  # and so does one that is annealed
         "recompile_limit": limit,
@@ -1213,72 +1213,6 @@ def has_bf16_kernels() -> bool:
         getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None) if torch.backends.mkldnn.is_available() else None
     )
     return has_native_bf16(torch.device("cpu")) or (probe is not None and bool(probe()))
-
-
-def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A quick test that tensors have the type, form, device and `requires_grad` that they have now.
-
-    Where it is called in another mode (gradients, autocast, a mode of dispatch), it may say no for tensors that have.
-
-    Args:
-        tensors: strided ones. Gradients are enabled, here and at every call.
-    """
-    given = tuple(tensors)
-    if _GUARDS.tell:
-        check = _guards_of(given).check
-        return lambda: check(*given)  # type: ignore[no-any-return]
-    forms = _forms(given)
-    return lambda: _forms(given) == forms
-
-
-def address_function() -> int:
-    """Where torch keeps a function from a tensor (`PyObject*`) to the address of its data; 0 where it has none.
-
-    Inductor's code for CPUs, which is built without torch's headers too, calls it in the same way.
-    """
-    return int(getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.guards, _ADDRESS, 0))
-
-
-def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
-    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    guards: Any = torch._C._dynamo.guards
-    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-
-def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    return [(type(t), t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
-
-
-class _Guards:
-    """Whether Dynamo's comparison of tensors is there and says what `form_test` promises; tried once."""
-
-    @functools.cached_property
-    def tell(self) -> bool:
-        if not hasattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards"):
-            return False
-        with torch.enable_grad():
-            try:
-                return all(map(self._tells, range(5)))
-            except (TypeError, AttributeError, RuntimeError, SystemError):  # of another torch
-                return False
-
-    def _tells(self, change: int) -> bool:
-        sample = torch.nn.Parameter(torch.zeros(2, 2))
-        guards = _guards_of([sample])
-        if change == 0:
-            return bool(guards.check(sample))
-        if change == 1:
-            sample.requires_grad = False
-        elif change == 2:
-            sample.data = torch.zeros(2, 2, dtype=torch.float16)
-        elif change == 3:
-            sample.data = torch.zeros(2, 3)
-        else:
-            sample.data = torch.zeros(2, 2).t()
-        return not guards.check(sample)
-
-
-_GUARDS = _Guards()
 
 
 def keeps_compiled() -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx
+from torch import Tensor, fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
@@ -149,7 +149,7 @@ def begin(model: LossModule, loss: CapturedLoss, options: StepOptions, stages: S
     check_marks(norms, captured.graph_module)
     graph = captured.graph_module.graph
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
-    begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
+    begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers), held=loss.held)
     begun = replace(begun, plan=plan, emulated=emulated, stages=stages)
     return begun, replace(options, settings=settings)
 
@@ -175,6 +175,7 @@ class Begun:
         in_fp32: those of them whose gradient is FP32, whatever they are.
         plan: what was decided for the forward.
         emulated: whether every down-cast must really round.
+        held: as for `StepInputs`.
         stages: takes the text of the graph behind each pass.
     """
 
@@ -186,6 +187,7 @@ class Begun:
     in_fp32: tuple[str, ...] = ()
     plan: PrecisionPlan | None = None
     emulated: bool = False
+    held: Mapping[str, Tensor] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 
 
@@ -263,7 +265,7 @@ def run_step_passes(
 def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept: KeptTensors) -> StepInputs:
     """The inputs of a step; weights that are stored in 16 bits alone, or split over the ranks, are so from now on."""
     settings, captured, weights = options.settings, begun.captured, kept.weights
-    graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers)
+    graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers, begun.held)
     low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
     if weights.storage.low:
         inputs.store_low(graph, low, settings.rules.ops, weights.storage)

@@ -36,11 +36,13 @@ class CapturedLoss:
         captured: the graph; its first result is the loss.
         inputs: what it was captured with, one for each of Dynamo's inputs.
         place: where the loss stands among the results that Dynamo waits for.
+        held: the parameters and buffers among the inputs of the last call, by placeholder.
     """
 
     captured: Captured
     inputs: tuple[Any, ...]
     place: int
+    held: dict[str, Tensor]
 
     def copy(self) -> Captured:
         """The graph, to be rewritten."""
@@ -129,7 +131,9 @@ def captured_loss(
     place = _loss_first(captured.graph_module)
     captured = _with_owners(captured, inputs, model)
     mark_norms(captured.graph_module, model)
-    return CapturedLoss(captured, tuple(inputs), place)
+    pairs = zip(captured.inputs, inputs, strict=False)
+    held = {entry.name: value for entry, value in pairs if entry.source in (Source.PARAMETER, Source.BUFFER)}
+    return CapturedLoss(captured, tuple(inputs), place, held)
 
 
 def _loss_first(graph_module: fx.GraphModule) -> int:

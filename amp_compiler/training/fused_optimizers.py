@@ -145,12 +145,6 @@ class BoundGroup:
         if self.spec.started:
             self._find_started()
 
-    @property
-    def asks_state(self) -> bool:
-        """Whether `refresh` looks at the optimizer's state, so that it is needed at every step."""
-        started = self.kind.started
-        return started is not None and started(self.optimizer.param_groups[self.index])
-
     def _find_started(self) -> None:
         """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
@@ -158,7 +152,8 @@ class BoundGroup:
         the flag that updates set, so that the optimizer's state is all there is: it holds across batch shapes, skipped
         steps and checkpoints.
         """
-        if not self.asks_state:
+        started = self.kind.started
+        if started is None or not started(self.optimizer.param_groups[self.index]):
             return
         if self.parts is not None:
             name = type(self.optimizer).__name__

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_write, writable
-from amp_compiler.fx.compiled_look import address_test
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.kept import KeptTensors
@@ -38,7 +37,7 @@ class HiddenWrites:
         self._held: object = None  # so that no other tensor gets an identity that the key is made of
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
-        self._lie: Callable[[], bool] | None = None  # whether all of it lies where it lay
+        self._tensors, self._places = list[Tensor](), list[int]()  # of all of it, and where they lie
         self._turn = 0
 
     def look(self, generation: int) -> bool:
@@ -48,7 +47,7 @@ class HiddenWrites:
             generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
         at = generation, self._kept.low_weights.made
-        if at != self._at or (self._lie is not None and not self._lie()):
+        if at != self._at:
             self._at = at
             self._follow(generation)
         self._turn += 1
@@ -76,7 +75,7 @@ class HiddenWrites:
         masters, asked_for = [self._master(weight) for weight in low], list(map(kept.weights.masters.has, low))
         part = generation if kept.weights.parts.count > 1 else 0
         key = part, kept.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
-        if key != self._key or (self._lie is not None and not self._lie()):
+        if key != self._key or [*map(Tensor.data_ptr, self._tensors)] != self._places:
             self._make_watch(trained)
             self._key, self._held = key, (trained, masters)
 
@@ -87,8 +86,8 @@ class HiddenWrites:
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
         self._watch = CopyWatch([pair for _, pair in pairs], takes)
-        tensors = [one for _, pair in pairs for one in pair]
-        self._lie = address_test([*self._weights, *tensors]) if pairs else None
+        self._tensors = [*self._weights, *(one for _, pair in pairs for one in pair)]
+        self._places = [*map(Tensor.data_ptr, self._tensors)]
 
     def _trained(self) -> list[Tensor]:
         return [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]

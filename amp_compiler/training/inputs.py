@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -46,6 +47,7 @@ class StepInputs:
         model: the loss as a module.
         captured: its captured and rewritten forward.
         optimizers: checked optimizers.
+        held: today's parameters and buffers, where Dynamo gives them; others are looked up in the model.
 
     Attributes:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
@@ -56,11 +58,17 @@ class StepInputs:
         CaptureError: no parameter is trained.
     """
 
-    def __init__(self, model: LossModule, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        model: LossModule,
+        captured: Captured,
+        optimizers: Sequence[torch.optim.Optimizer],
+        held: Mapping[str, Tensor],
+    ) -> None:
         self.entries = {entry.name: entry for entry in captured.inputs}
         self.optimizers = optimizers
         self.getters: Getters = {
-            name: tensor_getter(model, captured, entry)
+            name: functools.partial(held.__getitem__, name) if name in held else tensor_getter(model, captured, entry)
             for name, entry in self.entries.items()
             if entry.source in (Source.PARAMETER, Source.BUFFER) or entry.target in captured.constants
         }

@@ -150,7 +150,6 @@ class StepProgram:
         found_anew: whether the last call had to find its tensors.
         behind: the parameters that it updates without their 16-bit copies, which other programs read.
         trained: ids of the parameters that it updates, as they were at the last call that had to find its tensors.
-        replayed: stands for what the last call wrote, where that was the replay of a graph and nothing else.
     """
 
     compiled: CompiledStep
@@ -159,9 +158,7 @@ class StepProgram:
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     trained: frozenset[int] = field(default=frozenset(), init=False, repr=False)
-    replayed: list[Tensor] | None = field(default=None, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
-    _numbers: int = field(default=-1, init=False, repr=False)
 
     @property
     def plan(self) -> PrecisionPlan | None:
@@ -204,9 +201,10 @@ class StepProgram:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
         return results_of(self.report.graph_module.graph)[self.compiled.results + 3 + number]  # type: ignore[no-any-return]
 
-    def flags_changed(self, detector: ChangeDetector) -> bool:
+    @property
+    def flags_changed(self) -> bool:
         """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
-        return self._numbers != detector.numbers and any(group.flags_changed() for group in self.compiled.groups)
+        return any(group.flags_changed() for group in self.compiled.groups)
 
     def __call__(self, leaves: Sequence[Any], detector: ChangeDetector | None = None) -> StepOutput:
         """Run one step on the flattened batch.
@@ -215,8 +213,9 @@ class StepProgram:
             leaves: the batch.
             detector: what has changed since the last call; `None` where nobody has looked.
         """
-        self._refresh(detector)
-        seen, self.replayed = self._seen, None
+        for group in self.compiled.groups:
+            group.refresh()
+        seen = self._seen
         self.found_anew = seen is None or detector is None or seen.generation != detector.generation
         if seen is None or self.found_anew:
             flat, written = self._run_anew(leaves, detector)
@@ -224,7 +223,7 @@ class StepProgram:
             return self._output(flat, self._beside(flat[self.compiled.results :]))
         with TENSORS:
             inputs = seen.filled(leaves)
-        SET_GRAD_ENABLED(False)  # they are enabled, or nothing would be as it was
+        SET_GRAD_ENABLED(False)  # a capture runs with gradients
         try:
             copied = self.compiled.run.again(inputs)
             flat = list(self.compiled.run(*inputs)) if copied is None else copied
@@ -236,7 +235,6 @@ class StepProgram:
             return self._output(flat, self._beside(flat[self.compiled.results :]))
         if seen.beside is None:
             seen.beside = self._beside(self.compiled.run.beside)
-        self.replayed = seen.written
         return self._output(flat, seen.beside)
 
     def _beside(self, results: Sequence[Any]) -> _Beside:
@@ -249,14 +247,6 @@ class StepProgram:
         results = list(flat[: self.compiled.results])
         return StepOutput(results[0], None, *beside, results=results)
 
-    def _refresh(self, detector: ChangeDetector | None) -> None:
-        """Bring changed numbers of the optimizers to the device."""
-        same = detector is not None and self._numbers == detector.numbers
-        for group in self.compiled.groups:
-            if not same or group.asks_state:
-                group.refresh()
-        self._numbers = -1 if detector is None else detector.numbers
-
     def _run_anew(self, leaves: Sequence[Any], detector: ChangeDetector | None) -> tuple[list[Any], list[Tensor]]:
         """Find all inputs, run, and remember the inputs where they will be found again."""
         self._seen = None
@@ -265,15 +255,11 @@ class StepProgram:
                 inputs = [resolve.get(leaves) for resolve in self.compiled.resolve]
             parameters = [parameter for group in self.compiled.groups for parameter in group.parameters]
             written = writable(parameters + [get() for get in self.compiled.buffers])
-            if detector is not None and detector.note():
-                loose = [
-                    (place, one)
-                    for place, one in enumerate(self.compiled.resolve)
-                    if one.leaf or (one.behind is not None and not detector.covers(one.behind()))
-                ]
-                if self.compiled.run.batch.issuperset(place for place, _ in loose):
-                    self._seen = _Seen(detector.generation, list(inputs), loose, written)
-                    self._seen.let_go()
+            if detector is not None:
+                detector.settle()
+                from_batch = [(place, one) for place, one in enumerate(self.compiled.resolve) if one.leaf]
+                self._seen = _Seen(detector.generation, list(inputs), from_batch, written)
+                self._seen.let_go()
         with torch.no_grad():
             return list(self.compiled.run(*inputs)), written
 
@@ -284,25 +270,25 @@ class _Seen:
 
     Args:
         generation: for which they are.
-        inputs: one per placeholder; `None` where it is found at every call.
-        loose: places of these.
+        inputs: one per placeholder; `None` where it comes from the batch.
+        from_batch: places of these.
         written: the parameters and buffers that a call writes and whose versions it moves.
         beside: what a replay gives beside loss and aux; `None` where there was none.
     """
 
     generation: int
     inputs: list[Any]
-    loose: list[tuple[int, Resolver]]
+    from_batch: list[tuple[int, Resolver]]
     written: list[Tensor]
     beside: _Beside | None = None
 
     def filled(self, leaves: Sequence[Any]) -> list[Any]:
         """All inputs of a call."""
-        for place, resolve in self.loose:
+        for place, resolve in self.from_batch:
             self.inputs[place] = resolve.get(leaves)
         return self.inputs
 
     def let_go(self) -> None:
         """Keep no batch alive."""
-        for place, _ in self.loose:
+        for place, _ in self.from_batch:
             self.inputs[place] = None

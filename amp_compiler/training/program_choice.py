@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -41,6 +42,23 @@ class StepGraph:
 
     loss: CapturedLoss
     programs: dict[tuple[Any, ...], StepProgram] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.loss.captured.inputs]
+        self._places = [names.index(name) for name in self.loss.held]
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Ids of the tensors that it was given last and that require a gradient."""
+        return tuple(id(one) for one in self.loss.held.values() if one.requires_grad)
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
+        held = [inputs[place] for place in self._places]
+        same = all(map(is_, held, self.loss.held.values()))
+        if not same:
+            self.loss.held.update(zip(self.loss.held, held, strict=True))
+        return same
 
 
 class ProgramChoice:
@@ -178,6 +196,8 @@ class ProgramChoice:
             converted_inputs(setup.module, begun, options, kept)
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+        if not graph.takes(inputs):
+            self._detector.read()
         program = self._program(graph)
         output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
@@ -191,9 +211,9 @@ class ProgramChoice:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
         detector, gather = self._detector, self._gather
         beside = (gather, self._setup.scale.config, self._gathered_before(gather))
-        key = (detector.module, detector.owners, *beside)
+        key = (graph.trained, detector.owners, detector.hooked, *beside)
         program = graph.programs.get(key)
-        if program is not None and not program.flags_changed(detector) and self._may_run(program, self._leaves, gather):
+        if program is not None and not program.flags_changed and self._may_run(program, self._leaves, gather):
             return program
         coordinator, stages = self._setup.coordinator, Stages()
         options = self.options(gather, self._leaves)
@@ -202,10 +222,8 @@ class ProgramChoice:
         with building(), telling(NAME, stages):
             program = build_step(self._setup.module, graph.loss, options, self._setup.state, stages)
         stages.texts.clear()  # it would keep every graph that was made on the way
-        detector.begin()
-        if detector.module != key[0]:  # weights were converted: earlier programs will never fit again
-            self.clear()
-        graph.programs[detector.module, detector.owners, *beside] = program
+        detector.settle()
+        graph.programs[key] = program
         if coordinator is not None:
             coordinator.settle(self._state_with(program, self._leaves, gather), program.agreement.shared)
         return program

@@ -198,7 +198,7 @@ class TrainingStep(StepReadings):
 
     def _note(self, program: StepProgram | PieceProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""
-        self._detector.left(program.replayed if isinstance(program, StepProgram) else None)
+        self._detector.left()
         if self._coordinator is not None:
             self._coordinator.values.left()
         # Only now: a call that failed decides nothing.

@@ -83,11 +83,6 @@ class TracedGroup:
             self.rates.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
             self._written = values
 
-    @property
-    def asks_state(self) -> bool:
-        """Whether `refresh` looks at the optimizer's state: never."""
-        return False
-
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""
         return _hyperparameters(self.optimizer) != self.baked
