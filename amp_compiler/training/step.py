@@ -86,8 +86,8 @@ def training_step(
         clip_norm: largest global L2 norm of the unscaled gradients.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new shape is captured anew. Or as for `torch.export.export`, one
-            entry for each tensor or container of `*batch`.
+            differs becomes dynamic. `None`: every new shape is captured anew. Any other form that
+            `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
             that came in as FP16 or BF16 are refused then.
