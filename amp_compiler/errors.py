@@ -74,7 +74,7 @@ class UnknownFormError(CaptureError):
 
 
 class HookError(CaptureError):
-    """A module carries a hook, or is of a kind, that no graph can hold, whole or in pieces."""
+    """A module carries a hook, or is of a kind, that no graph can hold, whole or in subgraphs."""
 
 
 class NumberError(CaptureError):
@@ -126,7 +126,7 @@ class LoweringError(AmpError):
 
 
 class OptimizerError(LoweringError):
-    """What an optimizer's own code does fits no graph, whole or in pieces."""
+    """What an optimizer's own code does fits no graph, whole or in subgraphs."""
 
 
 class OnnxError(AmpError):

@@ -353,7 +353,7 @@ STEP = Pipeline(
 UPDATE = Pipeline(
     "UPDATE",
     ("split_complex", "place_weights", "take_gradients", "gather_gradients", "reduce_gradients", "fuse_update"),
-    "The check and the update alone, where a training step runs its model in pieces, each with its own backward.",
+    "The check and the update alone, where a training step runs its model in subgraphs, each with its own backward.",
 )
 DEVICE = Pipeline(
     "DEVICE",

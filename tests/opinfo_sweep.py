@@ -55,14 +55,14 @@ class Result:
         op: its name, with its variant.
         outcome: one of `OUTCOMES`.
         note: the text of the error, or what is wrong, or why it was not run.
-        pieces: whether it ran in Dynamo's pieces.
+        subgraphs: whether it ran in Dynamo's subgraphs.
         seconds: how long all runs of it took.
     """
 
     op: str
     outcome: str
     note: str = ""
-    pieces: bool = False
+    subgraphs: bool = False
     seconds: float = 0.0
 
 
@@ -414,10 +414,10 @@ def judged(name: str, way: str, form: str) -> Result:
         if way == "step":
             optimizer = torch.optim.SGD(call.parameters(), LEARNING_RATE)
             step = amp.training_step(call, loss_of, optimizer, dtype="bf16", backend="eager")
-            ours, pieces = run_step(call, step), "piece" in step.execution
+            ours, subgraphs = run_step(call, step), "subgraph" in step.execution
         else:
             compiled = amp.compile(call, dtype="bf16", backend="eager")
-            ours, pieces = run_forward(call, compiled), compiled.execution != "as one graph"
+            ours, subgraphs = run_forward(call, compiled), compiled.execution != "as one graph"
     except amp.AmpError as error:
         return Result(name, "refused", error.what)
     except Exception as error:  # noqa: BLE001  # that is what is looked for
@@ -425,7 +425,7 @@ def judged(name: str, way: str, form: str) -> Result:
     if name in UNINITIALISED | UNSTABLE:
         ours, exact, theirs = (one and unfilled(one, way) for one in (ours, exact, theirs))
     found = [text for text in faults(ours, exact, theirs, way, call) if text]
-    return Result(name, "wrong" if found else "right", "; ".join(found), pieces)
+    return Result(name, "wrong" if found else "right", "; ".join(found), subgraphs)
 
 
 def unfilled(seen: Seen, way: str) -> Seen:
@@ -440,7 +440,7 @@ def results(way: str, form: str, names: Sequence[str]) -> Iterator[Result]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = judged(name, way, form)
-        yield Result(found.op, found.outcome, found.note, found.pieces, round(time.perf_counter() - start, 3))
+        yield Result(found.op, found.outcome, found.note, found.subgraphs, round(time.perf_counter() - start, 3))
         if number % RESET_EVERY == 0:
             torch._dynamo.reset()
 
@@ -461,9 +461,9 @@ def sweep(way: str, form: str) -> list[Result]:
 
 
 def totals(found: Sequence[Result]) -> dict[str, int]:
-    """How many there are of each outcome, and how many ran in pieces."""
+    """How many there are of each outcome, and how many ran in subgraphs."""
     count = Counter(one.outcome for one in found)
-    return {**{outcome: count[outcome] for outcome in OUTCOMES}, "in pieces": sum(one.pieces for one in found)}
+    return {**{outcome: count[outcome] for outcome in OUTCOMES}, "in subgraphs": sum(one.subgraphs for one in found)}
 
 
 def main() -> None:

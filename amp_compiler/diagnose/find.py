@@ -113,4 +113,4 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
     except (HookError, OptimizerError):
         raise
     except CaptureError as cause:
-        return step._find_in_pieces(batch, cause)
+        return step._find_in_subgraphs(batch, cause)

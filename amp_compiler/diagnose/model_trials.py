@@ -27,7 +27,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.nonfinite import described, in_order
-from amp_compiler.training.piece_replay import PieceReplay
+from amp_compiler.training.subgraph_replay import SubgraphReplay
 
 OUTPUT = "the output"
 
@@ -204,7 +204,7 @@ class ModelTrials:
         )
 
     def _gradients(self, program: _Rewritten, inputs: list[Any], seen: Observed, backward: Backward) -> Observed:
-        replay = PieceReplay()
+        replay = SubgraphReplay()
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             results = list(replay.run("", program.captured.graph_module, inputs))

@@ -18,7 +18,7 @@ from amp_compiler.fx.capture import twin
 from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.piece_replay import PieceReplay
+from amp_compiler.training.subgraph_replay import SubgraphReplay
 
 
 class SubgraphTrials(ModelTrials):
@@ -34,7 +34,7 @@ class SubgraphTrials(ModelTrials):
         self._cause = cause
 
     def _run(self, rules: RuleSet) -> Observed:
-        replay = PieceReplay()
+        replay = SubgraphReplay()
 
         def around(name: str, graph_module: torch.fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *inputs: replay.run(name, graph_module, inputs)

@@ -1,4 +1,4 @@
-"""Hooks that a graph would not run: they lead to Dynamo's pieces, which do."""
+"""Hooks that a graph would not run: they lead to Dynamo's subgraphs, which do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:
         arguments: what it is given.
 
     Raises:
-        CaptureError: Dynamo's pieces run it.
+        CaptureError: Dynamo's subgraphs run it.
     """
     if function == _GRAD_FN and arguments and arguments[0].grad_fn is not None:
         raise CaptureError(
@@ -63,7 +63,7 @@ class SavedTensorHooks:
         """Refuse hooks that were set since.
 
         Raises:
-            CaptureError: Dynamo's pieces run within them.
+            CaptureError: Dynamo's subgraphs run within them.
         """
         now = saved_tensor_hooks()
         if now is not None and now != self._around and torch.is_grad_enabled():
@@ -91,7 +91,7 @@ def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         named: the parameters with their names.
 
     Raises:
-        CaptureError: names the first parameter; a step in pieces runs its hooks.
+        CaptureError: names the first parameter; a step in subgraphs runs its hooks.
     """
     for name, parameter in named:
         if has_hooks(parameter):

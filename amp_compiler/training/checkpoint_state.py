@@ -77,11 +77,11 @@ class StepContents:
         """All entries, of this rank.
 
         Raises:
-            AmpError: gradients were gathered by a step in pieces.
+            AmpError: gradients were gathered by a step in subgraphs.
         """
         step = self._step
-        if step._gathered and step._choice.pieces is not None:
-            what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in pieces"
+        if step._gathered and step._choice.subgraph_step is not None:
+            what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in subgraphs"
             raise AmpError(what, hint="save behind the last of them")
         found: dict[str, Any] = {}
         seen, own_buffers = set(), self._own_buffers()

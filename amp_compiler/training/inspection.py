@@ -19,11 +19,11 @@ from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.piece_trial import PieceTrials
-from amp_compiler.training.pieces import PieceStep
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import check_hooks
+from amp_compiler.training.subgraph_step import SubgraphStep
+from amp_compiler.training.subgraph_step_trials import SubgraphStepTrials
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
 
@@ -73,14 +73,14 @@ class StepInspection:
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
         return autocast_of(self._setup.module, batch, self._setup.settings)
 
-    def _find_in_pieces(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
+    def _find_in_subgraphs(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
         """What is not finite in a batch of a loss that is no one graph."""
         setup = self._setup
         if not setup.enabled:
             raise cause
         settings = replace(setup.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
-        pieces = PieceStep(setup.module, settings, cause, setup.state, enabled=True)
-        return PieceTrials(pieces, batch, setup.optimizers, setup.scale.state.scale.clone()).report()
+        step = SubgraphStep(setup.module, settings, cause, setup.state, enabled=True)
+        return SubgraphStepTrials(step, batch, setup.optimizers, setup.scale.state.scale.clone()).report()
 
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:

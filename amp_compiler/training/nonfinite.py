@@ -74,7 +74,7 @@ def described(
     node: fx.Node,
     *,
     is_forward: bool,
-    piece: str = "",
+    subgraph: str = "",
     ranges: Mapping[fx.Node, ValueRange] = _NO_RANGES,
     plan: PrecisionPlan | None = None,
 ) -> NonfiniteNode:
@@ -83,11 +83,11 @@ def described(
     Args:
         node: of a graph.
         is_forward: whether it is meant itself; else its backward.
-        piece: the name of the piece that it stands in.
+        subgraph: the name of the subgraph that it stands in.
         ranges: of values that were seen.
-        plan: of the forward; of several pieces, that of all of them.
+        plan: of the forward; of several subgraphs, that of all of them.
     """
-    prefix = f"{piece}/" if piece else ""
+    prefix = f"{subgraph}/" if subgraph else ""
     low, is_op = rounds(node), node.op == "call_function"
     mine = () if plan is None else plan.nodes
     known = {one.name.removeprefix(prefix): one for one in mine if one.name.startswith(prefix)}

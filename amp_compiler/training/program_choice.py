@@ -25,10 +25,10 @@ from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.training.build import PARALLEL, StepOptions, begin, build_step, converted_inputs
 from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
 from amp_compiler.training.change_detector import ChangeDetector
-from amp_compiler.training.piece_program import PieceProgram
-from amp_compiler.training.pieces import PieceStep
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.subgraph_program import SubgraphProgram
+from amp_compiler.training.subgraph_step import SubgraphStep
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class ProgramChoice:
         detector: what has changed since the last call.
 
     Attributes:
-        pieces: runs the step from now on, where a loss that is no one graph has run in subgraphs.
+        subgraph_step: runs the step from now on, where a loss that is no one graph has run in subgraphs.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
@@ -78,9 +78,9 @@ class ProgramChoice:
         self._graphs: list[StepGraph] = []
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
-        self._told: list[PieceStep] = []
-        self._apart: dict[str, PieceStep] = {}  # runs calls with something around them, by what that is
-        self.pieces: PieceStep | None = None
+        self._told: list[SubgraphStep] = []
+        self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
+        self.subgraph_step: SubgraphStep | None = None
 
     @property
     def programs(self) -> tuple[StepProgram, ...]:
@@ -99,7 +99,7 @@ class ProgramChoice:
 
     def run(
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
-    ) -> tuple[StepProgram | PieceProgram, StepOutput]:
+    ) -> tuple[StepProgram | SubgraphProgram, StepOutput]:
         """Train on a batch.
 
         Args:
@@ -115,7 +115,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        step = self.pieces or self._step_apart(hooked)
+        step = self.subgraph_step or self._step_apart(hooked)
         if step is None:
             try:
                 loss, aux = self._frontend()(*batch)
@@ -123,34 +123,34 @@ class ProgramChoice:
                 agreed = self._setup.coordinator is not None and self._setup.coordinator.has_agreed
                 if isinstance(error, (HookError, OptimizerError)) or agreed:
                     raise
-                step = self._in_pieces(error)
+                step = self._subgraph_step(error)
             else:
                 return self._result(loss, aux)
-        program = self._piece_program(step, spec, gather, leaves)
+        program = self._subgraph_program(step, spec, gather, leaves)
         output = self._guarded(lambda: program(leaves, self._detector))
         return program, replace(output, inputs=leaves)
 
-    def _step_apart(self, hooked: bool) -> PieceStep | None:
+    def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
         cause = _why_apart(hooked)
         if cause is None:
             return None
         if cause.what not in self._apart:
             self._prepare()
-            self._apart[cause.what] = self._in_pieces(cause)
+            self._apart[cause.what] = self._subgraph_step(cause)
         return self._apart[cause.what]
 
-    def note(self, step: PieceStep) -> bool:
+    def note(self, step: SubgraphStep) -> bool:
         """A call has run in subgraphs: those of a loss that is no one graph run the step from now on.
 
         Returns:
             Whether it is the first such call, of which people are told.
         """
-        if step is self.pieces or step in self._told:
+        if step is self.subgraph_step or step in self._told:
             return False
         self._told.append(step)
         if step not in self._apart.values():
-            self.pieces = step
+            self.subgraph_step = step
         return True
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
@@ -262,14 +262,14 @@ class ProgramChoice:
         parts = self._setup.state.kept.weights.parts.names
         return RankState(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
 
-    def _piece_program(self, step: PieceStep, spec: Any, gather: str, leaves: list[Any]) -> PieceProgram:
+    def _subgraph_program(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> SubgraphProgram:
         options, coordinator = self.options(gather, leaves), self._setup.coordinator
         if coordinator is None or options.reduction is None:
-            return PieceProgram(step, spec, options, self._detector.owners)
+            return SubgraphProgram(step, spec, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
-                f"a step in pieces cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}' over"
-                f" the ranks, and this one is no one graph: {step.cause}",
+                f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
+                f" over the ranks, and this one is no one graph: {step.cause}",
                 hint="do what that says, or use BatchNorm with broadcast_buffers=",
             ) from step.cause
 
@@ -278,18 +278,18 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = PieceProgram(step, spec, options, self._detector.owners, decide)
+        program = SubgraphProgram(step, spec, options, self._detector.owners, decide)
         program.prepare(leaves)
         return program
 
-    def _in_pieces(self, cause: AmpError) -> PieceStep:
+    def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup
         if setup.reduction is not None and setup.reduction.shards:
             raise CaptureError(
-                f"a step in pieces cannot split its update over the ranks, and this one is no one graph: {cause}",
+                f"a step in subgraphs cannot split its update over the ranks, and this one is no one graph: {cause}",
                 hint=UNSPLIT,
             ) from cause
-        return PieceStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
+        return SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
 
     def options(self, gather: str, leaves: list[Any] | None = None) -> StepOptions:
         """What a program is built for.

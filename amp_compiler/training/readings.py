@@ -22,10 +22,10 @@ from amp_compiler.training.build import StepState
 from amp_compiler.training.events import NonfiniteEvent
 from amp_compiler.training.inspection import StepInspection
 from amp_compiler.training.nonfinite import report_nonfinite
-from amp_compiler.training.piece_program import PieceProgram
-from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.subgraph_program import SubgraphProgram
+from amp_compiler.training.subgraph_step_trials import SubgraphStepTrials
 
 _GATHERED = (
     "a batch that was gathered before the last one made it, or the last one with other random numbers:"
@@ -45,12 +45,12 @@ class StepReadings(StepInspection):
     _state: StepState
     _held: HeldScale
     _watch: StuckWatch
-    _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
+    _last: tuple[StepProgram | SubgraphProgram, StepOutput, float | None] | None
     _leaves: list[Any]
     _optimizers: tuple[torch.optim.Optimizer, ...]
     _spec: Any
 
-    def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
+    def _seen(self) -> tuple[StepProgram | SubgraphProgram, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", hint="call it with a batch first")
         program, output, constant = self._last
@@ -123,7 +123,7 @@ class StepReadings(StepInspection):
     def graph_module(self) -> fx.GraphModule:
         """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node.
 
-        Of a step in pieces, the graph of its update.
+        Of a step in subgraphs, the graph of its update.
         """
         return self._seen()[0].update.report.graph_module
 
@@ -146,11 +146,13 @@ class StepReadings(StepInspection):
             names: what the two are called.
 
         Raises:
-            AmpError: before the first call, of a step in pieces, with `enabled=False`, or where the file cannot be
+            AmpError: before the first call, of a step in subgraphs, with `enabled=False`, or where the file cannot be
                 written.
         """
         if not isinstance(self._seen()[0], StepProgram):
-            raise AmpError("a step in pieces is no one graph to draw", hint="write its plan: step.plan.to_html(path)")
+            raise AmpError(
+                "a step in subgraphs is no one graph to draw", hint="write its plan: step.plan.to_html(path)"
+            )
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         plan = replace(self.plan, autocast=self._autocast(batch))
         plan.to_html(path, profile=profile, other=other, names=names, step=step_graph_of(self.graph_module))
@@ -162,7 +164,7 @@ class StepReadings(StepInspection):
 
     @property
     def execution(self) -> str:
-        """How the last step ran, in words: as one CUDA graph, or without one and why; in pieces, and why."""
+        """How the last step ran, in words: as one CUDA graph, or without one and why; in subgraphs, and why."""
         return self._seen()[0].execution
 
     def gradients(self) -> dict[str, Tensor]:
@@ -186,7 +188,7 @@ class StepReadings(StepInspection):
         """Which gradients of the last step were not finite, the first nodes that made such values, and what mends it.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch; of a step in pieces, the code of
+        runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs, the code of
         model and loss runs again between the nodes. Then they run with those nodes in FP32, with their neighbours where
         that is not enough, until all is finite. Nothing is changed.
 
@@ -203,7 +205,7 @@ class StepReadings(StepInspection):
                 report = replace(report, rule=found.rule, cure=found.told)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
-            trials = PieceTrials(program.step, batch, self._optimizers, scale)
+            trials = SubgraphStepTrials(program.step, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
             if cure and report.repeated:

@@ -24,13 +24,13 @@ from amp_compiler.training.arguments import check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.log import STEPS_KEY, StepLog
-from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
 from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
+from amp_compiler.training.subgraph_program import SubgraphProgram
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
@@ -59,7 +59,7 @@ def training_step(
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
-    Where one graph cannot hold the loss, forward and backward run in pieces; `step.execution` says so and why.
+    Where one graph cannot hold the loss, forward and backward run in subgraphs; `step.execution` says so and why.
 
     Args:
         model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
@@ -86,8 +86,8 @@ def training_step(
         clip_norm: largest global L2 norm of the unscaled gradients.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new shape is captured anew. Or as for `torch.export.export`, one
-            entry for each tensor or container of `*batch`.
+            differs becomes dynamic. `None`: every new shape is captured anew. Any other form that
+            `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
             that came in as FP16 or BF16 are refused then.
@@ -173,7 +173,7 @@ class TrainingStep(StepReadings):
 
         Raises:
             AmpError: there are named arguments, or `torch.inference_mode()` is around the call.
-            CaptureError: the loss cannot be captured, neither as one graph nor in pieces.
+            CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
@@ -196,13 +196,13 @@ class TrainingStep(StepReadings):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
 
-    def _note(self, program: StepProgram | PieceProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
+    def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""
         self._detector.left()
         if self._coordinator is not None:
             self._coordinator.values.left()
         # Only now: a call that failed decides nothing.
-        if isinstance(program, PieceProgram) and self._choice.note(program.step) and self._setup.speaks:
+        if isinstance(program, SubgraphProgram) and self._choice.note(program.step) and self._setup.speaks:
             logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
         kept = self._state.kept
@@ -228,7 +228,7 @@ class TrainingStep(StepReadings):
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
 
-    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | PieceProgram, StepOutput, list[Any], Any]:
+    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphProgram, StepOutput, list[Any], Any]:
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()

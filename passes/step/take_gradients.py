@@ -18,8 +18,8 @@ from amp_compiler.passes.step.fold_loss_scale import SCALE
 class TakeGradients(InPlacePass):
     """Let the graph take the gradients of weights and the loss scale, as placeholders behind the others.
 
-    It stands where a graph with a backward has `differentiate` and `fold_loss_scale`: for a model that runs in pieces,
-    each with a backward of its own.
+    It stands where a graph with a backward has `differentiate` and `fold_loss_scale`: for a model that runs in
+    subgraphs, each with a backward of its own.
 
     Before (`owners={"w": "w"}`)::
 

@@ -326,7 +326,7 @@ class Broken(Logits):
         return self.head((hidden @ self.key(x).transpose(-1, -2)).softmax(-1) @ x)
 
 
-def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
+def test_a_step_in_subgraphs_gets_a_rule_too(tmp_path):
     step = step_of(Broken(), "default")
     step(X)
     report = step.nonfinite_report()
@@ -356,7 +356,7 @@ class BrokenWithStatistics(Broken):
         pytest.param(False, "loss_fn", marks=pytest.mark.slow),
     ],
 )
-def test_a_model_in_pieces_gets_a_rule_too(way, compiled, tmp_path):
+def test_a_model_in_subgraphs_gets_a_rule_too(way, compiled, tmp_path):
     def search(rules, x):
         given = amp.compile(model, dtype="fp16", rules=rules, backend="eager") if compiled else model
         options = {} if compiled else {"dtype": "fp16", "rules": rules}
@@ -386,7 +386,7 @@ class Raises(BrokenWithStatistics):
         raise ValueError("no such batch")
 
 
-def test_a_model_in_pieces_that_raises_is_told_and_left_as_it_was():
+def test_a_model_in_subgraphs_that_raises_is_told_and_left_as_it_was():
     model = Raises()
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ValueError(" in text)
     words = rf"test_find_nonfinite.py:{line}: Raises raised ValueError: no such batch; call the model itself"
@@ -396,7 +396,7 @@ def test_a_model_in_pieces_that_raises_is_told_and_left_as_it_was():
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
+def test_any_batch_of_a_step_in_subgraphs(has_run, tmp_path):
     model = Broken()
     step = step_of(model, "default")
     if has_run:

@@ -520,7 +520,7 @@ def test_batches_that_are_none_are_refused() -> None:
         amp.profile(step_of(Net()), 3)  # type: ignore[arg-type]
 
 
-def test_a_step_that_runs_in_pieces_is_told_what_is_not_counted() -> None:
+def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
     def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_fn(model, x, y)
         return loss * 2 if loss > 0 else loss

@@ -178,7 +178,7 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
     apart = nn.Sequential(nn.SyncBatchNorm(8, process_group=place.alone if place.rank == 0 else None), nn.Linear(8, 4))
     return {
         "twice": said(Twice(1 + place.rank)),
-        "pieces": said(Twice(1, looks=True)),
+        "subgraphs": said(Twice(1, looks=True)),
         "groups": said(apart),
         "region": said(InRegion()),
         "one row": told(lambda: _one_row(place)),

@@ -354,7 +354,7 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
         "traced": run(CASES["traced"]),
         "low": run(CASES["sgd"], rules=low),
         "dampening": run(damped),
-        "pieces": run(replace(CASES["sgd"], model=Judging)),
+        "subgraphs": run(replace(CASES["sgd"], model=Judging)),
         "gradients": run(CASES["sgd"], lambda step: step.gradients()),
         "fp32": run(CASES["sgd"], lambda step: step.gradients(), enabled=False),  # splits nothing, so it has them
     }

@@ -346,10 +346,10 @@ class Branching(nn.Module):
         return made if made.sum() > 0 else made * 2
 
 
-def test_a_step_in_pieces_is_saved_behind_the_last_batch(tmp_path):
+def test_a_step_in_subgraphs_is_saved_behind_the_last_batch(tmp_path):
     model, step = made(0, model=Branching, accumulate=2)
     step(*batches()[0])
-    with pytest.raises(amp.AmpError, match="1 of 2 batches were gathered by a step in pieces; save behind the last of"):
+    with pytest.raises(amp.AmpError, match="1 of 2 batches were gathered by a step in subgraphs; save behind"):
         amp.save_checkpoint(step, tmp_path, 1)
     step(*batches()[1])
     amp.save_checkpoint(step, tmp_path, 2)

@@ -69,7 +69,7 @@ os._exit(0)
 """
 
 
-# A Python function in the backward asks for pieces, which have no split update.
+# A Python function in the backward asks for subgraphs, which have no split update.
 @pytest.mark.parametrize(
     ("when", "shard", "size"),
     [

@@ -42,7 +42,7 @@ def test_each_rank_draws_from_its_own_seed(two):
 
 def test_the_first_rank_alone_speaks(two):
     first, second = (one["said"] for one in of(two, "notices"))
-    texts = "captured the training step in", "recompiled the training step in", "matches no node", "piece"
+    texts = "captured the training step in", "recompiled the training step in", "matches no node", "subgraph"
     for text in texts:
         assert any(text in one for one in first), text
     assert second == []
@@ -130,7 +130,7 @@ def test_sync_batch_norms_weigh_ranks_by_their_rows(two):
 def test_sync_batch_norms_that_would_wait_for_one_another_are_refused(two):
     first, second = of(two, "synchronized_and_refused")
     assert re.search("the ranks differ in the messages of SyncBatchNorm: rank 1 has .*all_gather", first["twice"])
-    assert "a step in pieces cannot take the statistics of the SyncBatchNorm 'norm'" in first["pieces"]
+    assert "a step in subgraphs cannot take the statistics of the SyncBatchNorm 'norm'" in first["subgraphs"]
     assert "rank 1 has a SyncBatchNorm over the ranks [0, 1], and rank 0 has it over [0]" in first["groups"]
     assert "stands in a region of autocast in another 16-bit type" in first["region"]
     assert "gets one number of each channel" in first["one row"]
@@ -218,8 +218,8 @@ def test_a_mesh_is_its_group(two):
         assert "has 2 dimensions" in one["told"] and 'mesh["pp"] or mesh["dp"]' in one["told"]
 
 
-def test_a_step_in_pieces_sums_too(two):
-    first, second = of(two, "in_pieces")
+def test_a_step_in_subgraphs_sums_too(two):
+    first, second = of(two, "in_subgraphs")
     assert "subgraph" in first["execution"]
     assert equal(first["same"], second["same"])
     assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
@@ -229,7 +229,7 @@ def test_a_step_in_pieces_sums_too(two):
 def test_batches_in_containers_and_classes_train_as_tensors_do(two, kind):
     first, second = of(two, "batches_of_other_kinds")
     assert first[kind]["told"] == second[kind]["told"] == ""
-    assert "piece" not in first[kind]["by"]
+    assert "subgraph" not in first[kind]["by"]
     for one in (first, second):
         assert equal(one[kind]["weights"], first[kind]["weights"])
         assert equal(one[kind]["weights"], one["tensors"])

@@ -144,7 +144,7 @@ def test_what_cannot_be_split_is_named(two):
         assert "Adagrad may need whole weights" in one["traced"] and "AdamW" in one["traced"]
         assert "no masters to split" in one["low"]
         assert "SGD with dampening" in one["dampening"]
-        assert "a step in pieces cannot split its update" in one["pieces"]
+        assert "a step in subgraphs cannot split its update" in one["subgraphs"]
         assert "a part of the gradients" in one["gradients"]
         assert all("leave `shard: update` out" in text for name, text in one.items() if name not in ("fp32", "whole"))
         assert "optimizer.state holds 'master' of shape [64] for a parameter of [16, 8]" in one["whole"]
@@ -167,7 +167,7 @@ def test_compiled_steps_do_the_same(two):
     first, second = of(two, "compiled_parts")
     behind = (
         first["cut"].split("behind_check: ", 1)[1].split("\nreturn ", 1)[0]
-    )  # of the pieces the first, between kernels
+    )  # of the subgraphs the first, between kernels
     assert re.search(r"adam_update.default.*\n(.*\n)*.*spread_part.default.*\n(.*\n)*.*adam_update.default", behind)
     for name in ("compiled", "opened"):
         assert equal(first[name]["weights"], second[name]["weights"])

@@ -82,7 +82,7 @@ def seeds(place: Place) -> dict[str, Any]:
 
 @scenario
 def notices(place: Place) -> dict[str, Any]:
-    """What each rank says of captures, of a step in pieces and of a rule that matches nothing."""
+    """What each rank says of captures, of a step in subgraphs and of a rule that matches nothing."""
     said: list[str] = []
     logger, handler = logging.getLogger("amp_compiler"), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -569,7 +569,7 @@ class Judging(nn.Module):
 
 
 @scenario
-def in_pieces(place: Place) -> dict[str, Any]:
+def in_subgraphs(place: Place) -> dict[str, Any]:
     """A loss that is no one graph, whose ranks run other heads at other steps."""
     case = Case(Judging, squares, lambda: rows(6), sgd, {"clip_norm": 0.5})
     model, step = trained_together(place, case, dtype="bf16")

@@ -309,7 +309,7 @@ def test_the_docs_do_what_they_say(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["both.html", "plan.html", "plan.svg", "step.html"]
 
 
-def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path):
+def test_a_step_in_subgraphs_and_a_step_before_its_first_call_are_refused(tmp_path):
     with pytest.raises(AmpError, match="call it with a batch first"):
         small_step().to_html(tmp_path / "step.html")
     model = torch.nn.Linear(4, 1)
@@ -321,7 +321,7 @@ def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = amp.training_step(model, loss, optimizer, dtype="bf16", loss_scale=None, backend="eager")
     step(torch.ones(2, 4))
-    with pytest.raises(AmpError, match=r"pieces is no one graph to draw.*step\.plan\.to_html"):
+    with pytest.raises(AmpError, match=r"subgraphs is no one graph to draw.*step\.plan\.to_html"):
         step.to_html(tmp_path / "step.html")
 
 

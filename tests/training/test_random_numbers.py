@@ -121,7 +121,7 @@ def test_a_capture_that_fails_leaves_the_generators_too(kind):
     else:
         with pytest.raises((amp.AmpError, RuntimeError)):
             run(X)
-    if kind == "of another kind":  # pieces are run by Python, and draw as they do so
+    if kind == "of another kind":  # subgraphs are run by Python, and draw as they do so
         assert states(model.generator) == before
 
 

@@ -194,7 +194,7 @@ def test_a_resumed_training_goes_on_counting() -> None:
         resumed.load_state_dict({**state, "amp_compiler": {**state["amp_compiler"], "steps": -1}})
 
 
-def test_a_step_in_pieces_tells_its_callbacks() -> None:
+def test_a_step_in_subgraphs_tells_its_callbacks() -> None:
     def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         made = model(x)
         return F.cross_entropy(made if made.sum() > -1e9 else -made, y)

@@ -54,7 +54,7 @@ def torchs(model, loss_fn, optimizer):
     return step
 
 
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "subgraphs"])
 def test_a_step_in_fp32_is_torchs(breaks, caplog):
     caplog.set_level(logging.INFO, "amp_compiler")
     expected, _ = trained(torchs, breaks)
@@ -67,7 +67,7 @@ def test_a_step_in_fp32_is_torchs(breaks, caplog):
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "subgraphs"])
 def test_in_16_bits_it_is_near(dtype, breaks):
     expected, _ = trained(torchs, breaks)
     found, step = trained(amp.training_step, breaks, dtype=dtype, backend="eager", loss_scale="none")
@@ -78,9 +78,10 @@ def test_in_16_bits_it_is_near(dtype, breaks):
     assert step.plan.low_nodes > 0
 
 
-def test_in_pieces_there_is_one_more_form_and_no_other():
+def test_in_subgraphs_there_is_one_more_form_and_no_other():
     _, step = trained(amp.training_step, True, dtype="bf16", backend="eager")
-    assert len(step._choice.pieces.pieces.made) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
+    # Two: of the first numbers, with 0 and 1 apart, of any.
+    assert len(step._choice.subgraph_step.subgraphs.made) <= 6
 
 
 @pytest.mark.slow
@@ -94,7 +95,7 @@ def test_compiled():
     assert step._choice.compilations == 2
 
 
-def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_pieces_too():
+def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_subgraphs_too():
     taken = []
     for make, options in ((torchs, {}), (amp.training_step, {"rules": IN_FP32, "backend": "eager"})):
         model, told = Net(), [1]

@@ -1,4 +1,4 @@
-"""One call of a training step in pieces, with what a step that is one graph tells of itself."""
+"""One call of a training step in subgraphs, with what a step that is one graph tells of itself."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import torch.utils._pytree as pytree
 
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.subgraphs import plan_of, stages_of
+from amp_compiler.forward.subgraphs import Subgraph, plan_of, stages_of
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import StepOptions
 from amp_compiler.training.change_detector import ChangeDetector
-from amp_compiler.training.piece_update import Made
-from amp_compiler.training.pieces import Decide, PieceStep
 from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.subgraph_step import Decide, SubgraphStep
+from amp_compiler.training.subgraph_update import Made
 
 
-class PieceProgram:
-    """One call of a `PieceStep`; behind it, it has what a `StepProgram` has.
+class SubgraphProgram:
+    """One call of a `SubgraphStep`; behind it, it has what a `StepProgram` has.
 
     Args:
         step: what runs it.
         spec: tree of the batch.
         options: what to build an update for.
         owners: which parameters stand in which group of which optimizer.
-        decide: gives what all ranks have a gradient of, see `PieceStep.shared`; `None` for one process.
+        decide: gives what all ranks have a gradient of, see `SubgraphStep.shared`; `None` for one process.
     """
 
     def __init__(
-        self, step: PieceStep, spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
+        self, step: SubgraphStep, spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
     ) -> None:
         self.step, self._spec, self._options, self._owners, self._decide = step, spec, options, owners, decide
         self._update: StepProgram | None = None
@@ -63,7 +63,7 @@ class PieceProgram:
 
         Raises:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
-            LoweringError: a piece, or the update, cannot be compiled.
+            LoweringError: a subgraph, or the update, cannot be compiled.
         """
         made, self._made = self._made or self.prepare(leaves), None
         output = self.update(made.given())
@@ -82,27 +82,31 @@ class PieceProgram:
 
     @property
     def plan(self) -> PrecisionPlan | None:
-        """The plans of all pieces together; `None` where there is none."""
-        return None if self.step.pieces is None or not self.step.pieces.last else plan_of(self.step.pieces.last)
+        """The plans of all subgraphs together; `None` where there is none."""
+        subgraphs = self._ran()
+        return plan_of(subgraphs) if subgraphs else None
 
     @property
     def stages(self) -> Stages:
-        """The text of every piece, and of the update, behind each pass."""
+        """The text of every subgraph, and of the update, behind each pass."""
         stages = Stages()
-        for stage in [*(() if self.step.pieces is None else stages_of(self.step.pieces.last)), *self.update.stages]:
+        for stage in [*stages_of(self._ran()), *self.update.stages]:
             stages.note(stage.name, stage.text)
         return stages
+
+    def _ran(self) -> tuple[Subgraph, ...]:
+        return () if self.step.subgraphs is None else self.step.subgraphs.last
 
     @property
     def execution(self) -> str:
         """How it ran and why, in words."""
-        pieces = self.step.pieces
-        if pieces is None or not (pieces.last or pieces.autocast):
-            how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
-        elif pieces.autocast:
-            how = f"under torch.autocast, for {pieces.autocast}"
+        subgraphs = self.step.subgraphs
+        if subgraphs is None or not (subgraphs.last or subgraphs.autocast):
+            how = f"as they are written, in {'FP32' if subgraphs is None else 'the types of the model'}"
+        elif subgraphs.autocast:
+            how = f"under torch.autocast, for {subgraphs.autocast}"
         else:
-            how = f"in {len(pieces.last)} subgraph{'s' * (len(pieces.last) > 1)}"
+            how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         cause = self.step.cause
         where = f" ({cause.where})" if cause.where else ""
         return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"

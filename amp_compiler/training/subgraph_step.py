@@ -1,4 +1,4 @@
-"""A training step in pieces: where one graph cannot take the loss, Dynamo's pieces do, and one graph the update."""
+"""A training step in subgraphs: forward and backward in the graphs that Dynamo makes, the update as one graph."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.piece_buffers import WrittenBuffers
-from amp_compiler.training.piece_replay import PieceReplay
-from amp_compiler.training.piece_update import Made, update_graph
-from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
+from amp_compiler.training.subgraph_buffers import WrittenBuffers
+from amp_compiler.training.subgraph_replay import SubgraphReplay
+from amp_compiler.training.subgraph_update import Made, update_graph
+from amp_compiler.training.subgraph_weights import LowReads
 from amp_compiler.training.weights import is_stored_low, widened
 
 Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
 
 
-class PieceStep:
+class SubgraphStep:
     """Makes the programs of a loss that is no one graph.
 
-    Forward and backward run in the pieces that Dynamo gives, each planned and rewritten, with autograd between them.
+    Forward and backward run in the subgraphs that Dynamo gives, each planned and rewritten, with autograd between them.
     Then one graph checks the gradients and updates the weights, as in a step that is one graph.
 
     Args:
@@ -59,13 +59,13 @@ class PieceStep:
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
         self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
-        self._replay: PieceReplay | None = None
+        self._replay: SubgraphReplay | None = None
         self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
-        self.pieces = self._in_pieces() if enabled else None
+        self.subgraphs = self._new_subgraphs() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
 
-    def _in_pieces(self) -> Subgraphs:
+    def _new_subgraphs(self) -> Subgraphs:
         return Subgraphs(self.model, self._settings, name_of(self.model), self._around)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,15 +94,15 @@ class PieceStep:
             raise
         except Exception as error:  # the model's own code may raise anything
             if needs_double_backward(error) and self._settings.runs_on.compiled:
-                self._settings = replace(self._settings, backend="eager")  # whose pieces autograd goes through itself
-                self.pieces = self._in_pieces()
+                self._settings = replace(self._settings, backend="eager")  # which autograd goes through itself
+                self.subgraphs = self._new_subgraphs()
                 set_random_state(self._device, drawn)
                 return self.forward_and_backward(batch, optimizers)
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> CaptureError:
         return CaptureError(
-            f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
+            f"the step failed in subgraphs: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",
             where=user_frame(error),
             hint="see the error that this one comes from"
@@ -123,21 +123,21 @@ class PieceStep:
             The nodes that made something that is not finite, and all that was made.
 
         Raises:
-            AmpError: it runs in plain FP32, or not even in pieces.
+            AmpError: it runs in plain FP32, or not even in subgraphs.
         """
-        if self.pieces is None:
+        if self.subgraphs is None:
             raise self.cause
-        if self.pieces.autocast:
+        if self.subgraphs.autocast:
             raise CaptureError(
-                f"the step runs under torch.autocast, where no node can be looked into: {self.pieces.autocast}",
+                f"the step runs under torch.autocast, where no node can be looked into: {self.subgraphs.autocast}",
                 hint="do what the warning of the logger 'amp_compiler' says",
             )
-        self._replay = PieceReplay()
+        self._replay = SubgraphReplay()
         try:
             with generators_kept():
                 set_random_state(self._device, self._drawn)
                 made = self._run(batch, optimizers, scale)
-            return self._replay.origins(plan_of(self.pieces.made)), made
+            return self._replay.origins(plan_of(self.subgraphs.made)), made
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -149,10 +149,10 @@ class PieceStep:
         """Let `replayed` draw what a call would draw now."""
         self._drawn = random_state(self._device)
 
-    def under(self, rules: RuleSet) -> PieceStep:
+    def under(self, rules: RuleSet) -> SubgraphStep:
         """The same under other rules, to be run node by node."""
         settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
-        other = PieceStep(self.model, settings, self.cause, self.state, enabled=True)
+        other = SubgraphStep(self.model, settings, self.cause, self.state, enabled=True)
         other._drawn = self._drawn
         return other
 
@@ -162,14 +162,14 @@ class PieceStep:
         return self._settings.rules
 
     def plan(self) -> PrecisionPlan:
-        """The plans of all pieces together.
+        """The plans of all subgraphs together.
 
         Raises:
             AmpError: it runs in plain FP32.
         """
-        if self.pieces is None:
+        if self.subgraphs is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
-        return plan_of(self.pieces.made)
+        return plan_of(self.subgraphs.made)
 
     def _run(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
@@ -181,7 +181,7 @@ class PieceStep:
             _without_gradients(self.model),
             widened(self.model.parameters()),
         ):
-            loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})[0]
+            loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
             if not loss.requires_grad:
                 raise depends_on_nothing()
             loss.backward(scale.to(loss.dtype).expand(loss.shape))

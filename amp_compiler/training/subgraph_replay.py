@@ -1,4 +1,4 @@
-"""A step in pieces run again, node by node, to find what made the first value that is not finite."""
+"""A step in subgraphs run again, node by node, to find what made the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from amp_compiler.training.nonfinite import described
 
 @dataclass(frozen=True)
 class _Place:
-    """A node in one run of a piece: a piece may run several times."""
+    """A node in one run of a subgraph: a subgraph may run several times."""
 
     run: int
-    piece: str
+    subgraph: str
     node: fx.Node
     ranges: dict[fx.Node, ValueRange] = field(default_factory=dict, compare=False)
 
 
-class PieceReplay:
-    """Runs pieces node by node, with autograd through each node, and notes what is not finite.
+class SubgraphReplay:
+    """Runs subgraphs node by node, with autograd through each node, and notes what is not finite.
 
-    What stands between the pieces runs as it is written: a value that it makes is seen where a piece takes it.
+    What stands between the subgraphs runs as it is written: a value that it makes is seen where a subgraph takes it.
     """
 
     def __init__(self) -> None:
         self._runs = 0
         self._made: list[_Place] = []  # what made a bad value of finite ones, in order
-        self._spoilt = False  # whether a piece has given a bad value
+        self._spoilt = False  # whether a subgraph has given a bad value
         self._gradients: list[_Place] = []  # of which the gradient is bad, in the order of the backward
         self._reached: dict[tuple[int, fx.Node], ValueRange] = {}  # what got a gradient, and which
 
-    def run(self, piece: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Run a piece.
+    def run(self, subgraph: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Run a subgraph.
 
         Args:
-            piece: its name.
+            subgraph: its name.
             graph_module: its rewritten graph.
             inputs: what it is given.
         """
         self._runs += 1
-        watched = _Watched(self, self._runs, piece, graph_module)
+        watched = _Watched(self, self._runs, subgraph, graph_module)
         made = watched.run(*inputs)
         self._spoilt |= bool(self._made)
         return made
@@ -73,11 +73,11 @@ class PieceReplay:
         """The first nodes of the forward that made something bad; where there are none, those of the backward.
 
         Args:
-            plan: of all pieces.
+            plan: of all subgraphs.
         """
         if self._made:
             return tuple(
-                described(one.node, is_forward=True, piece=one.piece, ranges=one.ranges, plan=plan)
+                described(one.node, is_forward=True, subgraph=one.subgraph, ranges=one.ranges, plan=plan)
                 for one in self._made[:SHOWN]
             )
         bad = {(one.run, one.node) for one in self._gradients}
@@ -89,18 +89,18 @@ class PieceReplay:
                 continue  # it comes of another one
             made = self._reached[one.run, one.node]
             for node in users or [one.node]:
-                described_node = described(node, is_forward=False, piece=one.piece, plan=plan)
+                described_node = described(node, is_forward=False, subgraph=one.subgraph, plan=plan)
                 given = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
-                found.setdefault((one.piece, node), replace(described_node, inputs=given, output=made))
+                found.setdefault((one.subgraph, node), replace(described_node, inputs=given, output=made))
         return tuple(found.values())[:SHOWN]
 
 
 class _Watched(fx.Interpreter):
-    """One run of a piece."""
+    """One run of a subgraph."""
 
-    def __init__(self, replay: PieceReplay, run: int, piece: str, graph_module: fx.GraphModule) -> None:
+    def __init__(self, replay: SubgraphReplay, run: int, subgraph: str, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
-        self._replay, self._run, self._piece = replay, run, piece
+        self._replay, self._run, self._subgraph = replay, run, subgraph
         self._seen = Finiteness(lambda node: True)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -109,8 +109,8 @@ class _Watched(fx.Interpreter):
         if n.op == "output":
             return value
         if n.op == "placeholder" and _has_gradient(value):
-            value = value.view_as(value)  # whose gradient is what this piece alone gives
-        place = _Place(self._run, self._piece, n)
+            value = value.view_as(value)  # whose gradient is what this subgraph alone gives
+        place = _Place(self._run, self._subgraph, n)
         self._seen.note(n, value)
         if self._seen.is_bad(n):
             self._replay.note(place, self._seen)

@@ -1,4 +1,4 @@
-"""Which buffers the forward of a step in pieces writes: the update is to write them, as in a step that is one graph."""
+"""Which buffers the forward of a step in subgraphs writes: its update writes them, as in a step that is one graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights without a master in a step in pieces: which of them the pieces read in the low type."""
+"""Weights without a master in a step in subgraphs: which of them the subgraphs read in the low type."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Run = Callable[..., Any]
 
 
 class LowReads:
-    """Notes which FP32 parameters the pieces of a model read in the low type, and converts them.
+    """Notes which FP32 parameters the subgraphs of a model read in the low type, and converts them.
 
-    A piece is made when it first runs, and layers of one kind may be one piece: what it reads is known as it runs.
+    A subgraph is made when it first runs, and layers of one kind may share one: what it reads is known as it runs.
 
     Args:
         low: the low type.
@@ -33,10 +33,10 @@ class LowReads:
         self._otherwise: set[int] = set()  # what is read in FP32 too, by `id`
 
     def around(self, graph_module: fx.GraphModule, run: Run) -> Run:
-        """A piece that notes what it is given.
+        """A subgraph that notes what it is given.
 
         Args:
-            graph_module: the rewritten graph of the piece.
+            graph_module: the rewritten graph of the subgraph.
             run: runs it.
         """
         low, otherwise = [], []

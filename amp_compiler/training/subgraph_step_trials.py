@@ -1,4 +1,4 @@
-"""A step in pieces tried again, node by node, under its rules or others; nothing is changed."""
+"""A step in subgraphs tried again, node by node, under its rules or others; nothing is changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteNode, NonfiniteReport
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.pieces import PieceStep
+from amp_compiler.training.subgraph_step import SubgraphStep
 
 
-class PieceTrials:
+class SubgraphStepTrials:
     """Runs one batch again and again, under several rules.
 
     Args:
@@ -27,7 +27,7 @@ class PieceTrials:
     """
 
     def __init__(
-        self, step: PieceStep, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
+        self, step: SubgraphStep, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
     ) -> None:
         self._step, self._given = step, (batch, optimizers, scale)
 
@@ -35,7 +35,7 @@ class PieceTrials:
         """What is not finite in a batch that has not run yet, and what mends it.
 
         Raises:
-            AmpError: it runs in plain FP32, or not even in pieces.
+            AmpError: it runs in plain FP32, or not even in subgraphs.
         """
         self._step.note_random_state()
         with autocast_off():
@@ -52,7 +52,7 @@ class PieceTrials:
 
     def origins(self) -> tuple[NonfiniteNode, ...]:
         """The nodes of the last call, which was skipped, that made something that is not finite."""
-        if self._step.pieces is None:
+        if self._step.subgraphs is None:
             return ()
         with autocast_off():
             return self._step.replayed(*self._given)[0]
@@ -63,7 +63,7 @@ class PieceTrials:
         Args:
             nodes: what `origins` gave.
         """
-        if self._step.pieces is None:
+        if self._step.subgraphs is None:
             return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
         first = Trial(self._step.plan(), nodes)
         try:

@@ -1,4 +1,4 @@
-"""The update of a step in pieces: a graph that takes what forward and backward have made."""
+"""The update of a step in subgraphs: a graph that takes what forward and backward have made."""
 
 from __future__ import annotations
 

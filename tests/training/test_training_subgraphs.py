@@ -1,4 +1,4 @@
-"""Programs that plain torch trains and one graph cannot hold: the step runs them in pieces, and says so."""
+"""Programs that plain torch trains and one graph cannot hold: the step runs them in subgraphs, and says so."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_what_torch_trains_is_trained(name):
 @pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", COMPILED)
-def test_with_compiled_pieces(name):
+def test_with_compiled_subgraphs(name):
     """A backward that is differentiated again is run node by node: torch's compiled ones cannot be."""
     step = trained(name, "inductor")
     assert COMPILED[name] in step.execution
@@ -197,16 +197,16 @@ def branchy(model, x, y):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam], ids=["fused", "traced"])
-def test_pieces_train_as_one_graph_does(optimizer):
+def test_subgraphs_train_as_one_graph_does(optimizer):
     """With BatchNorm, accumulation, clipping and FP16's dynamic scale, over a batch that is skipped."""
     results = {}
-    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():
+    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "subgraphs": branchy}.items():
         torch.manual_seed(0)
         model = normed()
         options = {"dtype": "fp16", "backend": "eager", "accumulate": 2, "clip_norm": 0.5}
         step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
         losses = [float(step(x, Y)) for x in (X, X + 1, X * torch.inf, X, X - 1, X)]
-        assert ("subgraph" in step.execution) is (kind == "pieces")
+        assert ("subgraph" in step.execution) is (kind == "subgraphs")
         state = {name: value.clone() for name, value in model.state_dict().items()}
         results[kind] = losses, state, float(step.loss_scale), int(step.skipped_steps), step.gradients()
     (losses, weights, *rest, gradients), (theirs, their_weights, *their_rest, their_gradients) = results.values()
@@ -312,7 +312,7 @@ def test_an_error_of_the_model_names_its_line_and_changes_nothing():
     step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
     step(X, Y)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CaptureError, match=r"test_training_pieces.py:\d+"):
+    with pytest.raises(CaptureError, match=r"test_training_subgraphs.py:\d+"):
         step(X[:, :3], Y)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -583,13 +583,13 @@ QUICK = [(normed, torch.optim.SGD, "kahan"), (Tied, torch.optim.AdamW, "nearest"
 )
 def test_weights_without_a_master_are_trained_as_in_one_graph(make, optimizer, rounding):
     results = {}
-    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():
+    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "subgraphs": branchy}.items():
         torch.manual_seed(0)
         model = make()
         options = {"dtype": "bf16", "backend": "eager", "rules": low(rounding)}
         step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
         losses = [float(step(X, Y)) for _ in range(6)]
-        assert ("subgraph" in step.execution) is (kind == "pieces")
+        assert ("subgraph" in step.execution) is (kind == "subgraphs")
         results[kind] = losses, {name: one.clone() for name, one in model.state_dict().items()}
     (losses, weights), (theirs, their_weights) = results.values()
     assert {name: one.dtype for name, one in weights.items()} == {n: one.dtype for n, one in their_weights.items()}
@@ -610,7 +610,7 @@ def test_gathered_gradients_of_weights_without_a_master():
     assert not torch.equal(model[0].weight, before.bfloat16())
 
 
-def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_pieces():
+def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_subgraphs():
     rows = torch.export.Dim("rows", min=2)
     model = mlp()
     step = amp.training_step(
@@ -619,7 +619,7 @@ def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_pieces():
     )  # fmt: skip
     first = float(step(X, Y))
     assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
-    assert len(step._choice.pieces.pieces.made) == 2  # before the branch and behind it
+    assert len(step._choice.subgraph_step.subgraphs.made) == 2  # before the branch and behind it
 
 
 def test_shapes_that_do_not_fit_the_loss_are_told(caplog):
@@ -676,11 +676,11 @@ def test_the_node_that_made_the_first_nan_is_named(backend):
     (node,) = report.nodes
     assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "graph1/exp"
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
-    assert node.where.endswith(f"test_training_pieces.py:{line}") and node.where in str(report)
+    assert node.where.endswith(f"test_training_subgraphs.py:{line}") and node.where in str(report)
     assert torch.isfinite(step(X, ONE))
 
 
-def test_an_overflow_of_the_scaled_gradient_in_pieces_is_found_in_the_backward():
+def test_an_overflow_of_the_scaled_gradient_in_subgraphs_is_found_in_the_backward():
     step = exploding(loss_scale=2.0**30)
     step(X, ONE)
     report = step.nonfinite_report()
@@ -688,14 +688,14 @@ def test_an_overflow_of_the_scaled_gradient_in_pieces_is_found_in_the_backward()
     assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
 
 
-def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_piece():
+def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_subgraph():
     step = exploding()
     step(X * torch.nan, ONE)
     (node,) = step.nonfinite_report().nodes
     assert node.op == "input" and node.name.startswith("graph0/")
 
 
-def test_the_error_at_the_floor_names_the_node_of_a_piece():
+def test_the_error_at_the_floor_names_the_node_of_a_subgraph():
     step = exploding(loss_scale=amp.DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
     with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: graph1/exp.*aten\.exp, forward"):
         for _ in range(4):
