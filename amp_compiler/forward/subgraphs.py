@@ -34,6 +34,7 @@ from amp_compiler.fx.torch_private import (
     Break,
     break_before,
     functions_given_up,
+    modes_around,
     no_saved_tensor_hooks,
     restart_with_plain_numbers,
     why_not_captured,
@@ -176,6 +177,7 @@ class Subgraphs:
 
         self._dynamic = {AUTO: None, None: False}.get(settings.dynamic_shapes, True) if _is_plain(settings) else True
         self._frontend = self._frontend_of(run)
+        self._one_graph, self._cut = self._frontend_of(run, whole=True), ""
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -183,8 +185,8 @@ class Subgraphs:
         """Why it is to run under `torch.autocast` from now on; empty while it is not."""
         return self._forms.given_up
 
-    def _frontend_of(self, function: Callable[..., Any]) -> Frontend:
-        return Frontend(function, self._build, self._name, self._dynamic, forms=self._forms.most + 1)
+    def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
+        return Frontend(function, self._build, self._name, self._dynamic, whole, forms=self._forms.most + 1)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -196,7 +198,8 @@ class Subgraphs:
             AmpError: one of its graphs cannot be rewritten or compiled.
             ModelError: the model raises with these inputs.
         """
-        self.autocast = self.given_up or why_not_captured()
+        modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
+        self.autocast = self.given_up or why_not_captured() or (self._cut if modes else "")
         if self.autocast:
             self.last = ()
             return self._under_autocast(self.autocast, args, kwargs), ()
@@ -204,7 +207,7 @@ class Subgraphs:
         skipped = functions_given_up()
         try:
             with compiled_checkpoints(self._checkpointed), autocast_off():
-                result = self._frontend(*args, **kwargs)
+                result = (self._one_graph if modes else self._frontend)(*args, **kwargs)
             ran = tuple(self._called.graphs)
             if ran:
                 self.last = ran
@@ -214,6 +217,11 @@ class Subgraphs:
             if self._called.graphs:
                 raise
             return self._without_capture(error, args, kwargs), ()
+        except CaptureError as error:
+            if not modes or self._called.graphs:
+                raise
+            self.autocast = self._cut = f"a dispatch mode is around the call, and {error.what}"
+            return self._under_autocast(self._cut, args, kwargs), ()
         finally:
             self._called.graphs = before
         if self.given_up and not self.made:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ from amp_compiler.forward.settings import AUTO
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
-from amp_compiler.fx.torch_private import building, modes_aside, modes_back, saved_tensor_hooks, why_not_captured
+from amp_compiler.fx.torch_private import building, saved_tensor_hooks, why_not_captured
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
@@ -61,7 +60,6 @@ class ProgramChoice:
         self._hooks, self._frontends = ModuleHooks(setup.module), dict[Any, LossFrontend]()
         self._graphs: list[StepGraph] = []
         self._gather, self._leaves = "", list[Any]()
-        self._modes: list[Any] = []  # dispatch modes around the call
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
         self._told: list[PieceStep] = []
         self._apart: dict[str, PieceStep] = {}  # runs calls with something around them, by what that is
@@ -103,8 +101,7 @@ class ProgramChoice:
         step = self.pieces or self._step_apart(hooked)
         if step is None:
             try:
-                with modes_aside() as self._modes:
-                    loss, aux = self._frontend()(*batch)
+                loss, aux = self._frontend()(*batch)
             except (CaptureError, LoweringError) as error:
                 agreed = self._setup.coordinator is not None and self._setup.coordinator.has_agreed
                 if isinstance(error, (HookError, OptimizerError)) or agreed:
@@ -181,8 +178,7 @@ class ProgramChoice:
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         program = self._program(graph)
-        with modes_back(self._modes) if self._modes else contextlib.nullcontext():
-            output = self._guarded(lambda: program(inputs, self._detector))
+        output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
         return graph.loss.returned(output.results)
 
