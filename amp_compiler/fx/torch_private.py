@@ -998,9 +998,10 @@ def needs_double_backward(error: BaseException) -> bool:
 def globals_of_no_module() -> Iterator[None]:
     """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
 
-    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all.
+    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all. And it guards no
+    global of a standard module, of which the environment changes.
     """
-    from torch._dynamo.source import DictGetItemSource, GlobalSource
+    from torch._dynamo.source import DictGetItemSource, GlobalSource, SkipGuardSource
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
     from torch._dynamo.variables.builder import VariableBuilder
 
@@ -1010,7 +1011,9 @@ def globals_of_no_module() -> Iterator[None]:
     def found(self: Any, name: str) -> tuple[Any, Any, Any]:
         module = sys.modules.get(self.f_globals.get("__name__", ""))
         if getattr(module, "__dict__", None) is self.f_globals:
-            return theirs(self, name)  # type: ignore[no-any-return]
+            values, variable, source = theirs(self, name)
+            skips = isinstance(source, SkipGuardSource) and self.f_globals.get(name) is os.environ
+            return values, variable, source.base if skips else source
         if self.current_instruction.opname == "STORE_GLOBAL":
             raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
         source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
