@@ -23,6 +23,7 @@ from amp_compiler.fx.torch_private import (
     captures_here,
     exports_here,
     skipped_by_dynamo,
+    why_not_captured,
 )
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -30,6 +31,7 @@ from amp_compiler.policy.unused import warn_of_unused
 
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
 _OWN = ("forward", "__class__", "__dict__")
+_OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: there once it was called
 
 
 class CompiledModule(StandIn):
@@ -95,6 +97,10 @@ class CompiledModule(StandIn):
         """Run `forward` with the hooks around it."""
         # While any thread traces, torch puts a wrapper in the place of `nn.Module.__call__` for the whole process.
         return self._wrapped_call_impl(*args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        names = super().__dir__()  # tools read all of them: torch.jit.trace does
+        return names if self._last else [name for name in names if name not in _OF_A_CALL]
 
     # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
     def __getitem__(self, index: Any) -> Any:
@@ -173,7 +179,7 @@ class CompiledModule(StandIn):
 
     def _subgraphs(self) -> Subgraphs:
         """What was compiled under the hooks that stand now."""
-        hooks = self._hooks.key()
+        hooks = () if why_not_captured() else self._hooks.key()
         subgraphs = self._frontends.get(hooks)
         if subgraphs is None:
             subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__, said=self._warned)

@@ -34,6 +34,7 @@ from amp_compiler.fx.torch_private import (
     Break,
     break_before,
     functions_given_up,
+    modes_around,
     no_saved_tensor_hooks,
     restart_with_plain_numbers,
     why_not_captured,
@@ -175,6 +176,7 @@ class Subgraphs:
             return model(*args, **kwargs)
 
         self._frontend = self._frontend_of(run)
+        self._one_graph, self._cut = self._frontend_of(run, whole=True), ""
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -189,8 +191,8 @@ class Subgraphs:
             return f"under torch.autocast: {self.autocast}"
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
-    def _frontend_of(self, function: Callable[..., Any]) -> Frontend:
-        return Frontend(function, self._build, self._name, self._settings.dynamic, forms=self._forms.most + 1)
+    def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
+        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -203,7 +205,8 @@ class Subgraphs:
             ModelError: the model raises with these inputs.
         """
         self.autocast = ""
-        reason = self.given_up or why_not_captured()
+        modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
+        reason = self.given_up or why_not_captured() or (self._cut if modes else "")
         if reason:
             self.last = ()
             return self._under_autocast(reason, args, kwargs), ()
@@ -211,7 +214,7 @@ class Subgraphs:
         skipped = functions_given_up()
         try:
             with compiled_checkpoints(self._checkpointed), autocast_off():
-                result = self._frontend(*args, **kwargs)
+                result = (self._one_graph if modes else self._frontend)(*args, **kwargs)
             ran = tuple(self._called.graphs)
             if ran:
                 self.last = ran
@@ -221,6 +224,11 @@ class Subgraphs:
             if self._called.graphs:
                 raise
             return self._without_capture(error, args, kwargs), ()
+        except CaptureError as error:
+            if not modes or self._called.graphs:
+                raise
+            self.autocast = self._cut = f"a dispatch mode is around the call, and {error.what}"
+            return self._under_autocast(self._cut, args, kwargs), ()
         finally:
             self._called.graphs = before
         if self.given_up and not self.made:

@@ -12,7 +12,9 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,13 +29,17 @@ from amp_compiler.fx.torch_private import (
     break_of,
     broken_at_generators,
     broken_at_tensor_hooks,
+    code_of,
     compile_with_dynamo,
     compile_within,
     dynamo_errors,
     dynamo_settings,
     frames_taken,
     globals_of_no_module,
+    guarded_absent_keys,
+    guarded_signs,
     is_recompile_limit,
+    mode_around,
     modes_again,
     modes_apart,
     modes_around,
@@ -66,6 +72,10 @@ class ModelError(CaptureError):
     """The model itself raises with these inputs, as far as Dynamo can tell."""
 
 
+class _Captured(Exception):  # no error: the call is made again
+    """Another thread has captured the function while a call waited to do so."""
+
+
 class Frontend:
     """A function, captured by Dynamo at each call for which it has no code yet.
 
@@ -91,11 +101,12 @@ class Frontend:
         forms: int = 0,
         subject: str = "",
     ) -> None:
-        self._name, self._build, self._around, self._whole = name, build, around, whole
+        self._name, self._build, self._around = name, build, around
         self._subject = subject or name
         self._reasons: list[str] = []  # for the graphs that are being made
         backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms)
         self._run = compile_with_dynamo(function, backend, dynamic, whole)
+        self._code, self._captures = code_of(self._run), 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function.
@@ -106,18 +117,25 @@ class Frontend:
             ModelError: it raises with these inputs.
             CaptureError: Dynamo cannot take it; names the line of the user's.
         """
-        try:
-            if not self._whole or not modes_around():
+        while True:
+            _THREAD.captures = self._captures
+            try:
+                return self._called(args, kwargs)
+            except _Captured:
+                continue
+            except dynamo_errors() as error:
+                raise self._error(error) from error
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not modes_around():
+            return self._run(*args, **kwargs)
+        # Dynamo's guards fail where a mode is active; it sees what the graphs run.
+        with modes_apart() as modes:
+            outer, _THREAD.modes = getattr(_THREAD, "modes", ()), modes
+            try:
                 return self._run(*args, **kwargs)
-            # Dynamo's guards fail where a mode is active; it sees what the one graph runs.
-            with modes_apart() as modes:
-                _THREAD.modes = modes
-                try:
-                    return self._run(*args, **kwargs)
-                finally:
-                    _THREAD.modes = ()
-        except dynamo_errors() as error:
-            raise self._error(error) from error
+            finally:
+                _THREAD.modes = outer
 
     def _noted(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self._reasons.append(reason_here())
@@ -130,11 +148,15 @@ class Frontend:
         return lambda *values: run_within_modes(*values) if getattr(_THREAD, "modes", ()) else run(*values)
 
     @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, code: CodeType) -> Iterator[None]:
         """Around the capture of a graph, which is logged with the time that it took."""
+        whole_call = code is self._code  # of which nothing has run yet
+        if whole_call and self._captures != _THREAD.captures:
+            raise _Captured
         started, self._reasons = time.perf_counter(), []
         with self._around():
             yield
+        self._captures += whole_call
         seconds = time.perf_counter() - started
         for reason in self._reasons[-1:]:  # a capture that is begun again by Dynamo has made several
             if reason:
@@ -245,7 +267,7 @@ def place_of(broken: Break) -> str:
 def as_backend(
     build: Build,
     hooks: bool = True,
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    around: Callable[[CodeType], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     forms: int = 0,
 ) -> Callable[..., Any]:
     """A backend of `torch.compile`, with the settings of Dynamo under which its graphs are right.
@@ -253,13 +275,23 @@ def as_backend(
     Args:
         build: as for `Frontend`.
         hooks: whether Dynamo looks at the hooks of modules at each call.
-        around: as for `Frontend`.
+        around: a context for its captures, made of the code that is captured.
         forms: as for `Frontend`.
     """
 
+    modes = weakref.WeakSet[Any]()  # of which was told
+
     @contextlib.contextmanager
-    def capturing() -> Iterator[None]:
-        with settings(hooks, forms), around():
+    def capturing(code: CodeType) -> Iterator[None]:
+        if (mode := mode_around()) is not None and mode not in modes:
+            modes.add(mode)
+            logger.warning(
+                "'%s' runs as it is, in the types of the model: torch.compile leaves alone what is called within a"
+                " dispatch mode (%s); amp.compile does not",
+                code.co_name,
+                type(mode).__name__,
+            )
+        with settings(hooks, forms), around(code):
             yield
 
     def amp_compiler(graph_module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -290,6 +322,8 @@ class _OfProcess:
                 self._stack.enter_context(broken_at_generators())
                 self._stack.enter_context(texts_of_numbers())
                 self._stack.enter_context(whole_powers())
+                self._stack.enter_context(guarded_signs())
+                self._stack.enter_context(guarded_absent_keys())
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 if not settings_are_of_threads():
                     self._stack.callback(dynamo_settings(most_forms(), hooks=True)())

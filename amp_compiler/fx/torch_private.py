@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -25,6 +26,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_compiler.errors import AmpError, with_causes
 from amp_compiler.fx.generators import generators_kept
@@ -459,6 +461,12 @@ def modes_around() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def mode_around() -> TorchDispatchMode | None:
+    """The innermost `TorchDispatchMode` that is active."""
+    modes = _get_current_dispatch_mode_stack()
+    return modes[-1] if modes else None
+
+
 def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
     """Within it the last states of an LSTM that is traced have the form that they have when it runs.
 
@@ -690,18 +698,20 @@ def transform_of(node: fx.Node) -> str:
     return name if module.startswith("torch._functorch") and not any(other in name for other in others) else ""
 
 
-def compile_within(backend: Callable[..., Any], context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    """Let Dynamo enter a context whenever it captures for a backend, and capture within a user's dispatch mode too.
+def compile_within(
+    backend: Callable[..., Any], context: Callable[[CodeType], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Let Dynamo enter a context whenever it captures for a backend, one thread at a time.
 
     `torch._dynamo.optimize` knows contexts of a backend around each call, which would cost more than the guards do.
-    Dynamo leaves alone what is called within a `TorchDispatchMode`; the mode sees what the captured graph runs.
 
     Args:
         backend: as it is given to `torch.compile`.
-        context: is made and entered around each capture.
+        context: is made of the code that is captured, and entered around the capture.
     """
-    from torch._dynamo.convert_frame import CatchErrorsWrapper
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch._dynamo import convert_frame
+
+    CatchErrorsWrapper = convert_frame.CatchErrorsWrapper
 
     backend._amp_context = context  # type: ignore[attr-defined]
     theirs: Any = CatchErrorsWrapper.__call__
@@ -709,16 +719,15 @@ def compile_within(backend: Callable[..., Any], context: Callable[[], contextlib
         return
 
     @functools.wraps(theirs)
-    def captured(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def captured(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         innermost = self
         while hasattr(innermost, "_torchdynamo_orig_backend"):
             innermost = innermost._torchdynamo_orig_backend
         own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
         if own is None:
-            return theirs(self, *args, **kwargs)
-        # The modes of tracing are those of all threads: within the lock no other one traces.
-        with _dynamos_lock(), own(), _disable_current_modes():
-            return theirs(self, *args, **kwargs)
+            return theirs(self, frame, *args, **kwargs)
+        with _dynamos_lock(), own(frame.f_code):
+            return theirs(self, frame, *args, **kwargs)
 
     captured._amp_patched = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = captured  # type: ignore[method-assign]
@@ -740,6 +749,11 @@ def compile_with_dynamo(
             names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
             function = FunctionType(code, *names)
         return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
+
+
+def code_of(compiled: Callable[..., Any]) -> CodeType | None:
+    """The code of the function behind what `compile_with_dynamo` gave; `None` where it is none of Python's."""
+    return getattr(getattr(compiled, "_torchdynamo_orig_callable", None), "__code__", None)
 
 
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
@@ -894,6 +908,40 @@ def whole_powers() -> contextlib.AbstractContextManager[None]:
     return _exchanged(torch.SymFloat, "__pow__", power)
 
 
+def guarded_signs() -> contextlib.AbstractContextManager[None]:
+    """Within it a guard on the number 0 tells -0.0 from 0.0, which are equal."""
+    guards: Any = torch._dynamo.guards
+    theirs = guards.GuardBuilder.CONSTANT_MATCH
+
+    @functools.wraps(theirs)
+    def constant_match(self: Any, guard: Any) -> None:
+        theirs(self, guard)
+        value = self.get(guard)
+        if type(value) is float and value == 0.0:
+            sign = math.copysign(1.0, value)
+            code = guards.get_verbose_code_parts([f"copysign(1.0, {self.arg_ref(guard)}) == {sign}"], guard)
+            manager = self.get_guard_manager(guard)
+            manager.add_lambda_guard(lambda now: math.copysign(1.0, now) == sign, code, guard.user_stack)
+
+    return _exchanged(guards.GuardBuilder, "CONSTANT_MATCH", constant_match)
+
+
+def guarded_absent_keys() -> contextlib.AbstractContextManager[None]:
+    """Within it a key that a dict lacks is guarded where the dict is asked for it and raises, as in `os.getenv`."""
+    kind: Any = torch._dynamo.variables.dicts.ConstDictVariable
+    name = "getitem_const_raise_exception_if_absent"
+    theirs = getattr(kind, name)
+
+    def getitem(self: Any, tx: Any, arg: Any) -> Any:
+        try:
+            return theirs(self, tx, arg)
+        except torch._dynamo.exc.ObservedKeyError:
+            self.install_dict_contains_guard(tx, [arg])
+            raise
+
+    return _exchanged(kind, name, getitem)
+
+
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within it a name of torch's stands for another value."""
@@ -943,9 +991,10 @@ def needs_double_backward(error: BaseException) -> bool:
 def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
     """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
 
-    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all.
+    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all. And it guards no
+    global of a standard module, of which the environment changes.
     """
-    from torch._dynamo.source import DictGetItemSource, GlobalSource
+    from torch._dynamo.source import DictGetItemSource, GlobalSource, SkipGuardSource
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
     from torch._dynamo.variables.builder import VariableBuilder
 
@@ -955,7 +1004,9 @@ def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
     def found(self: Any, name: str) -> tuple[Any, Any, Any]:
         module = sys.modules.get(self.f_globals.get("__name__", ""))
         if getattr(module, "__dict__", None) is self.f_globals:
-            return theirs(self, name)  # type: ignore[no-any-return]
+            values, variable, source = theirs(self, name)
+            skips = isinstance(source, SkipGuardSource) and self.f_globals.get(name) is os.environ
+            return values, variable, source.base if skips else source
         if self.current_instruction.opname == "STORE_GLOBAL":
             raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
         source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
@@ -1267,6 +1318,8 @@ def why_not_captured() -> str:
     """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
     if transforms_here():
         return "torch.func or forward_ad is around the call"
+    if modes_around() and global_module_hooks():
+        return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
     if torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
         return "a tracer (torch.jit.trace, torch.fx.symbolic_trace) is around the call"
     if torch._C._len_torch_dispatch_stack():
