@@ -15,7 +15,7 @@ from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo
 from amp_compiler.fx.frontend import capture_once
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.torch_private import no_saved_tensor_hooks
+from amp_compiler.fx.torch_private import no_saved_tensor_hooks, prints_ignored
 from amp_compiler.fx.uncapturable import refuse_sharded
 
 
@@ -89,5 +89,5 @@ def capture_model(
             captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model))
         return CapturedModel(captured, (*inputs, *captured.constants.values()))
 
-    made: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic)
+    made: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic, prints_ignored)
     return made

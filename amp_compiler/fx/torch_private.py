@@ -364,6 +364,12 @@ def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]
     return patched
 
 
+def prints_ignored() -> contextlib.AbstractContextManager[Any]:
+    """Within it a capture takes no note of `print`; for graphs that are read and not run."""
+    config: Any = torch._dynamo.config
+    return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
+
+
 @functools.cache
 def settings_are_of_threads() -> bool:
     """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""

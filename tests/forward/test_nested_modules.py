@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -19,98 +17,17 @@ def plain() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 
 
-def with_torch_compile(model: nn.Sequential) -> nn.Module:
-    model[0] = torch.compile(model[0], backend="eager")
-    return model
-
-
-def with_script(model: nn.Sequential) -> nn.Module:
-    model[0] = torch.jit.script(model[0])
-    return model
-
-
 def with_amp(model: nn.Sequential) -> nn.Module:
     model[0] = amp.compile(model[0], dtype="bf16", backend="eager")
     return model
 
 
-KINDS = pytest.mark.parametrize("around", [with_torch_compile, with_amp])
 SCRIPTED = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
 def wrong(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     with torch.no_grad():
         return bool((actual.double() - expected.double()).norm() > 2 * BF16_ERROR * expected.double().norm())
-
-
-def trained_as(model, reference):
-    """A step of the one, seen to train it as a torch loop trains the other."""
-    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-    for _ in range(3):
-        loss, expected = step(X), reference(X).square().mean()
-        assert not wrong(loss, expected.detach())
-        theirs.zero_grad()
-        expected.backward()
-        theirs.step()
-    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert not wrong(ours, other)
-    return step
-
-
-@KINDS
-def test_a_model_that_holds_one(around):
-    reference, model = plain(), around(plain())
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    for _ in range(2):
-        actual, expected = compiled(X), reference(X)
-        assert not wrong(actual, expected)
-        actual.square().sum().backward()
-        expected.square().sum().backward()
-    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
-        assert not wrong(ours.grad, theirs.grad)
-    assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low", "low"]
-    assert compiled.execution == "as one graph"
-
-
-@KINDS
-def test_a_step_over_a_model_that_holds_one(around):
-    reference, model = plain(), around(plain())
-    trained_as(model, reference)
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.fc(x).relu()
-
-
-def test_a_step_over_a_model_that_holds_one_with_layers_of_its_own():
-    torch.manual_seed(0)
-    reference = nn.Sequential(Inner(), nn.Linear(8, 8))
-    model = with_amp(copy.deepcopy(reference))
-    step = trained_as(model, reference)
-    assert "subgraph" not in step.execution
-
-
-def with_trace(model: nn.Sequential) -> nn.Module:
-    model[0] = torch.jit.trace(model[0], X)
-    return model
-
-
-@SCRIPTED
-@pytest.mark.parametrize("around", [with_script, with_trace])
-def test_what_is_around_a_scripted_module_is_planned(around):
-    """A graph cannot look into it; Dynamo's pieces leave it out, and it runs as it is."""
-    reference, model, trained = plain(), around(plain()), around(plain())
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    assert not wrong(compiled(X), reference(X)) and compiled.execution != "as one graph"
-    assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low"]
-    step = trained_as(trained, reference)
-    assert "module 'model.0' is scripted" in step.execution
 
 
 @SCRIPTED

@@ -15,7 +15,7 @@ import amp_compiler as amp
 
 pytestmark = pytest.mark.long
 
-THREADS, CALLS = 8, 1000
+THREADS = 8
 
 
 class Net(nn.Module):
@@ -45,22 +45,6 @@ def at_once(work: Callable[[int], None], number: int) -> None:
     with ThreadPoolExecutor(THREADS) as pool:
         for done in [pool.submit(work, one) for one in range(number)]:
             done.result()
-
-
-@pytest.mark.parametrize(("kind", "calls", "shapes"), [(Net, CALLS, 12), (Branches, 60, 3)])
-def test_calls_while_shapes_change(kind, calls, shapes):
-    model, alone = model_of(kind), amp.compile(model_of(kind), dtype="bf16", backend="eager")
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    # A new shape comes up every now and then, while all threads are at work.
-    batches = [torch.randn(1 + number * shapes // calls, 4) for number in range(calls)]
-    expected = [alone(x) for x in batches]
-
-    def call(number: int) -> None:
-        assert torch.equal(compiled(batches[number]), expected[number]), number
-
-    at_once(call, calls)
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert (compiled.execution != "as one graph") == (kind is Branches)
 
 
 def test_gradients_and_modes_from_many_threads():

@@ -1,0 +1,91 @@
+"""`amp.explain` of a model plans it and changes nothing; what is no one graph is refused with the user's line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import amp_compiler as amp
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Writing(nn.Module):
+    """Writes to attributes, a list, a dict and a set."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fc, self.fails = nn.Linear(4, 4), fails
+        self.n, self.aux, self.maps, self.table, self.seen = 0, None, [], {"n": 0}, {1, 2}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        self.n, self.aux, self.table["n"], self.new = self.n + 1, h.square().mean(), 1, h
+        self.maps.append(h)
+        self.seen.symmetric_difference_update((2, 3))
+        if not hasattr(self, "late"):
+            self.register_buffer("late", x.mean(0), persistent=False)
+        print("shape", tuple(h.shape))
+        if self.fails:
+            raise RuntimeError("not today")
+        return h
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_writes_and_prints_nothing(fails, capsys):
+    model = Writing(fails)
+    before, held = dict(vars(model)), (model.maps, model.table, model.seen)
+    if fails:
+        with pytest.raises(amp.CaptureError, match=r"test_explain\.py:\d+: .*not today"):
+            amp.explain(model, (X,), dtype="bf16")
+    else:
+        assert amp.explain(model, (X,), dtype="bf16").low_nodes > 0
+    assert vars(model) == before and held == ([], {"n": 0}, {1, 2}) and "late" not in dict(model.named_buffers())
+    assert all(vars(model)[name] is one for name, one in zip(("maps", "table", "seen"), held, strict=True))
+    assert capsys.readouterr().out == ""
+
+
+class Does(nn.Module):
+    def __init__(self, work) -> None:
+        super().__init__()
+        self.fc, self.work = nn.Linear(4, 4), work
+
+    def forward(self, x):
+        return self.work(self, self.fc(x))
+
+
+def seeded(model, h):
+    torch.manual_seed(7)
+    return h + torch.rand_like(h)
+
+
+def boxed(model, h):
+    model.box = object()
+    return h
+
+
+def hooked(model, h):
+    h.register_hook(lambda gradient: 2 * gradient)
+    return h
+
+
+def saving(model, h):
+    with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: 3 * tensor):
+        return h.exp()
+
+
+REFUSED = {
+    "manual_seed": seeded,
+    "`object`": boxed,
+    "register_hook": hooked,
+    "saved_tensors_hooks": saving,
+    "branches on the values": lambda model, h: h if h.sum() > 0 else -h,
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_is_no_one_graph_is_refused_with_its_line(said):
+    with pytest.raises(amp.CaptureError, match=rf"test_explain\.py:\d+: Does .*{said}"):
+        amp.explain(Does(REFUSED[said]), (X,))
