@@ -112,10 +112,10 @@ class GraphedRun:
     def execution(self) -> str:
         """How a call runs, in words."""
         if self._reason:
-            return f"run without a CUDA graph: {self._reason}"
+            return f"as one graph, without a CUDA graph: {self._reason}"
         if self._graph is not None:
-            return "replayed as one CUDA graph"
-        return f"run without a CUDA graph so far: {self._warm} of {self._needed} warm-up steps done"
+            return "as one graph, replayed as a CUDA graph"
+        return f"as one graph, without a CUDA graph so far: {self._warm} of {self._needed} warm-up steps done"
 
     @property
     def batch(self) -> frozenset[int]:

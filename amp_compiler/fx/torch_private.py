@@ -424,8 +424,13 @@ def building() -> Iterator[None]:
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with BUILDING, _dynamos_lock(), _states_of_lstm(), _disable_current_modes():
+    with BUILDING, _dynamos_lock(), _states_of_lstm(), _disable_current_modes(), _anomalies_aside():
         yield
+
+
+def _anomalies_aside() -> contextlib.AbstractContextManager[None]:
+    """Within it anomaly mode is off: it would look for NaN in the stand-ins of a trace."""
+    return torch.autograd.set_detect_anomaly(False)  # type: ignore[no-any-return]
 
 
 def _dynamos_lock() -> Any:
@@ -732,7 +737,7 @@ def compile_within(
         own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
         if own is None:
             return theirs(self, frame, *args, **kwargs)
-        with _dynamos_lock(), own(frame.f_code):
+        with _dynamos_lock(), own(frame.f_code), _anomalies_aside():
             return theirs(self, frame, *args, **kwargs)
 
     captured._amp_patched = True  # type: ignore[attr-defined]

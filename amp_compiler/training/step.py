@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -157,7 +158,7 @@ class TrainingStep(StepReadings):
         self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
-        self._warned = False  # of rules that match nothing
+        self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
@@ -204,6 +205,12 @@ class TrainingStep(StepReadings):
         # Only now: a call that failed decides nothing.
         if isinstance(program, SubgraphProgram) and self._choice.note(program.step) and self._setup.speaks:
             logger.warning("the training step runs %s", program.execution)
+        if torch.is_anomaly_enabled() and isinstance(program, StepProgram) and not self._told_of_anomalies:
+            self._told_of_anomalies = True
+            logger.warning(
+                "anomaly mode sees nothing of the training step, which is one graph without autograd:"
+                " step.nonfinite_report() names the node that made an inf or NaN"
+            )
         self._gathered = (self._gathered + 1) % self._accumulate
         kept = self._state.kept
         if program.update.found_anew:

@@ -143,7 +143,7 @@ def test_how_a_step_runs_can_be_read(node_by_node):
     ):
         _, _, step = make(**options)
         step(X[0], Y[0])
-        assert step.execution.startswith("run without a CUDA graph: ") and text in step.execution
+        assert step.execution.startswith("as one graph, without a CUDA graph: ") and text in step.execution
 
 
 def test_what_a_graph_cannot_replay_is_known_before_it_runs():

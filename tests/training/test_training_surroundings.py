@@ -153,3 +153,22 @@ def test_a_call_where_dynamo_captures_nothing_runs_under_autocast_and_the_next_a
     assert sum("the training step runs forward and backward under" in one.message for one in caplog.records) == 1
     with pytest.raises(amp.AmpError, match=r"no plan: it ran forward and backward under torch\.autocast"):
         step.plan  # noqa: B018
+
+
+def test_anomaly_mode_looks_into_no_trace_and_is_told_to_see_nothing(caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+    with torch.autograd.set_detect_anomaly(True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        step = amp.training_step(
+            model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, dtype="fp16", backend="eager"
+        )
+        for x in (X, X * 1e6, X):
+            step(x, Y)
+        compiled = amp.compile(model, dtype="fp16", backend="eager")
+        compiled(X).sum().backward()
+        assert torch.is_anomaly_enabled()
+    assert step.execution.startswith("as one graph") and step.skipped_steps == 1
+    assert compiled.execution == "as one graph"
+    told = [one.message for one in caplog.records if "anomaly mode" in one.message]
+    assert len(told) == 1 and "nonfinite_report()" in told[0]
