@@ -173,7 +173,7 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
         for _ in range(6):
             step()
     for variant, execution in told.items():
-        if execution() != "replayed as one CUDA graph":
+        if execution() != "as one graph, replayed as a CUDA graph":
             raise SystemExit(f"{name}: {variant} is {execution()}")
     if profile:
         with cProfile.Profile() as profiler:

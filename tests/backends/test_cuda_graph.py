@@ -50,7 +50,7 @@ def test_every_call_is_one_step_and_outputs_are_copied_out():
     again = run(state, torch.ones(2, 3))
     assert last[1].data_ptr() == again[1].data_ptr()  # the gradient is a reference into the graph
     assert last[0].data_ptr() != again[0].data_ptr()
-    assert run.execution == "replayed as one CUDA graph" and not run.reason
+    assert run.execution == "as one graph, replayed as a CUDA graph" and not run.reason
 
 
 def test_the_graph_reads_its_own_buffer_of_the_batchs_layout():
@@ -150,7 +150,7 @@ def test_the_number_of_graphs_is_limited_and_a_graph_that_goes_makes_room():
     late = GraphedRun(Step(), ["state", "batch"], [1], 1, settings)
     for _ in range(WARM_UPS + 1):
         late(state, torch.ones(2, 3))
-    assert late.execution == "replayed as one CUDA graph"
+    assert late.execution == "as one graph, replayed as a CUDA graph"
 
 
 SPARSE = torch.eye(3).to_sparse()

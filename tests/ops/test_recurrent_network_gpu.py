@@ -95,7 +95,7 @@ def test_a_step_is_replayed_and_learns_as_eager_torch_does(kind, dtype, dropout)
     optimizers = [torch.optim.AdamW(one.parameters(), 1e-3) for one in (model, eager)]
     step = amp.training_step(model, square, optimizers[0], dtype=dtype, loss_scale=None if dtype == "bf16" else 1024.0)
     mine = torch.stack([step(x) for x in given])
-    assert step.execution == "replayed as one CUDA graph"
+    assert step.execution == "as one graph, replayed as a CUDA graph"
     theirs = []
     for x in given:
         with torch.autocast("cuda", dtype=TYPES[dtype]):
@@ -117,7 +117,7 @@ def test_dropout_draws_anew_in_every_replay_and_a_seed_repeats_it():
     (x,) = data()
     for _ in range(5):
         step(x)
-    assert step.execution == "replayed as one CUDA graph"
+    assert step.execution == "as one graph, replayed as a CUDA graph"
     runs = []
     for _ in range(2):
         torch.manual_seed(3)

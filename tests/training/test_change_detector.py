@@ -504,10 +504,10 @@ def test_what_lies_elsewhere_is_captured_anew(change):
     """A replay would use the old address, which the stand-in for graphs does not show."""
     run = Run(True, graphs=True)
     run.train(6)
-    assert not run.found_anew and run.step.execution == "replayed as one CUDA graph"
+    assert not run.found_anew and run.step.execution == "as one graph, replayed as a CUDA graph"
     change(run)
     run.train(1)
-    assert run.found_anew and run.step.execution != "replayed as one CUDA graph"
+    assert run.found_anew and run.step.execution != "as one graph, replayed as a CUDA graph"
 
 
 class Layers(nn.Module):
@@ -531,7 +531,7 @@ def calls_of_a_step(layers: int) -> int:
     for number in range(8):
         step(X[number], Y[number])
     program, called = step._last[0], []
-    assert not program.found_anew and program.execution == "replayed as one CUDA graph"
+    assert not program.found_anew and program.execution == "as one graph, replayed as a CUDA graph"
     program.compiled.run._graph.replay = lambda: None
     sys.setprofile(lambda frame, event, argument: called.append(event) if event.endswith("call") else None)
     try:

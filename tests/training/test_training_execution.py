@@ -102,7 +102,7 @@ def test_replays_are_the_same_training(node_by_node, options):
     programs = 1 if not options else 2
     assert graphs.log.count("warm_up") == 3 * programs and graphs.log.count("capture") == programs
     assert graphs.log.count("replay") == 14 - 3 * programs
-    assert replayed[2].execution == "replayed as one CUDA graph" and int(replayed[2].skipped_steps) > 1
+    assert replayed[2].execution == "as one graph, replayed as a CUDA graph" and int(replayed[2].skipped_steps) > 1
 
 
 def test_state_replaced_from_outside_is_captured_anew(node_by_node):
@@ -136,7 +136,7 @@ def test_how_a_step_runs_can_be_read(node_by_node):
         step(X[number], Y[number])
         said.append(step.execution)
     assert [text.split(": ")[-1] for text in said[:3]] == [f"{n} of 3 warm-up steps done" for n in (1, 2, 3)]
-    assert said[3] == said[4] == "replayed as one CUDA graph"
+    assert said[3] == said[4] == "as one graph, replayed as a CUDA graph"
     for options, text in (
         ({"backend": "eager"}, "backend='eager' runs the step node by node"),
         ({}, "the tensors are on the cpu"),

@@ -13,7 +13,7 @@ from toys import classes
 import amp_compiler as amp
 from amp_compiler.ops.loss_scale import DynamicLossScale
 
-REPLAYED = "replayed as one CUDA graph"
+REPLAYED = "as one graph, replayed as a CUDA graph"
 
 
 class Net(nn.Module):
