@@ -127,7 +127,7 @@ class ProgramChoice:
             else:
                 return self._result(loss, aux)
         program = self._subgraph_program(step, spec, gather, leaves)
-        output = self._guarded(lambda: program(leaves, self._detector))
+        output = self._guarded(lambda: program(leaves))
         return program, replace(output, inputs=leaves)
 
     def _step_apart(self, hooked: bool) -> SubgraphStep | None:

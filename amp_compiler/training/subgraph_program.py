@@ -14,7 +14,6 @@ from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import StepOptions
-from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.subgraph_step import Decide, SubgraphStep
 from amp_compiler.training.subgraph_update import Made
@@ -54,12 +53,11 @@ class SubgraphProgram:
         self._made = made
         return made
 
-    def __call__(self, leaves: Sequence[Any], detector: ChangeDetector | None = None) -> StepOutput:
+    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
         """Run one step on the flattened batch.
 
         Args:
             leaves: the batch.
-            detector: how everything stood before it; code of the user's runs in between.
 
         Raises:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
