@@ -118,11 +118,6 @@ class GraphedRun:
         return f"as one graph, without a CUDA graph so far: {self._warm} of {self._needed} warm-up steps done"
 
     @property
-    def batch(self) -> frozenset[int]:
-        """Places of the inputs that come from the batch."""
-        return self._batch
-
-    @property
     def beside(self) -> Sequence[Any]:
         """What the graph gives behind the outputs that are copied: the same tensors at every replay."""
         return () if self._graph is None else self._graph.outputs[self._copied :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,11 +99,6 @@ def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
                 f"parameter '{name}' has a hook on its gradient, which one graph cannot run",
                 hint="remove it with the handle that register_hook gave, or do in loss_fn what it does",
             )
-
-
-def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
-    """The numbers of the hooks of a module, without those that a capture hangs there for a moment (`of_capture`)."""
-    return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
 
 
 def hooks_made() -> int:

@@ -8,9 +8,9 @@ kept beside it (its 16-bit copy, its master) is made again, and all the rest sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 
 # Each goes over some thousand objects at every call: by what CPython does without a line of Python for each.
-_FORM = attrgetter("requires_grad", "dtype", "shape")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _TABLES = attrgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
 _VERSION = attrgetter("_version")
@@ -72,13 +72,13 @@ class ChangeDetector:
         modules, trained = [*self._model.modules()], self._trained()
         scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)  # no tables of Python's
         self._tables = [] if scripted else [table for module in modules for table in _TABLES(module)]
-        self._objects, self.owners = self._present_objects(), _ids(trained)
+        self._objects, self.owners = [*self._present_objects()], _ids(trained)
         parameters = {id(one): one for one in (*self._model.parameters(), *chain.from_iterable(trained))}
         tensors = {id(one): one for one in self._objects if isinstance(one, Tensor)} | parameters
         self._parameters, self._tensors = [*parameters.values()], [*tensors.values()]
         plain = all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in self._tensors)
         self._comparable = plain and not scripted and not any(one.is_inference() for one in self._parameters)
-        self._places = self._present_places() if self._comparable else []
+        self._places = [*self._present_places()] if self._comparable else []
         self.left()
 
     def settle(self) -> None:
@@ -95,22 +95,23 @@ class ChangeDetector:
         """Whether the same objects stand everywhere, and lie where they lay."""
         if not self._comparable or _ids(self._trained()) != self.owners:
             return False
-        objects = self._present_objects()
-        same = len(objects) == len(self._objects) and all(map(is_, objects, self._objects))
-        return same and self._present_places() == self._places
+        same = all(map(is_, self._present_objects(), self._objects))
+        return same and all(map(eq, self._present_places(), self._places))
 
     def _trained(self) -> list[Sequence[Tensor]]:
         return [group["params"] for one in self._optimizers for group in one.param_groups]
 
-    def _present_objects(self) -> list[Any]:
+    def _present_objects(self) -> Iterator[Any]:
         states = [one.state for one in self._optimizers]
         own = [state for table in states for state in table.values() if isinstance(state, dict)]
         values = map(_VALUES, [*self._tables, *states, *own])
-        return [self._kept.scale(), *chain.from_iterable([*states, *own]), *chain.from_iterable(values)]
+        # By the last one more objects differ from fewer.
+        return chain([self._kept.scale()], *states, *own, chain.from_iterable(values), [self])
 
-    def _present_places(self) -> list[Any]:
-        parameters = self._parameters
-        return [*map(Tensor.data_ptr, self._tensors), *map(_FORM, parameters), *map(Tensor.stride, parameters)]
+    def _present_places(self) -> Iterator[Any]:
+        tensors, parameters = self._tensors, self._parameters
+        forms = (map(read, parameters) for read in (Tensor.size, Tensor.stride, _REQUIRES_GRAD))
+        return chain(map(Tensor.data_ptr, tensors), *forms)
 
     def _follow_writes(self) -> None:
         """Make again what is kept beside the parameters that were written since the last call."""

@@ -22,14 +22,12 @@ class KeptTensors:
         low_weights: the 16-bit weights.
         sums: sums of gradients over several batches.
         weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
-        in_graphs: whether a captured graph holds addresses of the optimizers' states.
     """
 
     scale: Callable[[], LossScaleState]
     low_weights: LowWeights
     sums: GradientSums
     weights: WeightState
-    in_graphs: Callable[[], bool]
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Make again what is kept beside a parameter that was written outside of a step.

@@ -38,6 +38,9 @@ class StepGraph:
     Args:
         loss: as it was captured.
         programs: by what they depend on beside it.
+
+    Attributes:
+        trained: ids of the parameters that it was given last and that require a gradient.
     """
 
     loss: CapturedLoss
@@ -46,11 +49,10 @@ class StepGraph:
     def __post_init__(self) -> None:
         names = [entry.name for entry in self.loss.captured.inputs]
         self._places = [names.index(name) for name in self.loss.held]
+        self._note_trained()
 
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """Ids of the tensors that it was given last and that require a gradient."""
-        return tuple(id(one) for one in self.loss.held.values() if one.requires_grad)
+    def _note_trained(self) -> None:
+        self.trained = tuple(id(one) for one in self.loss.held.values() if one.requires_grad)
 
     def takes(self, inputs: Sequence[Any]) -> bool:
         """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
@@ -58,6 +60,7 @@ class StepGraph:
         same = all(map(is_, held, self.loss.held.values()))
         if not same:
             self.loss.held.update(zip(self.loss.held, held, strict=True))
+            self._note_trained()
         return same
 
 

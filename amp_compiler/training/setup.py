@@ -131,7 +131,7 @@ def set_up(
     check_storage(optimizers, storage.low)
     weights = WeightState(storage, device, optimizers, Parts(ranks))
     graphs = GraphSettings(TorchGraphs())
-    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights, lambda: len(graphs.live) > 0)
+    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights)
     state = StepState(kept, graphs, events_on(device))
     low = settings.low(device)
     check_parameters(module, optimizers, torch_dtype(low), enabled)

@@ -37,39 +37,26 @@ def library() -> ctypes.CDLL | None:
     `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
     """
     without = "updates, recurrent layers, attention run as torch calls, slower"
-    return compiled(_NAME, __package__, _FLAGS, logging.WARNING, without)
-
-
-def compiled(name: str, package: str, flags: tuple[str, ...], level: int, without: str) -> ctypes.CDLL | None:
-    """A library of what is written in C++ in a folder of this project; `None`, with the reason in the log, without one.
-
-    Args:
-        name: what its file is called.
-        package: the folder.
-        flags: of the compiler.
-        level: of what is logged.
-        without: what is done where there is none, for the log.
-    """
     command = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
     compiler = command or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
     if not compiler:
-        _LOG.log(level, "no C++ compiler was found: %s", without)
+        _LOG.warning("no C++ compiler was found: %s", without)
         return None
-    files = [file for file in resources.files(package).iterdir() if file.name.endswith(_SUFFIXES)]
+    files = [file for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIXES)]
     sources = {file.name: file.read_text(encoding="utf-8") for file in sorted(files, key=lambda file: file.name)}
     try:
-        return ctypes.CDLL(str(_built(compiler, sources, flags, name)))
+        return ctypes.CDLL(str(_built(compiler, sources)))
     except (OSError, subprocess.SubprocessError) as cause:
         detail = getattr(cause, "stderr", None) or str(cause)
-        _LOG.log(level, "'%s' cannot build '%s' (%s): %s", shlex.join(compiler), name, without, detail)
+        _LOG.warning("'%s' cannot build '%s' (%s): %s", shlex.join(compiler), _NAME, without, detail)
         return None
 
 
-def _built(compiler: list[str], sources: dict[str, str], flags: tuple[str, ...] = _FLAGS, name: str = _NAME) -> Path:
+def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     """The library's file, compiled where the cache has none; of processes that start together, one compiles."""
-    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *flags, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = cache_folder()
-    target = folder / f"{name}_{key}.so"
+    target = folder / f"{_NAME}_{key}.so"
     if target.exists():
         return target
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
@@ -79,7 +66,7 @@ def _built(compiler: list[str], sources: dict[str, str], flags: tuple[str, ...] 
             (Path(work) / file).write_text(text, encoding="utf-8")
         code, library = [str(Path(work) / file) for file in sources if file.endswith(".cpp")], Path(work) / target.name
         subprocess.run(
-            [*compiler, *flags, *code, "-o", str(library)],
+            [*compiler, *_FLAGS, *code, "-o", str(library)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,
         )  # fmt: skip
         library.replace(target)
