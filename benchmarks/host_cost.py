@@ -1,6 +1,6 @@
 """Host work of a replayed step: what the processor does before and after a CUDA graph is launched. Needs no GPU.
 
-    python benchmarks/host_cost.py                       # transformers of 28 and 148 parameters, an MLP of 1,000
+    python benchmarks/host_cost.py          # a call; steps of transformers of 28 and 148 parameters, an MLP of 1,000
     python benchmarks/host_cost.py --models blocks-2 --profile
 
 Ours runs with a stand-in for CUDA graphs whose replay does nothing, so that what is left is the host's: checks of
@@ -10,6 +10,9 @@ modules, optimizers and addresses, the copy of the batch, and the copy of the lo
 kernels: Dynamo's guards, AOTAutograd's wrappers and autograd around one forward and one backward that return tensors
 made beforehand; behind them `zero_grad` and `AdamW(fused=True)`. Not in it: what `reduce-overhead` does to replay
 (addresses of inputs compared, inputs copied), clipping and the gradient scaler, which ours contains. So it is a floor.
+
+`call-300` is a call of a compiled module of 300 layers in eval mode, whose graph returns a tensor made beforehand:
+Dynamo's guards, and in ours what `amp.compile` does around them.
 
 Times are of this process alone (CPU time), in microseconds a step; every number is the median of some dozen runs of ten
 steps, and beside it the smallest: what other processes leave of the caches is in the median.
@@ -145,6 +148,34 @@ def _made(node: fx.Node) -> Tensor | None:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
 
 
+def _nothing(graph_module: fx.GraphModule, *_: Any) -> Callable[..., Any]:
+    """A graph without gradients whose results are made once."""
+    results = [_made(node) for node in graph_module.graph.output_node().args[0]]
+    return lambda *inputs: results
+
+
+def called(layers: int, runs: int) -> list[dict[str, Any]]:
+    """A call of a module of so many layers, by its guards alone."""
+    build, x = BACKENDS["inductor"], torch.randn(2, WIDTH)
+    BACKENDS["inductor"] = replace(build, build=_nothing)
+    models = [mlp(layers).eval() for _ in range(2)]
+    ways = {
+        "amp.compile": amp.compile(models[0], dtype="bf16"),
+        "torch.compile": torch.compile(models[1], backend=aot_autograd(fw_compiler=_empty, bw_compiler=_empty)),
+    }
+    rows = []
+    with torch.no_grad():
+        for variant, call in ways.items():
+            for _ in range(3):
+                call(x)
+            median, least = microseconds(lambda call=call: call(x), runs)
+            parameters = sum(1 for _ in models[0].parameters())
+            rows.append({"model": f"call-{layers}", "parameters": parameters, "variant": variant,
+                         "median_us": median, "least_us": least})  # fmt: skip
+    BACKENDS["inductor"] = build
+    return rows
+
+
 def microseconds(step: Callable[[], Any], runs: int) -> tuple[float, float]:
     """Median and least CPU time of a step, one run behind the other, as in a training that does nothing else."""
     times = []
@@ -159,6 +190,8 @@ def microseconds(step: Callable[[], Any], runs: int) -> tuple[float, float]:
 def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
     """One row for each way to run a model."""
     kind, _, layers = name.partition("-")
+    if kind == "call":
+        return called(int(layers), runs)
     x = torch.randn(2, 8, WIDTH)
     y = torch.randint(0, 8, (2, 8))
     steps: dict[str, Callable[[], Any]] = {}
@@ -193,7 +226,8 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["blocks-2", "blocks-12", "mlp-500"], help="KIND-LAYERS")
+    parser.add_argument("--models", nargs="+", default=["call-300", "blocks-2", "blocks-12", "mlp-500"],
+                        help="KIND-LAYERS")  # fmt: skip
     parser.add_argument("--runs", type=int, default=40, help=f"of {STEPS} steps each")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--json", type=Path, default=RESULTS / "host_cost_cpu.json", help="where the numbers go")
