@@ -1,4 +1,4 @@
-"""Hooks that a graph would not run: they lead to Dynamo's pieces, which do."""
+"""Hooks that a graph would not run."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
-    """The numbers of the hooks of a module, without those that a capture hangs there for a moment (`of_capture`)."""
-    return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
+    """The numbers of the hooks of a module."""
+    return tuple(hooks)
 
 
 def hooks_made() -> int:
