@@ -77,36 +77,6 @@ class HookError(CaptureError):
     """A module carries a hook, or is of a kind, that no graph can hold, whole or in subgraphs."""
 
 
-class NumberError(CaptureError):
-    """A number that was to be an input of a graph cannot be one: more than arithmetic is done with it.
-
-    Args:
-        what: what was done.
-        labels: what the user calls the numbers that it was done with; empty where that is not known.
-        where: the line.
-        hint: what to do.
-    """
-
-    def __init__(self, what: str, *, labels: frozenset[str] = frozenset(), where: str = "", hint: str = "") -> None:
-        self.labels = labels
-        super().__init__(what, where=where, hint=hint)
-
-
-class CustomFunctionError(CaptureError):
-    """A model applies a `torch.autograd.Function`, whose backward an exported graph would lose.
-
-    Args:
-        what: what is wrong.
-        functions: the classes.
-        where: the model.
-        hint: what to do.
-    """
-
-    def __init__(self, what: str, *, functions: tuple[type, ...] = (), where: str = "", hint: str = "") -> None:
-        self.functions = functions
-        super().__init__(what, where=where, hint=hint)
-
-
 class GraphError(AmpError):
     """A `PrecisionGraph`, or the text of one, breaks an invariant."""
 

@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
-from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.autocast_state import regions_in
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
@@ -144,9 +144,8 @@ def _export(
         raise capture_error(cause, model) from cause
     if custom:
         names = ", ".join(function.__name__ for function in custom)
-        raise CustomFunctionError(
+        raise CaptureError(
             f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
-            functions=tuple(custom),
             where=name_of(model),
             hint="make it a torch.library custom op with register_autograd",
         )

@@ -170,20 +170,6 @@ def kind_of(text: str, line: str) -> tuple[str, str] | None:
     return None
 
 
-def shapes_do_not_fit(name: str, cause: CaptureError) -> CaptureError:
-    """The error where a capture fails at the shapes that were asked for: without them it is one graph.
-
-    Args:
-        name: what was to be captured.
-        cause: what the capture raised.
-    """
-    return CaptureError(
-        f"{name} cannot be captured for the dynamic_shapes= that were asked for: {cause.what}",
-        where=cause.where,
-        hint="change them to what holds for the model, or leave dynamic_shapes at 'auto'",
-    )
-
-
 def user_frame(cause: BaseException) -> str:
     """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
     return _user_place(cause)[0]

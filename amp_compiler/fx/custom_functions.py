@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -57,29 +57,3 @@ def _kinds(base: type[Function]) -> Iterator[type[Function]]:
     for cls in base.__subclasses__():
         yield cls
         yield from _kinds(cls)
-
-
-class OpaqueFunctions:
-    """Makes Dynamo break its graph at custom functions, so that they run as they are, between the pieces.
-
-    Args:
-        functions: the classes.
-    """
-
-    def __init__(self, functions: Iterable[type[Function]]) -> None:
-        self._disabled = {function: torch.compiler.disable(function.forward) for function in functions}
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """The context in which Dynamo traces and its pieces run; the classes are as before after it."""
-        originals = {function: function.__dict__.get("forward") for function in self._disabled}
-        for function, disabled in self._disabled.items():
-            function.forward = staticmethod(disabled)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for function, original in originals.items():
-                if original is None:
-                    del function.forward
-                else:
-                    function.forward = original  # type: ignore[method-assign]

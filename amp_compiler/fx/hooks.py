@@ -1,4 +1,4 @@
-"""Hooks that a graph would not run: they lead to Dynamo's subgraphs, which do."""
+"""Hooks that a graph would not run."""
 
 from __future__ import annotations
 

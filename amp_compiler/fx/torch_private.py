@@ -47,7 +47,6 @@ _FORWARD_MODE = (
     "_jvp_increment_nesting", "_jvp_decrement_nesting", "_enter_dual_level", "_exit_dual_level", "_make_dual",
     "_unpack_dual",
 )  # fmt: skip
-_OF_SYMBOLS = frozenset({"torch", "sympy", "mpmath", "amp_compiler"})  # whose code writes symbols as such
 _OPERATORS = str(Path(__file__).parents[1] / "ops")
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 

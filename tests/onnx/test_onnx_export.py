@@ -320,3 +320,20 @@ def test_an_op_that_the_exporter_lacks_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(amp.OnnxError, match="no such folder"):
         amp.export_onnx(net(), (torch.randn(2, 8),), tmp_path / "none" / "m.onnx")
+
+
+class Gathers(torch.nn.Module):
+    def forward(self, x, **others):
+        return x @ others["weight"] / others["others"].mean()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_sizes_of_gathered_keywords_are_dynamic(tmp_path, nested):
+    rows = {0: torch.export.Dim.AUTO}
+    gathered = {"weight": None, "others": rows}
+    shapes = {"x": rows, **({"others": gathered} if nested else gathered)}
+    given = {"weight": torch.randn(8, 4), "others": torch.randn(3, 2)}
+    path = tmp_path / "m.onnx"
+    amp.export_onnx(Gathers(), (torch.randn(5, 8),), path, example_kwargs=given, dynamic_shapes=shapes)
+    sizes = {one.name: one.type.tensor_type.shape.dim[0].dim_param for one in onnx.load(path).graph.input}
+    assert sizes["x"] and sizes["others"] and not sizes["weight"]
