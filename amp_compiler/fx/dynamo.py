@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,6 +210,8 @@ class _Retrace(fx.Interpreter):
             return self._regions[-1].__enter__()
         if name == "_exit_autocast":
             return self._regions.pop().__exit__(None, None, None)
+        if target is operator.getitem and (places := _read_places(*args)):
+            return torch.ops.aten.index.Tensor(args[0], places)
         if target is AUTOGRAD_FUNCTION:
             return opaque_call(target, args, kwargs)
         if target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -217,6 +220,16 @@ class _Retrace(fx.Interpreter):
             mark_checkpoint(inner, number)
             return _Retrace(inner, number).run_traced(*operands)
         return super().call_function(target, args, kwargs)
+
+
+def _read_places(value: Any, index: Any) -> list[Tensor | None]:
+    """The places of an index that has tensors of no dimension, which torch would read; empty for any other index."""
+    places = index if isinstance(index, tuple) else (index,)
+    read = [isinstance(one, Tensor) and not one.dim() and one.dtype in (torch.int64, torch.int32) for one in places]
+    plain = isinstance(value, Tensor) and any(read)
+    if not plain or not all(known or one == slice(None) for known, one in zip(read, places, strict=True)):
+        return []
+    return [one if known else None for known, one in zip(read, places, strict=True)]
 
 
 def _entries(

@@ -26,6 +26,7 @@ from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_layers import is_layer
 from amp_compiler.fx.torch_private import (
     Break,
+    bounded_selections,
     break_of,
     broken_at_generators,
     broken_at_tensor_hooks,
@@ -322,6 +323,7 @@ class _OfProcess:
                 self._stack.enter_context(broken_at_generators())
                 self._stack.enter_context(texts_of_numbers())
                 self._stack.enter_context(whole_powers())
+                self._stack.enter_context(bounded_selections())
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes

@@ -340,6 +340,8 @@ def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]
         "skip_no_tensor_aliasing_guards_on_parameters": False,  # weights that are tied later have one gradient
         "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
         "specialize_float": False,  # and so does one that is annealed
+        "capture_scalar_outputs": True,  # `item()` is part of a graph
+        "capture_dynamic_output_shape_ops": True,  # and so are rows of a mask
         "recompile_limit": limit,
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
@@ -916,6 +918,18 @@ def whole_powers() -> contextlib.AbstractContextManager[None]:
         return base.__float_pow__(exponent) if whole else theirs(base, exponent)
 
     return _exchanged(torch.SymFloat, "__pow__", power)
+
+
+@contextlib.contextmanager
+def bounded_selections() -> Iterator[None]:
+    """Within it `masked_select` may give more elements than its input has, of a mask that broadcasts it."""
+    select, implementations = torch.ops.aten.masked_select.default, torch._subclasses.fake_impls.op_implementations_dict
+    theirs = implementations[select]
+    implementations[select] = lambda mode, op, *inputs: theirs(mode, op, *torch.broadcast_tensors(*inputs))
+    try:
+        yield
+    finally:
+        implementations[select] = theirs
 
 
 def guarded_signs() -> contextlib.AbstractContextManager[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.fx.capture import Captured, Source, tensor_getter
+from amp_compiler.fx.capture import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
@@ -32,6 +32,7 @@ from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.outside import OUTSIDE
 from amp_compiler.training.program import Resolver
 from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import MASTER, WeightState, store_alone
@@ -67,19 +68,29 @@ class StepInputs:
     ) -> None:
         self.entries = {entry.name: entry for entry in captured.inputs}
         self.optimizers = optimizers
+        self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+
+        def getter_of(name: str, entry: Input) -> Callable[[], Tensor]:
+            return functools.partial(held.__getitem__, name) if name in held else tensor_getter(model, captured, entry)
+
         self.getters: Getters = {
-            name: functools.partial(held.__getitem__, name) if name in held else tensor_getter(model, captured, entry)
+            name: getter
             for name, entry in self.entries.items()
             if entry.source in (Source.PARAMETER, Source.BUFFER) or entry.target in captured.constants
+            if not self._is_given(entry, getter := getter_of(name, entry))
         }
         self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
-        held = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
-        self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
-        tensors = {name: self.getters[name]() for name in held}
-        self._parameters = held
-        self.trained = tuple(name for name in held if tensors[name].requires_grad and id(tensors[name]) in self.holders)
+        parameters = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
+        tensors = {name: self.getters[name]() for name in parameters}
+        self._parameters = parameters
+        self.trained = tuple(name for name in parameters if tensors[name].requires_grad and id(tensors[name]) in self.holders)
         if not self.trained:
             raise depends_on_nothing()
+
+    def _is_given(self, entry: Input, getter: Callable[[], Tensor]) -> bool:
+        """Whether it is a parameter that only a capture has shown and nobody trains: each call gives today's."""
+        shown = entry.source is Source.PARAMETER and entry.target.startswith(f"{OUTSIDE}.")
+        return shown and entry.index >= 0 and id(getter()) not in self.holders
 
     def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
         """Convert the trained FP32 parameters that a graph reads in the low type, once and for all.

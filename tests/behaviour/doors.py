@@ -229,7 +229,7 @@ class Way:
             with around, contextlib.redirect_stdout(printed):
                 seen.result, seen.gradients = self._called(args, kwargs, inner)
         except Exception as error:  # noqa: BLE001  # whatever eager raises, and what a door makes of it
-            seen.error = error
+            seen.error = getattr(error, "inner_exception", error)  # torch.compile wraps what a backend raises
         seen.printed = printed.getvalue()
         seen.drawn = torch.rand(2).tolist(), random.random(), float(np.random.rand())
         seen.state = state_of(self.model)

@@ -480,7 +480,7 @@ TRANSFORMS = {
     "vjp": lambda f, x: torch.func.vjp(lambda t: f(t).float().sin(), x)[1](x)[0],
     "jacrev": lambda f, x: torch.func.jacrev(lambda t: f(t).sin())(x[0]),
     "jacfwd": lambda f, x: torch.func.jacfwd(lambda t: f(t).sin())(x[0]),
-    "vmap": lambda f, x: torch.func.vmap(lambda t: f(t).sin())(x),
+    "vmap": lambda f, x: torch.func.vmap(lambda t: f(t).tanh())(x),
     "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: f(t).float().sin().sum()))(x),
     "hessian": lambda f, x: torch.func.hessian(lambda t: f(t).float().sin().sum())(x[0]),
     "forward_ad": lambda f, x: dual(lambda t: f(t).sin(), x),
