@@ -83,7 +83,9 @@ class StepInputs:
         parameters = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
         tensors = {name: self.getters[name]() for name in parameters}
         self._parameters = parameters
-        self.trained = tuple(name for name in parameters if tensors[name].requires_grad and id(tensors[name]) in self.holders)
+        self.trained = tuple(
+            name for name in parameters if tensors[name].requires_grad and id(tensors[name]) in self.holders
+        )
         if not self.trained:
             raise depends_on_nothing()
 
