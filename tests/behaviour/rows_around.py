@@ -458,16 +458,21 @@ def many(calls: int, threads: int) -> Any:
     return use
 
 
-row("1,000 calls from 8 threads", calls=((X,),), use=many(1000, 8), inside=1000, doors=FORWARD, builds=64)(
-    lambda m, x: m.out(m.fc(x))
-)
+row(
+    "1,000 calls from 8 threads",
+    calls=((X,),),
+    use=many(1000, 8),
+    inside=1000,
+    doors=FORWARD,
+    builds={"inference": 1, "compile": 1, "backend": 64},
+)(lambda m, x: m.out(m.fc(x)))
 row(
     "calls of many sizes from 8 threads",
     calls=(tuple(x for (x,) in rows_of(3, 4, 5, 6)),),
     use=many(80, 8),
     inside=80,
     doors=("inference", "compile"),
-    builds=64,
+    builds=2,
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "calls of a model that breaks from 8 threads",
@@ -531,9 +536,14 @@ def with_numbers(m: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.cat(list(pool.map(one, range(80))))
 
 
-row("threads with numbers of their own", calls=((X,),), use=with_numbers, inside=80, doors=FORWARD, builds=64)(
-    lambda m, x, k: m.out(m.fc(x) * k)
-)
+row(
+    "threads with numbers of their own",
+    calls=((X,),),
+    use=with_numbers,
+    inside=80,
+    doors=FORWARD,
+    builds={"inference": 2, "compile": 2, "backend": 64},
+)(lambda m, x, k: m.out(m.fc(x) * k))
 row(
     "forward of the model's own, with gathered keywords",
     begin=lambda m: setattr(m, "forward", lambda x, **others: 3 * type(m).forward(m, x, **others)),
