@@ -16,44 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 # Where rows that are made in a loop stand.
 STANDING: dict[str, dict[str, Any]] = {
-    "checkpoint of a module": {
-        "builds": {"compile": 3, "step": 5, "backend": 0},
-        "broken": "compile step",
-        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-    },
-    "checkpoint of a closure": {
-        "builds": {"compile": 3, "step": 5, "backend": 0},
-        "broken": "compile step",
-        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-    },
-    "torch.func around: jvp": {"broken": "inference compile backend"},
-    "torch.func around: grad": {"broken": "inference compile backend"},
-    "torch.func around: vjp": {"broken": "inference compile backend"},
-    "torch.func around: jacrev": {"broken": "inference compile backend"},
-    "torch.func around: jacfwd": {"broken": "inference compile backend"},
-    "torch.func around: vmap": {"broken": "inference compile backend"},
-    "torch.func around: vmap of grad": {"broken": "inference compile backend"},
-    "torch.func around: hessian": {"broken": "inference compile backend"},
+    "torch.func around: jvp": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: grad": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: vjp": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: jacrev": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: jacfwd": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: vmap": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: vmap of grad": {"builds": 0, "broken": "inference compile backend"},
+    "torch.func around: hessian": {"builds": 0, "broken": "inference compile backend"},
     "torch.func around: forward_ad": {"broken": "inference compile"},
-    "checkpoint of a method": {
-        "builds": {"compile": 3, "step": 5, "backend": 0},
-        "broken": "compile step",
-        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-    },
-    "checkpoint of a partial": {
-        "builds": {"compile": 3, "step": 5, "backend": 0},
-        "broken": "compile step",
-        "today": {"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-    },
-    "torch.func inside: jvp": {"builds": 2, "broken": "step"},
-    "torch.func inside: grad": {"builds": 2, "broken": "step"},
-    "torch.func inside: vjp": {"builds": 2, "broken": "step"},
-    "torch.func inside: jacrev": {"builds": 2, "broken": "step"},
-    "torch.func inside: jacfwd": {"builds": 2, "broken": "step"},
-    "torch.func inside: vmap": {"today": {"backend": "raises LoweringError: node '_tensor_constant0'"}},
-    "torch.func inside: vmap of grad": {"builds": 2, "broken": "step"},
-    "torch.func inside: hessian": {"builds": 2, "broken": "step"},
-    "torch.func inside: forward_ad": {"builds": 2, "broken": "step"},
 }
 
 
@@ -105,36 +76,12 @@ class NoContext(torch.autograd.Function):
         return grad * 3 * ctx.scale, None
 
 
-row(
-    "autograd.Function",
-    inductor=True,
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: the model applies a custom"},
-)(lambda m, x: m.out(Doubled.apply(m.fc(x))))
-row(
-    "autograd.Function with setup_context",
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: the model applies a custom"},
-)(lambda m, x: m.out(NoContext.apply(m.fc(x), 2.0)))
-row(
-    "autograd.Function and a counter",
-    {"n": 0},
-    calls=((X,),) * 4,
-    refused={
-        "compile": "neither torch.export nor Dynamo can take the model",
-        "step": "neither torch.export nor Dynamo can take the model",
-    },
-    today={"backend": "raises CaptureError: the model applies a custom"},
-)(lambda m, x: (setattr(m, "n", m.n + 1), m.out(Doubled.apply(m.fc(x))) * m.n)[1])
-row(
-    "straight-through estimator by a Function",
-    tolerance=0.3,
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: the model applies a custom"},
-)(lambda m, x: m.out(Straight.apply(m.fc(x))))
+row("autograd.Function", inductor=True)(lambda m, x: m.out(Doubled.apply(m.fc(x))))
+row("autograd.Function with setup_context")(lambda m, x: m.out(NoContext.apply(m.fc(x), 2.0)))
+row("autograd.Function and a counter", {"n": 0}, calls=((X,),) * 4, builds=2)(
+    lambda m, x: (setattr(m, "n", m.n + 1), m.out(Doubled.apply(m.fc(x))) * m.n)[1]
+)
+row("straight-through estimator by a Function", tolerance=0.3)(lambda m, x: m.out(Straight.apply(m.fc(x))))
 row("straight-through estimator by detach", tolerance=0.3)(
     lambda m, x: m.out((h := m.fc(x)) + ((h * 4).round() / 4 - h).detach())
 )
@@ -155,14 +102,7 @@ def first_under_no_grad(m, x):
     return m.fc(x) * h
 
 
-@row(
-    "no_grad inside, and a counter",
-    {"n": 0},
-    calls=((X,),) * 4,
-    builds={"compile": 2, "step": 3, "backend": 6},
-    broken="step",
-    today={"backend": "a call like the last one builds"},
-)
+@row("no_grad inside, and a counter", {"n": 0}, calls=((X,),) * 4, builds=2)
 def without_and_counter(m, x):
     m.n += 1
     with torch.no_grad():
@@ -239,13 +179,9 @@ def keep(m: Any, h: torch.Tensor) -> None:
     m.kept = h
 
 
-row(
-    "hook on a tensor",
-    inductor=True,
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-)(hooked(lambda m, h: h.register_hook(lambda gradient: 2 * gradient)))
+row("hook on a tensor", inductor=True, builds={"compile": 2, "step": 4, "backend": 2}, broken="compile step backend")(
+    hooked(lambda m, h: h.register_hook(lambda gradient: 2 * gradient))
+)
 row("retain_grad", look=lambda m, y: m.kept.grad, doors=DIFFERENTIATED, builds=2, broken="compile backend")(
     hooked(keep)
 )
@@ -279,7 +215,6 @@ row(
     "forward hook that is hung up later",
     change=at(1, lambda m: m.fc.register_forward_hook(lambda module, args, y: y * 3)),
     builds=2,
-    today={"backend": "result is wrong"},
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "forward hook that goes",
@@ -300,7 +235,6 @@ row(
         1, lambda m: m.fc.register_forward_pre_hook(lambda module, args, kw: ((args[0] * 3,), kw), with_kwargs=True)
     ),
     builds=2,
-    today={"backend": "result is wrong"},
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "forward hook that keeps what passes",
@@ -313,8 +247,7 @@ row(
     "forward hook that counts",
     begin=lambda m: setattr(m, "n", []) or m.fc.register_forward_pre_hook(lambda module, args: m.n.append(len(args))),
     settles=False,
-    builds=6,
-    broken="step",
+    builds=5,
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "backward hook on a module",
@@ -325,15 +258,13 @@ row(
     look=lambda m, y: taken(NEEDED),
     doors=DIFFERENTIATED,
     builds=3,
-    broken="compile",
-    today={"backend": "look is wrong"},
+    broken="compile backend",
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "backward hook before a module",
     change=at(1, lambda m: m.fc.register_full_backward_pre_hook(lambda module, o: tuple(3 * g for g in o))),
-    builds={"compile": 3, "step": 5, "backend": 1},
-    broken="compile step",
-    today={"backend": "gradient 0 is wrong"},
+    builds={"compile": 3, "step": 5, "backend": 3},
+    broken="compile step backend",
 )(lambda m, x: m.out(m.fc(x)))
 
 
@@ -370,10 +301,10 @@ def saving(around: Any) -> Any:
     return forward
 
 
-row("hooks for saved tensors in forward", builds={"compile": 2, "step": 4, "backend": 1}, broken="compile step")(
-    saving(tripled)
-)
-row("save_on_cpu in forward", builds={"compile": 2, "step": 4, "backend": 1}, broken="compile step")(
+row(
+    "hooks for saved tensors in forward", builds={"compile": 2, "step": 4, "backend": 2}, broken="compile step backend"
+)(saving(tripled))
+row("save_on_cpu in forward", builds={"compile": 2, "step": 4, "backend": 2}, broken="compile step backend")(
     saving(save_on_cpu)
 )
 row(
@@ -425,36 +356,17 @@ for way in WAYS:
     row(f"checkpoint of a {way}", look=drained, inductor=way == "module", **STANDING.get(f"checkpoint of a {way}", {}))(
         type("Checkpoint", (Checkpointed,), {"way": way})
     )
-row(
-    "checkpoint, reentrant",
-    look=drained,
-    builds={"compile": 4, "step": 6, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-)(type("Checkpoint", (Checkpointed,), {"options": {"use_reentrant": True}}))
-row(
-    "checkpoint, reentrant, of a closure",
-    look=drained,
-    builds={"compile": 4, "step": 6, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-)(type("Checkpoint", (Checkpointed,), {"way": "closure", "options": {"use_reentrant": True}}))
-row(
-    "checkpoint with dropout inside",
-    autocast=True,
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-)(lambda m, x: m.out(checkpoint(lambda h: F.dropout(m.fc(h), 0.5), x, use_reentrant=False)))
+row("checkpoint, reentrant", look=drained)(type("Checkpoint", (Checkpointed,), {"options": {"use_reentrant": True}}))
+row("checkpoint, reentrant, of a closure", look=drained)(
+    type("Checkpoint", (Checkpointed,), {"way": "closure", "options": {"use_reentrant": True}})
+)
+row("checkpoint with dropout inside", autocast=True)(
+    lambda m, x: m.out(checkpoint(lambda h: F.dropout(m.fc(h), 0.5), x, use_reentrant=False))
+)
 row("checkpoint without gradients", doors=("inference",))(type("Checkpoint", (Checkpointed,), {}))
 
 
-@row(
-    "checkpoints of four layers",
-    builds={"compile": 2, "step": 4, "backend": 0},
-    broken="compile step",
-    today={"backend": "raises CaptureError: a piece of the model cannot be traced to ATen"},
-)
+@row("checkpoints of four layers")
 class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -534,10 +446,7 @@ row(
 )(lambda m, x: m.fc(x) * m.gains[0])
 row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
 row(
-    "weights that come to be tied",
-    change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)),
-    doors=DIFFERENTIATED,
-    builds=2,
+    "weights that come to be tied", change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)), doors=DIFFERENTIATED
 )(lambda m, x: m.out(m.fc(x)))
 row("weights tied by data", begin=lambda m: setattr(m.out.weight, "data", m.fc.weight.data), doors=DIFFERENTIATED)(
     lambda m, x: m.out(m.fc(x))
@@ -609,8 +518,7 @@ row(
 @row(
     "exception within a transform",
     change=lambda m, n: setattr(m, "fail", n == 1),
-    builds=3,
-    broken="compile step",
+    broken="compile",
     today={"backend": "FP32 without a word"},
 )
 def within(m, x):
