@@ -202,7 +202,7 @@ class ProgramChoice:
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
-            self._detector.read()
+            self._detector.another()
         program = self._program(graph)
         with modes_back(self._modes) if self._modes else contextlib.nullcontext():
             output = self._guarded(lambda: program(inputs, self._detector))
