@@ -22,6 +22,8 @@ from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 
 # Each goes over some thousand objects at every call: by what CPython does without a line of Python for each.
+_LAYOUT = attrgetter("layout")
+_PLAIN = {Tensor, nn.Parameter}
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TABLES = attrgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
@@ -52,12 +54,13 @@ class ChangeDetector:
         self._tensors: list[Tensor] = []  # these, buffers and states
         self._places: list[Any] = []
         self._versions: list[int] = []  # of the parameters
-        self._comparable = False
+        self._comparable = self._is_read = False  # read: in this call
         self._steps, self._hooks = 0, -1
         OPTIMIZER_STEPS.watch()
 
     def look(self) -> None:
         """At the beginning of a call: what has changed since the last one."""
+        self._is_read = False
         made = hooks_made()
         if made != self._hooks or self.hooked:
             self._hooks, self.hooked = made, any(map(has_hooks, self._model.parameters()))
@@ -71,15 +74,23 @@ class ChangeDetector:
         self.generation += 1
         modules, trained = [*self._model.modules()], self._trained()
         scripted = any(isinstance(one, torch.jit.ScriptModule) for one in modules)  # no tables of Python's
-        self._tables = [] if scripted else [table for module in modules for table in _TABLES(module)]
+        tables = [] if scripted else [*zip(*map(_TABLES, modules), strict=True)]
+        self._tables = [*chain.from_iterable(tables)]
         self._objects, self.owners = [*self._present_objects()], _ids(trained)
-        parameters = {id(one): one for one in (*self._model.parameters(), *chain.from_iterable(trained))}
+        held = [*chain.from_iterable(map(_VALUES, tables[0] if tables else ())), *chain.from_iterable(trained)]
+        parameters = {id(one): one for one in held if one is not None}
         tensors = {id(one): one for one in self._objects if isinstance(one, Tensor)} | parameters
         self._parameters, self._tensors = [*parameters.values()], [*tensors.values()]
-        plain = all(type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided for one in self._tensors)
-        self._comparable = plain and not scripted and not any(one.is_inference() for one in self._parameters)
+        plain = {*map(type, self._tensors)} <= _PLAIN and {*map(_LAYOUT, self._tensors)} <= {torch.strided}
+        self._comparable = plain and not scripted and not any(map(Tensor.is_inference, self._parameters))
         self._places = [*self._present_places()] if self._comparable else []
         self.left()
+        self._is_read = True
+
+    def another(self) -> None:
+        """A graph was given other parameters or buffers than before, wherever they stand."""
+        if not self._is_read:
+            self.read()
 
     def settle(self) -> None:
         """When a program has found its tensors: take in the states that were made for it."""

@@ -200,7 +200,7 @@ class ProgramChoice:
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
-            self._detector.read()
+            self._detector.another()
         program = self._program(graph)
         output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
