@@ -1029,7 +1029,7 @@ def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
         module = sys.modules.get(self.f_globals.get("__name__", ""))
         if getattr(module, "__dict__", None) is self.f_globals:
             values, variable, source = theirs(self, name)
-            skips = isinstance(source, SkipGuardSource) and values.get(name) is os.environ
+            skips = isinstance(source, SkipGuardSource) and vars(module).get(name) is os.environ
             return values, variable, source.base if skips else source
         if self.current_instruction.opname == "STORE_GLOBAL":
             raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
