@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
+from amp_compiler.errors import AmpError, CaptureError, LoweringError, ValuesReadError, first_line
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
@@ -34,6 +34,7 @@ from amp_compiler.fx.torch_private import (
     Break,
     break_before,
     functions_given_up,
+    is_failed_assertion,
     modes_around,
     no_saved_tensor_hooks,
     restart_with_plain_numbers,
@@ -206,34 +207,51 @@ class Subgraphs:
         """
         self.autocast = ""
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
-        reason = self.given_up or why_not_captured() or (self._cut if modes else "")
+        cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
+        reason = self.given_up or why_not_captured() or cut
         if reason:
             self.last = ()
             return self._under_autocast(reason, args, kwargs), ()
-        before, self._called.graphs = getattr(self._called, "graphs", None), []
+        if not self._cut:
+            try:
+                return self._run(self._one_graph, args, kwargs, [])
+            except ModelError:
+                if modes:
+                    raise
+            except (CaptureError, LoweringError) as error:
+                self._cut = error.what
+            except RuntimeError as error:
+                if not is_failed_assertion(error):
+                    raise
+                self._cut = first_line(error)
+            if modes:
+                return self(args, kwargs)
+        graphs: list[Subgraph] = []
+        try:
+            return self._run(self._frontend, args, kwargs, graphs)
+        except ModelError as error:
+            if graphs:
+                raise
+            return self._without_capture(error, args, kwargs), ()
+
+    def _run(
+        self, frontend: Frontend, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: list[Subgraph]
+    ) -> tuple[Any, tuple[Subgraph, ...]]:
+        """Call the model through Dynamo; `graphs` takes those that begin to run."""
+        before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
         try:
             with compiled_checkpoints(self._checkpointed), autocast_off():
-                result = (self._one_graph if modes else self._frontend)(*args, **kwargs)
-            ran = tuple(self._called.graphs)
-            if ran:
-                self.last = ran
-            if functions_given_up() > skipped:
-                self._forms.note_skipped(any(True for _ in self._model.parameters()))
-        except ModelError as error:
-            if self._called.graphs:
-                raise
-            return self._without_capture(error, args, kwargs), ()
-        except CaptureError as error:
-            if not modes or self._called.graphs:
-                raise
-            self.autocast = self._cut = f"a dispatch mode is around the call, and {error.what}"
-            return self._under_autocast(self._cut, args, kwargs), ()
+                result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
+        if graphs:
+            self.last = tuple(graphs)
+        if functions_given_up() > skipped:
+            self._forms.note_skipped(any(True for _ in self._model.parameters()))
         if self.given_up and not self.made:
             self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
-        return result, ran
+        return result, tuple(graphs)
 
     def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model does with inputs with which it raises while it is captured: it may catch that itself."""

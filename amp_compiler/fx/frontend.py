@@ -85,7 +85,7 @@ class Frontend:
         build: makes of each of Dynamo's graphs, with its example inputs, what is called in its place.
         name: how the log calls it.
         dynamic: as for `torch.compile`.
-        whole: whether it has to be one graph.
+        whole: whether it has to be one graph; sizes and numbers that values of tensors say are part of it then.
         around: a context for its captures, beside the settings.
         forms: for how many forms of its inputs it may be compiled, where that is more than `most_forms`.
         subject: how errors call it, where that is not its name.
@@ -105,7 +105,7 @@ class Frontend:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
         self._reasons: list[str] = []  # for the graphs that are being made
-        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms)
+        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms, values=whole)
         self._run = compile_with_dynamo(function, backend, dynamic, whole)
         self._code, self._captures = code_of(self._run), 0
 
@@ -270,6 +270,7 @@ def as_backend(
     hooks: bool = True,
     around: Callable[[CodeType], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     forms: int = 0,
+    values: bool = False,
 ) -> Callable[..., Any]:
     """A backend of `torch.compile`, with the settings of Dynamo under which its graphs are right.
 
@@ -278,6 +279,7 @@ def as_backend(
         hooks: whether Dynamo looks at the hooks of modules at each call.
         around: a context for its captures, made of the code that is captured.
         forms: as for `Frontend`.
+        values: as for `dynamo_settings`.
     """
 
     modes = weakref.WeakSet[Any]()  # of which was told
@@ -292,7 +294,7 @@ def as_backend(
                 code.co_name,
                 type(mode).__name__,
             )
-        with settings(hooks, forms), around(code):
+        with settings(hooks, forms, values), around(code):
             yield
 
     def amp_compiler(graph_module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -327,6 +329,7 @@ class _OfProcess:
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
+                self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
                     self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
             self._within += 1
@@ -368,10 +371,11 @@ class settings:  # a context manager, named as contextlib's are
     Args:
         hooks: whether a hook that is hung up later captures again.
         forms: as for `Frontend`.
+        values: as for `dynamo_settings`.
     """
 
-    def __init__(self, hooks: bool, forms: int = 0) -> None:
-        self._hooks, self._forms = hooks, forms
+    def __init__(self, hooks: bool, forms: int = 0, values: bool = False) -> None:
+        self._hooks, self._forms, self._values = hooks, forms, values
 
     def __enter__(self) -> None:
         """Set them, where they are not set yet."""
@@ -380,7 +384,7 @@ class settings:  # a context manager, named as contextlib's are
             _THREAD.within = True
             _PROCESS.enter()
             if settings_are_of_threads():
-                self._restore = dynamo_settings(max(most_forms(), self._forms), self._hooks)()
+                self._restore = dynamo_settings(max(most_forms(), self._forms), self._hooks, self._values)()
 
     def __exit__(self, *_: object) -> None:
         """Set Dynamo back as it was."""

@@ -322,7 +322,7 @@ def inductor_option(name: str) -> Any:
     return getattr(config, name, None)
 
 
-def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]:
+def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[], Callable[[], None]]:
     """Sets Dynamo so that it captures what a rewritten graph can be right for; gives what sets it back.
 
     Options that this torch lacks are left out.
@@ -331,6 +331,7 @@ def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]
         limit: for how many forms of its inputs a function is compiled before Dynamo raises. A torch that counts the
             models of a class together counts up to as many for each model there was.
         hooks: whether it guards the hooks of modules.
+        values: whether sizes and numbers that values of tensors say are part of a graph.
     """
     limit *= 1 if _ISOLATES else max(_MODELS[0], 1)
     config: Any = torch._dynamo.config
@@ -340,8 +341,8 @@ def dynamo_settings(limit: int, hooks: bool) -> Callable[[], Callable[[], None]]
         "skip_no_tensor_aliasing_guards_on_parameters": False,  # weights that are tied later have one gradient
         "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
         "specialize_float": False,  # and so does one that is annealed
-        "capture_scalar_outputs": True,  # `item()` is part of a graph
-        "capture_dynamic_output_shape_ops": True,  # and so are rows of a mask
+        "capture_scalar_outputs": values,  # as `item()` does
+        "capture_dynamic_output_shape_ops": values,  # as rows of a mask do
         "recompile_limit": limit,
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
@@ -1003,6 +1004,11 @@ def restart_with_plain_numbers(graph_module: fx.GraphModule, symbols: Collection
         for name in plain:
             TensorifyState.specialize(name)
         raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
+
+
+def is_failed_assertion(error: BaseException) -> bool:
+    """Whether a graph found a number that a tensor says to be none that it was captured for, such as a size of -1."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Runtime assertion failed for expression")
 
 
 def needs_double_backward(error: BaseException) -> bool:

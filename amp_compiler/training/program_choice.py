@@ -16,7 +16,7 @@ from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
-from amp_compiler.fx.torch_private import building, saved_tensor_hooks, why_not_captured
+from amp_compiler.fx.torch_private import building, is_failed_assertion, saved_tensor_hooks, why_not_captured
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
@@ -127,6 +127,10 @@ class ProgramChoice:
                 if isinstance(error, (HookError, OptimizerError)) or agreed:
                     raise
                 step = self._subgraph_step(error)
+            except RuntimeError as error:
+                if not is_failed_assertion(error) or self._setup.coordinator is not None:
+                    raise
+                step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
         program = self._subgraph_program(step, spec, gather, leaves)
