@@ -101,7 +101,6 @@ def captured_from_dynamo(
 
     Raises:
         CaptureError: it cannot be traced; names the line of the model.
-        LoweringError: the model switches gradients in an autocast region of another 16-bit type; names its line.
     """
     settle_numbers(graph_module)
     placeholders = graph_module.graph.find_nodes(op="placeholder")
