@@ -21,8 +21,8 @@ from amp_compiler.fx.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import (
     captures_here,
-    exports_here,
     skipped_by_dynamo,
+    traced_elsewhere,
     why_not_captured,
 )
 from amp_compiler.ir.plan import PrecisionPlan
@@ -166,11 +166,10 @@ class CompiledModule(StandIn):
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
-        traced = isinstance(args, fx.Proxy)
-        if traced or exports_here(pytree.tree_leaves((args, kwargs))):
+        if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):
             raise CaptureError(
-                f"a compiled module cannot be {'traced by torch.fx' if traced else 'exported by torch.export'}",
-                hint=f"{'trace' if traced else 'export'} `model.original`, the module behind it",
+                f"a compiled module cannot be {traced}",
+                hint=f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it",
             )
         subgraphs = self._subgraphs()
         result, ran = subgraphs(args, kwargs)

@@ -13,6 +13,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.stale_copies import CopyWatch
 
 _VERSION = attrgetter("_version")
+_Seen = tuple[list[int], list[int], list[int | None], int]  # ids, addresses, versions, steps of optimizers
 
 
 class KeptWeights:
@@ -32,9 +33,8 @@ class KeptWeights:
     def __init__(self, casts: Sequence[tuple[int, str, torch.dtype]] = ()) -> None:
         self._casts, self.written, self._turn = tuple(casts), "", 0
         self._places = [place for place, *_ in self._casts]
-        self._seen: tuple[list[int], list[int], list[int | None], int] | None = None
-        self._copies: list[torch.Tensor] = []
-        self._watched: CopyWatch | None = None
+        # What is known of the weights, their copies, and what compares them: replaced as one, as any thread may call.
+        self._known: tuple[_Seen, list[torch.Tensor], list[CopyWatch]] | None = None
         OPTIMIZER_STEPS.watch()
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -42,38 +42,38 @@ class KeptWeights:
         # By what CPython does fast: a model has hundreds of them.
         weights = [*map(inputs.__getitem__, self._places)]
         seen = [*map(id, weights)], [*map(torch.Tensor.data_ptr, weights)], _versions(weights), OPTIMIZER_STEPS.count
-        if seen == self._seen and None not in seen[2]:
-            return self._compared(weights) if weights else []
-        before, self._seen, self._watched = self._seen, seen, None
-        if before is None or before[3] != seen[3]:
-            self._copies = self._made(weights)
-            return self._copies
-        self._copies = [
-            copy if now == then and now[2] is not None else weight.detach().to(copy.dtype)
-            for weight, copy, now, then in zip(
-                weights, self._copies, zip(*seen[:3], strict=True), zip(*before[:3], strict=True), strict=True
-            )
-        ]
-        return self._copies
+        known = self._known
+        if known is None or known[0][3] != seen[3]:
+            return self._keep(seen, self._made(weights))
+        before, copies, watches = known
+        if before != seen or None in seen[2]:
+            now, then = zip(*seen[:3], strict=True), zip(*before[:3], strict=True)
+            made = [
+                copy if one == other and one[2] is not None else weight.detach().to(copy.dtype)
+                for weight, copy, one, other in zip(weights, copies, now, then, strict=True)
+            ]
+            return self._keep(seen, made)
+        self._turn += 1
+        if not watches:
+            watches.append(CopyWatch([*zip(weights, copies, strict=True)]))
+        stale = watches[0].look(self._turn)
+        if not stale:
+            return copies
+        # A write is seldom of one weight alone, and sampling may see it in one alone.
+        self.written = self.written or self._casts[stale[0]][1]
+        return self._keep(seen, self._made(weights))
 
     def _made(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(weights, self._casts, strict=True)
         return [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
 
-    def _compared(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies, all made again where one no longer agrees with its weight, though nothing has told of a write."""
-        if self._watched is None:
-            self._watched = CopyWatch([*zip(weights, self._copies, strict=True)])
-        self._turn += 1
-        stale = self._watched.look(self._turn)
-        if stale:  # a write is seldom of one weight alone, and sampling may see it in one alone
-            self.written, self._watched = self.written or self._casts[stale[0]][1], None
-            self._copies = self._made(weights)
-        return self._copies
+    def _keep(self, seen: _Seen, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._known = seen, copies, []
+        return copies
 
     def drop(self) -> None:
         """Forget the copies; the next call makes them again."""
-        self._seen, self._copies, self._watched = None, [], None
+        self._known = None
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int | None]:

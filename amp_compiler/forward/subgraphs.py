@@ -31,6 +31,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
+    BUILDING,
     Break,
     break_before,
     functions_given_up,
@@ -228,7 +229,9 @@ class Subgraphs:
                 return self(args, kwargs)
         graphs: list[Subgraph] = []
         try:
-            return self._run(self._frontend, args, kwargs, graphs)
+            # Whatever traces puts a wrapper in the place of `nn.Module.__call__` for the whole process.
+            with BUILDING:
+                return self._run(self._frontend, args, kwargs, graphs)
         except ModelError as error:
             if graphs:
                 raise

@@ -656,12 +656,16 @@ def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return torch._dynamo.decorators.skip(function)  # type: ignore[no-any-return]
 
 
-def exports_here(inputs: Sequence[Any]) -> bool:
-    """Whether a call with these inputs is part of a `torch.export` in this thread: torch's flag is the process's."""
-    if not torch.compiler.is_exporting():
-        return False
+def traced_elsewhere(inputs: Callable[[], Sequence[Any]]) -> str:
+    """What a call with these inputs is part of, `torch.fx` or `torch.export`; empty where it is part of neither.
+
+    Torch's flags for that are the process's: another thread may have set them.
+    """
+    if torch.fx._symbolic_trace._is_fx_tracing_flag and any(isinstance(one, fx.Proxy) for one in inputs()):
+        return "traced by torch.fx"
     detect = getattr(torch._guards, "detect_fake_mode", None)
-    return detect is None or detect(list(inputs)) is not None
+    exported = torch.compiler.is_exporting() and (detect is None or detect(list(inputs())) is not None)
+    return "exported by torch.export" if exported else ""
 
 
 @contextlib.contextmanager
@@ -740,7 +744,11 @@ def compile_within(
         if own is None:
             return theirs(self, frame, *args, **kwargs)
         with _dynamos_lock(), own(frame.f_code), _anomalies_aside():
-            return theirs(self, frame, *args, **kwargs)
+            before = _frames_given_up()
+            try:
+                return theirs(self, frame, *args, **kwargs)
+            finally:
+                _CAPTURING.given_up = functions_given_up() + _frames_given_up() - before
 
     captured._amp_patched = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = captured  # type: ignore[method-assign]
@@ -761,7 +769,9 @@ def compile_with_dynamo(
             code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_MODELS[0]}")
             names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
             function = FunctionType(code, *names)
-        return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
+        # Dynamo would refuse a call, or run it as it is, while any other thread traces.
+        with _exchanged(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False):
+            return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
 
 
 def code_of(compiled: Callable[..., Any]) -> CodeType | None:
@@ -809,7 +819,11 @@ def reason_here() -> str:
 
 
 def functions_given_up() -> int:
-    """How many functions Dynamo has given up in this process: what they compute runs as it is."""
+    """How many functions Dynamo has given up in this thread: what they compute runs as it is."""
+    return getattr(_CAPTURING, "given_up", 0)
+
+
+def _frames_given_up() -> int:
     counted = torch._dynamo.utils.counters["frames"]
     return int(counted["total"] - counted["ok"])
 
@@ -1350,8 +1364,8 @@ def why_not_captured() -> str:
         return "torch.func or forward_ad is around the call"
     if modes_around() and global_module_hooks():
         return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
-    if torch._C._get_tracing_state() is not None or torch.fx._symbolic_trace.is_fx_symbolic_tracing():
-        return "a tracer (torch.jit.trace, torch.fx.symbolic_trace) is around the call"
+    if torch._C._get_tracing_state() is not None:
+        return "a tracer (torch.jit.trace) is around the call"
     if torch._C._len_torch_dispatch_stack():
         keys = torch._C._TorchDispatchModeKey
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
