@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -15,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, LoweringError, ValuesReadError, first_line
+from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
@@ -35,7 +36,6 @@ from amp_compiler.fx.torch_private import (
     Break,
     break_before,
     functions_given_up,
-    is_failed_assertion,
     modes_around,
     no_saved_tensor_hooks,
     restart_with_plain_numbers,
@@ -165,6 +165,7 @@ class Subgraphs:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
         self.autocast = self.unplanned = ""
+        self._breaks = False
         self._around = around or (lambda graph_name, graph_module, run: run)
         self._said = set() if said is None else said
         refuse_sharded(model)
@@ -213,29 +214,18 @@ class Subgraphs:
         if reason:
             self.last = ()
             return self._under_autocast(reason, args, kwargs), ()
-        if not self._cut:
-            try:
-                return self._run(self._one_graph, args, kwargs, [])
-            except ModelError:
-                if modes:
-                    raise
-            except (CaptureError, LoweringError) as error:
-                self._cut = error.what
-            except RuntimeError as error:
-                if not is_failed_assertion(error):
-                    raise
-                self._cut = first_line(error)
-            if modes:
-                return self(args, kwargs)
         graphs: list[Subgraph] = []
         try:
-            # Whatever traces puts a wrapper in the place of `nn.Module.__call__` for the whole process.
-            with BUILDING:
-                return self._run(self._frontend, args, kwargs, graphs)
+            return self._run(self._one_graph if modes else self._frontend, args, kwargs, graphs)
         except ModelError as error:
             if graphs:
                 raise
             return self._without_capture(error, args, kwargs), ()
+        except CaptureError as error:
+            if not modes or graphs:
+                raise
+            self._cut = error.what
+            return self(args, kwargs)
 
     def _run(
         self, frontend: Frontend, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: list[Subgraph]
@@ -243,8 +233,11 @@ class Subgraphs:
         """Call the model through Dynamo; `graphs` takes those that begin to run."""
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
+        # What traces puts a wrapper in the place of `nn.Module.__call__` for the whole process, and between two graphs
+        # modules are called.
+        alone = BUILDING if self._breaks or not self.made else contextlib.nullcontext()
         try:
-            with compiled_checkpoints(self._checkpointed), autocast_off():
+            with alone, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
@@ -299,6 +292,7 @@ class Subgraphs:
             logger.warning("%s: %s", self._name, self.unplanned)
             return graph_module.forward
         self.made.append(subgraph)
+        self._breaks |= subgraph.broken is not None
         name = f"graph{len(self.made) - 1}"
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):

@@ -85,10 +85,12 @@ class Frontend:
         build: makes of each of Dynamo's graphs, with its example inputs, what is called in its place.
         name: how the log calls it.
         dynamic: as for `torch.compile`.
-        whole: whether it has to be one graph; sizes and numbers that values of tensors say are part of it then.
+        whole: whether it has to be one graph.
         around: a context for its captures, beside the settings.
         forms: for how many forms of its inputs it may be compiled, where that is more than `most_forms`.
         subject: how errors call it, where that is not its name.
+        values: whether sizes and numbers that values of tensors say are part of a graph. Inductor compiles a backward
+            when it first runs, and knows some of them then no more.
     """
 
     def __init__(
@@ -101,11 +103,12 @@ class Frontend:
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         forms: int = 0,
         subject: str = "",
+        values: bool = False,
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
         self._reasons: list[str] = []  # for the graphs that are being made
-        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms, values=whole)
+        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms, values=values)
         self._run = compile_with_dynamo(function, backend, dynamic, whole)
         self._code, self._captures = code_of(self._run), 0
 
@@ -214,6 +217,7 @@ def capture_once(
     kwargs: Mapping[str, Any],
     dynamic: bool = False,
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    values: bool = False,
 ) -> Any:
     """Capture a function as one graph, and run nothing of it.
 
@@ -225,6 +229,7 @@ def capture_once(
         kwargs: its keyword arguments.
         dynamic: whether all sizes are symbolic.
         around: as for `Frontend`.
+        values: as for `Frontend`.
 
     Returns:
         What `make` has made.
@@ -238,7 +243,7 @@ def capture_once(
         raise _Stop(make(graph_module, inputs))
 
     try:
-        Frontend(function, build, name, dynamic, whole=True, around=around)(*args, **kwargs)
+        Frontend(function, build, name, dynamic, whole=True, around=around, values=values)(*args, **kwargs)
     except CaptureError as error:
         found = next((one for one in with_causes(error) if isinstance(one, _Stop)), None)
         if found is None:
@@ -279,7 +284,7 @@ def as_backend(
         hooks: whether Dynamo looks at the hooks of modules at each call.
         around: a context for its captures, made of the code that is captured.
         forms: as for `Frontend`.
-        values: as for `dynamo_settings`.
+        values: as for `Frontend`.
     """
 
     modes = weakref.WeakSet[Any]()  # of which was told
@@ -371,7 +376,7 @@ class settings:  # a context manager, named as contextlib's are
     Args:
         hooks: whether a hook that is hung up later captures again.
         forms: as for `Frontend`.
-        values: as for `dynamo_settings`.
+        values: as for `Frontend`.
     """
 
     def __init__(self, hooks: bool, forms: int = 0, values: bool = False) -> None:

@@ -207,7 +207,14 @@ class LossFrontend:
             return run(captured_loss(graph_module, inputs, model, low))
 
         self._call = frontend.Frontend(
-            _marked(model), build, NAME, dynamic, whole=True, around=lambda: norms_apart(model), subject=SUBJECT
+            _marked(model),
+            build,
+            NAME,
+            dynamic,
+            whole=True,
+            around=lambda: norms_apart(model),
+            subject=SUBJECT,
+            values=True,
         )
 
     def __call__(self, *batch: Any) -> Any:
@@ -237,6 +244,6 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
 
     with torch.enable_grad():
         made: CapturedLoss = frontend.capture_once(
-            _marked(model), make, SUBJECT, batch, {}, around=lambda: norms_apart(model)
+            _marked(model), make, SUBJECT, batch, {}, around=lambda: norms_apart(model), values=True
         )
     return made

@@ -258,8 +258,8 @@ row(
     doors=FORWARD,
     builds=0,
     refused={
-        "inference": "a compiled module cannot be traced by torch.fx; trace `model",
-        "compile": "a compiled module cannot be traced by torch.fx; trace `model",
+        "inference": "a compiled module cannot be traced by torch.fx; give torch.fx `model",
+        "compile": "a compiled module cannot be traced by torch.fx; give torch.fx `model",
     },
     today={"backend": "raises NotImplementedError: Module [OptimizedModule] is missing the re"},
 )(lambda m, x: m.out(m.fc(x)))

@@ -446,7 +446,10 @@ row(
 )(lambda m, x: m.fc(x) * m.gains[0])
 row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
 row(
-    "weights that come to be tied", change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)), doors=DIFFERENTIATED
+    "weights that come to be tied",
+    change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)),
+    doors=DIFFERENTIATED,
+    builds=2,
 )(lambda m, x: m.out(m.fc(x)))
 row("weights tied by data", begin=lambda m: setattr(m.out.weight, "data", m.fc.weight.data), doors=DIFFERENTIATED)(
     lambda m, x: m.out(m.fc(x))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from table import DOORS, FORWARD, X, row, rows_of, setting
+from table import DOORS, FORWARD, READS, X, row, rows_of, setting
 from torch import nn
 
 SIZES = rows_of(8, 9, 10)
@@ -62,8 +62,8 @@ def until(m, x):
     return y
 
 
-row("item", calls=((X,), (X * 2,), (X * 3,)))(lambda m, x: m.fc(x) * x.abs().sum().item())
-row("data as a size", calls=((X,), (X * 1.3,), (X * 0.6,)))(lambda m, x: m.fc(x)[: 1 + int(x.abs().sum()) % 5])
+row("item", calls=((X,), (X * 2,), (X * 3,)), **READS)(lambda m, x: m.fc(x) * x.abs().sum().item())
+row("data as a size", calls=((X,), (X * 1.3,), (X * 0.6,)), **READS)(lambda m, x: m.fc(x)[: 1 + int(x.abs().sum()) % 5])
 
 
 @row("assertion on data")
@@ -268,14 +268,14 @@ def grows_cache(m, x):
     return m.out(x) @ m.cache.t()
 
 
-row("rows of a mask")(lambda m, x: m.fc(x)[KEPT].square())
-row("rows where data says", calls=((X,), (X - 0.5,), (X + 0.5,)))(lambda m, x: m.fc(x)[x.sum(1) > 0].square())
-row("nonzero", calls=((X,), (X - 0.5,)))(lambda m, x: m.fc(x)[(x.sum(1) > 0).nonzero()[:, 0]])
+row("rows of a mask", **READS)(lambda m, x: m.fc(x)[KEPT].square())
+row("rows where data says", calls=((X,), (X - 0.5,), (X + 0.5,)), **READS)(lambda m, x: m.fc(x)[x.sum(1) > 0].square())
+row("nonzero", calls=((X,), (X - 0.5,)), **READS)(lambda m, x: m.fc(x)[(x.sum(1) > 0).nonzero()[:, 0]])
 row("masked_select")(lambda m, x: m.fc(x).masked_select(KEPT[:, None]))
 row("masked_select, the mask broadcasts to more")(
     lambda m, x: m.fc(x)[0].masked_select(torch.ones(6, 4, dtype=torch.bool))
 )
-row("unique")(lambda m, x: m.fc(x) * torch.unique((x * 3).long()).numel())
+row("unique", **READS)(lambda m, x: m.fc(x) * torch.unique((x * 3).long()).numel())
 row("repeat_interleave")(lambda m, x: torch.repeat_interleave(m.fc(x), (x.sum(1) > 0).long() + 1, dim=0))
 row("tensor_split by a tensor")(lambda m, x: torch.tensor_split(m.fc(x), torch.tensor([1, 3]))[1])
 row("one_hot")(lambda m, x: m.fc(x).softmax(-1) - F.one_hot(x.argmax(1), 4))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from table import FORWARD, TRAINED, X, at, row, rows_of, setting
+from table import FORWARD, READS, TRAINED, X, at, row, rows_of, setting
 from torch import nn
 
 SIX = ((X,),) * 6
@@ -349,10 +349,10 @@ row(
 row("variable of a thread", change=lambda m, n: setattr(LOCAL, "scale", 1.0 + 2 * n), builds=3)(
     lambda m, x: m.fc(x) * LOCAL.scale
 )
-row("item of an array", {"array": np.ones(3)}, change=lambda m, n: m.array.__setitem__(1, 1.0 + 2 * n))(
+row("item of an array", {"array": np.ones(3)}, change=lambda m, n: m.array.__setitem__(1, 1.0 + 2 * n), **READS)(
     lambda m, x: m.fc(x) * float(m.array[1])
 )
-row("item of a large array", change=lambda m, n: NUMBERS.__setitem__(15_000, 1.0 + 2 * n))(
+row("item of a large array", change=lambda m, n: NUMBERS.__setitem__(15_000, 1.0 + 2 * n), **READS)(
     lambda m, x: m.fc(x) * float(NUMBERS[15_000])
 )
 row(
@@ -376,7 +376,7 @@ row(
     builds=5,
     broken="compile step backend",
 )(lambda m, x: m.fc(x) * m.array[0])
-row("number of a tensor", {"single": torch.ones(())}, change=lambda m, n: m.single.fill_(1.0 + 2 * n))(
+row("number of a tensor", {"single": torch.ones(())}, change=lambda m, n: m.single.fill_(1.0 + 2 * n), **READS)(
     lambda m, x: m.fc(x) * float(m.single)
 )
 row(
@@ -384,11 +384,13 @@ row(
     {"single": torch.ones(())},
     calls=((X,),) * 14,
     change=lambda m, n: m.single.fill_(1 + n),
+    **READS,
 )(lambda m, x: m.fc(x) * m.single.item())
 row(
     "number of a tensor that is another one",
     {"single": torch.ones(())},
     change=lambda m, n: setattr(m, "single", torch.tensor(1.0 + 2 * n)),
+    **READS,
 )(lambda m, x: m.fc(x) * m.single.item())
 row(
     "list of a tensor's numbers",
@@ -401,7 +403,7 @@ row(
     "tensor as an index",
     {"index": torch.tensor(2)},
     change=lambda m, n: m.index.fill_(1 + n),
-    builds={"compile": 1, "step": 2, "backend": 2},
+    builds=2,
 )(lambda m, x: m.fc(x) + 9 * X[:, : m.index].sum())
 row("tensor that is no buffer", {"gain": (torch.ones(4),)}, change=lambda m, n: m.gain[0].fill_(1.0 + 2 * n))(
     lambda m, x: m.fc(x) * m.gain[0]

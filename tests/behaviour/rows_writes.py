@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from table import DOORS, FORWARD, X, at, row, rows_of
+from table import DOORS, FORWARD, READS, X, at, row, rows_of
 from torch import nn
 
 FIVE = ((X,),) * 5
@@ -210,7 +210,7 @@ def slots(m, x):
 row("cached results", {"held": Cached()})(lambda m, x: m.fc(x) * m.held.table(4))
 
 
-@row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE)
+@row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE, **READS)
 def writes_array(m, x):
     m.held[0] += 1
     return m.fc(x) * float(m.held[0])

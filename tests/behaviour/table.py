@@ -19,6 +19,8 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 CALLS = 3  # of a row that says nothing of them
 FORWARD = ("inference", "compile", "backend")  # doors that take a model
 TRAINED = ("compile", "step", "backend")  # those that differentiate it
+# Of rows in which the value of a tensor decides: it breaks a graph, but for that of a whole step.
+READS: dict[str, Any] = {"builds": {"compile": 3, "step": 1, "backend": 3}, "broken": "compile backend"}
 DOORS = ("inference", "compile", "step", "backend")
 
 
