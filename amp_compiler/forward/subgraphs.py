@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
@@ -32,7 +31,6 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
-    BUILDING,
     Break,
     break_before,
     functions_given_up,
@@ -165,12 +163,10 @@ class Subgraphs:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
         self.autocast = self.unplanned = ""
-        self._breaks = False
         self._around = around or (lambda graph_name, graph_module, run: run)
         self._said = set() if said is None else said
         refuse_sharded(model)
         self._model, self._settings, self._name = model, settings, name
-        self._names: Names | None = None
         self._called = threading.local()
         # Layers of one kind that break have one function, which is compiled for each of them.
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
@@ -233,17 +229,14 @@ class Subgraphs:
         """Call the model through Dynamo; `graphs` takes those that begin to run."""
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
-        # What traces puts a wrapper in the place of `nn.Module.__call__` for the whole process, and between two graphs
-        # modules are called.
-        alone = BUILDING if self._breaks or not self.made else contextlib.nullcontext()
         try:
-            with alone, compiled_checkpoints(self._checkpointed), autocast_off():
+            with compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
         if graphs:
             self.last = tuple(graphs)
-        if functions_given_up() > skipped:
+        if functions_given_up() > skipped or not (graphs or self.made):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))
         if self.given_up and not self.made:
             self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
@@ -277,13 +270,11 @@ class Subgraphs:
         return functools.partial(self._regions[code], function)
 
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self._names is None:
-            self._names = Names.of(self._model)
         stages, began = Stages(), time.perf_counter()
         low = self._settings.low(device_of([*inputs, *self._model.parameters()]))
         try:
             with telling(self._name, stages):
-                subgraph = build_subgraph(graph_module, inputs, self._settings, low, self._names, stages)
+                subgraph = build_subgraph(graph_module, inputs, self._settings, low, Names.of(self._model), stages)
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):
@@ -292,7 +283,6 @@ class Subgraphs:
             logger.warning("%s: %s", self._name, self.unplanned)
             return graph_module.forward
         self.made.append(subgraph)
-        self._breaks |= subgraph.broken is not None
         name = f"graph{len(self.made) - 1}"
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):

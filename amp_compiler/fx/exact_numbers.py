@@ -19,7 +19,8 @@ def settle_numbers(graph_module: fx.GraphModule) -> None:
     """Take those numbers as they are with which a graph does what C and Python do not do alike.
 
     C divides by zero, takes an integer beyond 64 bits for another one, and gives no complex root; Python raises, or
-    is exact. Another value of such a number compiles again.
+    is exact. Another value of such a number compiles again. What is divided by is guarded not to be zero, and what a
+    power with a fraction is taken of to be positive, where they are.
 
     Args:
         graph_module: Dynamo's graph. Whole numbers are replaced in it by their values; for others Dynamo starts anew.
@@ -40,7 +41,8 @@ def _inexact(node: fx.Node) -> Iterator[str]:
         return
     first, second = (one.meta.get("example_value") if isinstance(one, fx.Node) else one for one in node.args)
     constants = [one for one in (first, second) if isinstance(one, (int, float))]
-    if (node.target in _DIVIDES and _is_symbolic(second)) or (
+    divides = node.target in _DIVIDES and _is_symbolic(second)
+    if (divides and not (node.target is operator.truediv and bool(second != 0))) or (
         node.target is operator.mul and any(abs(one) >= _LARGE for one in constants if isinstance(one, int))
     ):
         yield from _symbols(first) | _symbols(second)
@@ -51,7 +53,9 @@ def _inexact(node: fx.Node) -> Iterator[str]:
 def _is_plain_power(base: Any, exponent: Any) -> bool:
     if _is_symbolic(exponent):
         return isinstance(base, float) and base > 0
-    return isinstance(base, torch.SymFloat) and exponent >= 0 and float(exponent).is_integer()
+    if isinstance(base, torch.SymFloat) and exponent >= 0 and float(exponent).is_integer():
+        return True
+    return bool(base > 0) and isinstance(exponent, float)
 
 
 def _is_symbolic(value: Any) -> bool:

@@ -108,7 +108,15 @@ class Frontend:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
         self._reasons: list[str] = []  # for the graphs that are being made
-        backend = as_backend(self._noted, hooks=False, around=self._timed, forms=forms, values=values)
+        self._running: list[Callable[..., Any]] = []  # the graphs: what Dynamo keeps for good holds none of them
+        noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
+        backend = as_backend(
+            lambda *graph: noted()(*graph),  # type: ignore[misc]
+            hooks=False,
+            around=lambda code: timed()(code),  # type: ignore[misc]
+            forms=forms,
+            values=values,
+        )
         self._run = compile_with_dynamo(function, backend, dynamic, whole)
         self._code, self._captures = code_of(self._run), 0
 
@@ -146,10 +154,14 @@ class Frontend:
         run = self._build(graph_module, inputs)
 
         def run_within_modes(*values: Any) -> Any:
+            if not getattr(_THREAD, "modes", ()):
+                return run(*values)
             with modes_again(_THREAD.modes):
                 return run(*values)
 
-        return lambda *values: run_within_modes(*values) if getattr(_THREAD, "modes", ()) else run(*values)
+        self._running.append(run_within_modes)
+        running = weakref.ref(run_within_modes)
+        return lambda *values: running()(*values)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _timed(self, code: CodeType) -> Iterator[None]:

@@ -771,7 +771,12 @@ def compile_with_dynamo(
             function = FunctionType(code, *names)
         # Dynamo would refuse a call, or run it as it is, while any other thread traces.
         with _exchanged(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False):
-            return torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
+            compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
+    # A call would count frames for the whole process, and other threads would capture nothing meanwhile.
+    for cell in compiled.__closure__ or ():
+        if isinstance(cell.cell_contents, torch._dynamo.eval_frame._TorchDynamoContext):
+            cell.cell_contents.fullgraph = False
+    return compiled
 
 
 def code_of(compiled: Callable[..., Any]) -> CodeType | None:

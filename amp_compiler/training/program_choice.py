@@ -186,7 +186,7 @@ class ProgramChoice:
         """What Dynamo calls in the place of a graph."""
         if self._setup.settings.dynamic and not loss.is_dynamic and self._setup.speaks:
             warn_of_static(NAME)
-        graph = StepGraph(loss)
+        graph = StepGraph(replace(loss, inputs=()))  # which are a batch of the user's
         self._convert_weights(loss)
         self._graphs.append(graph)
         return lambda *inputs: self._run_graph(graph, inputs)
@@ -205,7 +205,7 @@ class ProgramChoice:
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
             self._detector.another()
-        program = self._program(graph)
+        program = self._program(graph, inputs)
         output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
         return graph.loss.returned(output.results)
@@ -214,7 +214,7 @@ class ProgramChoice:
         coordinator = self._setup.coordinator
         return run() if coordinator is None else coordinator.ranks.guarded(run)
 
-    def _program(self, graph: StepGraph) -> StepProgram:
+    def _program(self, graph: StepGraph, inputs: Sequence[Any]) -> StepProgram:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
         detector, gather = self._detector, self._gather
         beside = (gather, self._setup.scale.config, self._gathered_before(gather))
@@ -227,7 +227,8 @@ class ProgramChoice:
         if coordinator is not None:
             coordinator.builds()
         with building(), telling(NAME, stages):
-            program = build_step(self._setup.module, graph.loss, options, self._setup.state, stages)
+            loss = replace(graph.loss, inputs=tuple(inputs))
+            program = build_step(self._setup.module, loss, options, self._setup.state, stages)
         stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
         graph.programs[key] = program

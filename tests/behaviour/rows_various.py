@@ -213,3 +213,9 @@ def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 row("loss that sets a seed", **of_loss(seeded), builds=3, broken="step")(lambda m, x: m.fc(x))
 row("loss with a hook on a node", **of_loss(hooked), builds=3, broken="step")(lambda m, x: m.fc(x))
+
+
+@row("inverse of a count, and its root", {"count": 0}, calls=((X,),) * 6, builds=2)
+def averages(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    return m.fc(x) * (1 / m.count) + m.count**-0.5

@@ -16,6 +16,7 @@ import amp_compiler as amp
 pytestmark = pytest.mark.long
 
 THREADS = 8
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
 class Net(nn.Module):
@@ -140,3 +141,38 @@ def test_steps_in_pieces_from_many_threads():
     for state in found.values():
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert set_for_dynamo() == before
+
+
+def test_a_model_that_breaks_beside_a_step_that_is_one_graph():
+    """Torch counts compiled frames of `fullgraph=True` for the whole process."""
+    model, other = model_of(Branches), model_of(Net)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    step = amp.training_step(
+        other,
+        lambda m, x: m(x).square().mean(),
+        torch.optim.SGD(other.parameters(), 0.0),
+        dtype="bf16",
+        backend="eager",
+    )
+    with torch.no_grad():
+        expected = compiled(X)
+        assert not torch.equal(expected, model(X))
+    step(X)
+    found: list[bool] = []
+    done = threading.Event()
+
+    def train() -> None:
+        while not done.is_set():
+            step(X)
+
+    def call() -> None:
+        with torch.no_grad():
+            found.extend(torch.equal(compiled(X), expected) for _ in range(300))
+        done.set()
+
+    threads = [threading.Thread(target=one) for one in (train, call)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 300 and all(found)

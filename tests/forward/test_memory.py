@@ -1,0 +1,101 @@
+"""What is captured lives as long as its model, step or call, and takes no input for a weight."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.ones(3, 4)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+class Broken(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 1e9 else -y
+
+
+def forward(model: nn.Module) -> None:
+    amp.compile(model, dtype="bf16", backend="eager")(X).sum().backward()
+
+
+def inference(model: nn.Module) -> None:
+    with torch.no_grad():
+        amp.compile(model, dtype="bf16", backend="eager")(X)
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")(X)
+
+
+def plan(model: nn.Module) -> None:
+    amp.explain(model, (X,), dtype="bf16")
+
+
+@pytest.mark.parametrize("kind", [Plain, Broken])
+@pytest.mark.parametrize("use", [forward, inference, step, plan])
+def test_a_model_is_freed(kind: type[nn.Module], use: Callable[[nn.Module], Any]) -> None:
+    if (kind, use) == (Broken, plan):
+        pytest.skip("explain refuses a graph break")
+    model = kind()
+    use(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_step_keeps_no_batch() -> None:
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+    batch = torch.ones(3, 4)
+    alive = weakref.ref(batch)
+    run(batch)
+    del batch
+    for size in (5, 6, 7):
+        run(torch.ones(size, 4))
+    gc.collect()
+    assert alive() is None
+
+
+class Replacing(Plain):
+    """Gives its buffer another tensor at every call: an input may have the number of the one that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(64, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = self.cache + 1
+        return self.fc(x)
+
+
+def test_an_input_is_no_buffer_that_was_there() -> None:
+    model = Replacing()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    with torch.no_grad():
+        compiled(torch.zeros(2, 4))
+        for number in range(30):
+            x = torch.full((64, 4), float(number))
+            torch.testing.assert_close(compiled(x), model.fc(x), rtol=0.02, atol=0.1)
+            named = {entry.target: entry.source.value for entry in compiled._last[-1].captured.inputs}
+            assert named["cache"] == "buffer" and named["args[0]"] == "user"
+            del x
