@@ -21,7 +21,7 @@ BUDGET = {
     "ir": 1_733,  # to come to 1,700
     "policy": 3_601,  # to come to 3,400
     "planner": 2_216,  # to come to 2,100
-    "fx": 5_890,  # to come to 3,900
+    "fx": 5_910,  # to come to 3,900
     "forward": 2_240,  # to come to 1,500
     "training": 7_360,  # to come to 4,600: it has the capture of the loss, and its subgraphs
     "ranks": 3_000,
@@ -36,7 +36,7 @@ BUDGET = {
     "": 180,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
 SOURCES = 63_720  # of all rooms together; to come to 58,400
-TESTS = 57_100  # to come to 50,000; 4,000 are tests/behaviour
+TESTS = 57_200  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 CROWDED = {"fx", "training"}  # rooms that may have more; to come to none
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
