@@ -236,7 +236,7 @@ class Subgraphs:
             self._called.graphs = before
         if graphs:
             self.last = tuple(graphs)
-        if functions_given_up() > skipped or not (graphs or self.made):
+        if functions_given_up() > skipped or not (graphs or self.made or self.unplanned):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))
         if self.given_up and not self.made:
             self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
