@@ -243,8 +243,10 @@ def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> 
     """
     fake_mode = next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)
     with _lazily(), fake_mode or contextlib.nullcontext():
-        # Without a table torch 2.14 writes each `detach` as an `alias`.
-        return make_fx(function, decomposition_table={}, **options)(*inputs)  # type: ignore[no-any-return]
+        # Without a table torch 2.14 writes each `detach` as an `alias`. Autograd's zeros that take no memory are real
+        # ones behind any operator of our own, also where all is fake.
+        table = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+        return make_fx(function, decomposition_table=table, **options)(*inputs)  # type: ignore[no-any-return]
 
 
 def wrap_while_it_lives(module: fx.GraphModule) -> None:

@@ -171,3 +171,20 @@ def test_what_is_no_loss_is_refused_with_its_mend(returned, said):
     step = amp.training_step(model, lambda m, x: returned(m(x).square().mean()), optimizer, backend="eager")
     with pytest.raises(amp.AmpError, match=said):
         step(X)
+
+
+def test_a_gradient_of_zeros_that_autograd_makes_without_memory(monkeypatch, tmp_path):
+    """That of a sign is one; no graph of an earlier run may be at hand."""
+    monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    weight, bias = nn.Parameter(torch.randn(5, 5)), nn.Parameter(torch.ones(3))
+    model = nn.ParameterDict({"weight": weight, "bias": bias})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.5)
+    before = weight.detach().clone()
+
+    def loss_fn(m, x):
+        return torch.sgn(m["weight"]).sum() + (m["bias"] * x).sum()
+
+    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step(torch.ones(3))
+    torch.testing.assert_close(weight.detach(), before * (1 - 0.1 * 0.5))
