@@ -1,0 +1,102 @@
+"""Numbers that FP16 makes zero or infinite on their way: under a logarithm, a root, or between bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, check, info, model, node, scalar, weight
+
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.export import export_onnx
+
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+RNG = np.random.default_rng(5)
+NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
+
+
+def error(source, made, feeds):
+    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
+    want, got = (
+        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
+        for twin in (emulate(source), emulate(made))
+    )
+    assert np.isfinite(want).all() and np.abs(want).max() > 0
+    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
+
+
+def low_nodes(done):
+    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
+
+
+# ---- logarithms of probabilities
+
+
+def logarithm(between, squash="Softmax", opset=13, stored=()):
+    """log(… squash(4 x))"""
+    function = [node(squash, ["h"], ["p"], "squash", **({"axis": 1} if squash == "Softmax" else {}))]
+    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), *function, *between, node("Log", ["q"], ["y"], "log")]
+    data = [nh.from_array(np.eye(64, dtype=np.float32) * 4, "w"), *stored]
+    return model(nodes, [info("x", 3, 64)], [info("y", "rows", "columns")], data, opset=opset)
+
+
+BETWEEN = {
+    "nothing": ([node("Identity", ["p"], ["q"])], []),
+    "clip": ([node("Clip", ["p", "c"], ["q"])], [scalar("c", 1e-12)]),
+    "epsilon": ([node("Add", ["p", "c"], ["q"])], [scalar("c", 1e-9)]),
+    "largest": ([node("Max", ["p", "c"], ["q"])], [scalar("c", 1e-12)]),
+    "view": ([node("Transpose", ["p"], ["q"], perm=[1, 0])], []),
+    "mean": ([node("ReduceMean", ["p"], ["q"], axes=[0])], []),
+    "scaled": ([node("Mul", ["p", "c"], ["q"])], [scalar("c", 0.5)]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [11, 13, 17])
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_a_probability_under_a_logarithm_is_fp32(kind, opset, dtype):
+    between, stored = BETWEEN[kind]
+    source = logarithm(between, opset=opset, stored=stored)
+    done = check(source, dtype)
+    feeds = {"x": RNG.standard_normal((3, 64)).astype(np.float32) * 1.5}
+    assert error(source, done.model, feeds) < NEAR[dtype]
+    assert low_nodes(done) == {"product"}
+
+
+@BOTH
+@pytest.mark.parametrize("squash", ["Sigmoid", "HardSigmoid"])
+def test_so_is_its_complement(squash, dtype):
+    source = logarithm([node("Sub", ["c", "p"], ["d"]), node("Add", ["d", "e"], ["q"])], squash,
+                       stored=[scalar("c", 1.0), scalar("e", 1e-6)])  # fmt: skip
+    feeds = {"x": np.linspace(-3, 2.4, 3 * 64, dtype=np.float32).reshape(3, 64)}
+    done = check(source, dtype)
+    assert low_nodes(done) == {"product"}
+    assert error(source, done.model, feeds) < NEAR[dtype]
+
+
+def test_a_logarithm_of_no_probability_takes_no_more_casts():
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("MatMul", ["x", "v"], ["b"]), node("Add", ["a", "b"], ["c"], "sum"),
+             node("Relu", ["c"], ["d"]), node("Log", ["d"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), weight("v", 8, 8)])
+    assert "sum" in low_nodes(check(source, "fp16"))
+
+
+def test_a_rule_of_ones_own_is_obeyed():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"op": "onnx.Softmax"}, "precision": "low"}]}
+    source = logarithm(BETWEEN["nothing"][0])
+    assert "squash" in low_nodes(convert_onnx(source, dtype="fp16", rules=rules))
+
+
+class Entropy(torch.nn.Module):
+    def forward(self, x):
+        return (x @ torch.eye(64) * 4).softmax(-1).log()
+
+
+def test_an_export_too():
+    x = torch.from_numpy(RNG.standard_normal((3, 64)).astype(np.float32) * 1.5)
+    made = export_onnx(Entropy(), (x,), dtype="fp16").model
+    got = next(iter(Runner(emulate(made).proto, None).run({made.graph.input[0].name: x.numpy()}).values()))
+    assert np.linalg.norm(got - Entropy()(x).numpy()) < NEAR["fp16"] * np.linalg.norm(Entropy()(x).numpy())
