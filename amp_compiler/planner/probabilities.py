@@ -1,8 +1,8 @@
 """Probabilities that a loss takes the logarithm of: they are computed in FP32 from the function that squashes them on.
 
 Rounded to 16 bits, a probability near one is one, and its gradient in the loss is 1e12 where the true one is small: an
-infinity in FP16, and a NaN behind the gradient of the sigmoid, which is zero there. In an ONNX model the logarithm itself
-is such a loss: a probability below 3e-8 is zero in FP16.
+infinity in FP16, and a NaN behind the gradient of the sigmoid, which is zero there. In an ONNX model the logarithm
+itself is such a loss: a probability below 3e-8 is zero in FP16.
 """
 
 from __future__ import annotations

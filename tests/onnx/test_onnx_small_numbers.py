@@ -78,8 +78,8 @@ def test_so_is_its_complement(squash, dtype):
 
 
 def test_a_logarithm_of_no_probability_takes_no_more_casts():
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("MatMul", ["x", "v"], ["b"]), node("Add", ["a", "b"], ["c"], "sum"),
-             node("Relu", ["c"], ["d"]), node("Log", ["d"], ["y"])]  # fmt: skip
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
+             node("Add", ["a", "b"], ["c"], "sum"), node("Relu", ["c"], ["d"]), node("Log", ["d"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), weight("v", 8, 8)])
     assert "sum" in low_nodes(check(source, "fp16"))
 
@@ -100,3 +100,86 @@ def test_an_export_too():
     made = export_onnx(Entropy(), (x,), dtype="fp16").model
     got = next(iter(Runner(emulate(made).proto, None).run({made.graph.input[0].name: x.numpy()}).values()))
     assert np.linalg.norm(got - Entropy()(x).numpy()) < NEAR["fp16"] * np.linalg.norm(Entropy()(x).numpy())
+
+
+# ---- sums of squares
+
+
+def magnitude(ending, opset=13, parts=2, square="Mul", addition="Add"):
+    """The magnitude of `parts` products, from the sum of their squares `p` on."""
+    squares = [
+        entry
+        for part in range(parts)
+        for entry in (
+            node("MatMul", ["x", f"w{part}"], [f"a{part}"], f"product{part}"),
+            node(square, [f"a{part}", f"a{part}" if square == "Mul" else "two"], [f"s{part}"], f"square{part}"),
+        )
+    ]
+    sums = [node("Sum", [f"s{part}" for part in range(parts)], ["p"])]
+    if addition == "Add":
+        values = ["s0", *(f"t{part}" for part in range(1, parts - 1)), "p"]
+        sums = [node("Add", [values[part - 1], f"s{part}"], [values[part]]) for part in range(1, parts)]
+    data = [nh.from_array((RNG.standard_normal((16, 16)) / 4).astype(np.float32), f"w{part}") for part in range(parts)]
+    data += [scalar("two", 2.0), scalar("e", 1e-8), scalar("one", 1.0)]
+    data += [nh.from_array(RNG.random((16, 8)).astype(np.float32), "mel")]
+    return model([*squares, *sums, *ending], [info("x", 4, 16)], [info("y", 4, "n")], data, opset=opset)
+
+
+ENDINGS = {
+    "root": [node("Sqrt", ["p"], ["y"])],
+    "root of more": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["y"])],
+    "logarithm": [node("Add", ["p", "e"], ["q"]), node("Log", ["q"], ["y"])],
+    "quotient": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["r"]), node("Div", ["a0", "r"], ["y"])],
+    "mel": [node("MatMul", ["p", "mel"], ["m"]), node("Add", ["m", "e"], ["q"]), node("Log", ["q"], ["y"])],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-4, 1.0, 3000.0])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_magnitude_neither_underflows_nor_overflows(ending, size, dtype):
+    source = magnitude(ENDINGS[ending])
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("size", [1e-4, 3000.0])
+@pytest.mark.parametrize("opset", [11, 13, 17])
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+@pytest.mark.parametrize("addition", ["Add", "Sum"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_norms_over_two_and_three_additions(parts, addition, square, opset, size):
+    source = magnitude(ENDINGS["root"], opset, parts, square, addition)
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
+    assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
+
+
+SUMS = {
+    "weights": [node("Mul", ["s", "k"], ["m"]), node("ReduceSum", ["m"], ["p"]), node("Sqrt", ["p"], ["y"])],
+    "pool": [node("Reshape", ["s", "rows"], ["r"]), node("AveragePool", ["r"], ["p"], kernel_shape=[4], strides=[4]),
+             node("Sqrt", ["p"], ["y"])],
+    "single": [node("Add", ["s", "e"], ["p"]), node("Sqrt", ["p"], ["y"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1e-4, 3000.0])
+@pytest.mark.parametrize("kind", SUMS)
+def test_squares_that_are_weighed_pooled_or_single(kind, size):
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *SUMS[kind]]
+    data = [
+        nh.from_array(np.eye(16, dtype=np.float32), "w"),
+        scalar("e", 1e-6),
+        nh.from_array(np.array([4, 1, 16]), "rows"),
+    ]
+    output = info("y", *{"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16)}[kind])
+    source = model(nodes, [info("x", 4, 16), info("k", 4, 16)], [output], data)
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32), "k": np.ones((4, 16), np.float32)}
+    assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
+
+
+def test_the_square_of_an_activation_is_low():
+    """Squared ReLU: no root lies behind it."""
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
+             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
+    assert "square" in low_nodes(check(source, "fp16"))
