@@ -32,6 +32,8 @@ class PinStoredNumbers(PinPass):
         a = onnx.Add(A=x, B=c) -> fp32[2, 8]  pin=fp32 "'c' holds numbers up to 100000, beyond fp16"
         b = onnx.Relu(X=a) -> fp32[2, 8]  pin=fp32 "works on what was made of 'c', which fp16 does not hold"
 
+    Bounds of a Clip that are attributes are such numbers too, the largest one of FP32 excepted.
+
     Left alone: what reads a mask (`find_masks`), or numbers that fit.
     """
 
@@ -44,6 +46,9 @@ class PinStoredNumbers(PinPass):
         for name, numbers in finder.stored():
             if name not in draft.graph.masks:
                 finder.misfit(name, numbers)
+        for node in draft.graph.nodes.values():
+            if node.op == "onnx.Clip" and node.attrs:
+                finder.bounds(node)
         return finder.pins
 
 
@@ -65,6 +70,17 @@ class _Finder(Walker):
             return
         reason = f"{numbers.lost} of the numbers in '{name}' would become zero in {self.low.short}"
         self._pin_onward(moves, sinks, reason, name)
+
+    def bounds(self, node: Node) -> None:
+        """Pin what clips to bounds that do not fit, which are attributes up to opset 10; the largest FP32 is none."""
+        fmt = self.low.format
+        for name in ("min", "max"):
+            number = abs(float(str(node.attrs.get(name, 0.0))))
+            lost, over = 0 < number <= fmt.smallest_subnormal / 2, fmt.max < number < DType.FLOAT32.format.max
+            if lost or over:
+                becomes = "zero" if lost else "an infinity"
+                reason = f"its bound {name}={number:g} would become {becomes} in {self.low.short}"
+                self._pin_onward([], [node], reason, node.name)
 
     def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
         """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""

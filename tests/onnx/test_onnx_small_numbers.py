@@ -183,3 +183,51 @@ def test_the_square_of_an_activation_is_low():
              node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
     assert "square" in low_nodes(check(source, "fp16"))
+
+
+# ---- bounds of a Clip
+
+
+def clipped(opset, form, lower, use):
+    """log(clip(relu(x w))), or a quotient by it."""
+    clip = node("Clip", ["r"], ["c"], "clip", min=lower)
+    before, stored = [], []
+    if form != "attribute":
+        clip = node("Clip", ["r", "low"], ["c"], "clip")
+    if form == "initializer":
+        stored = [scalar("low", lower)]
+    elif form == "constant":
+        before = [node("Constant", [], ["low"], value=scalar("", lower))]
+    elif form == "filled":
+        number = nh.from_array(np.array([lower], np.float32))
+        before = [node("Constant", [], ["none"], value=nh.from_array(np.zeros(0, np.int64))),
+                  node("ConstantOfShape", ["none"], ["low"], value=number)]  # fmt: skip
+    end = {"log": [node("Log", ["c"], ["y"])], "div": [node("Div", ["r", "c"], ["y"], "quotient")]}[use]
+    nodes = [*before, node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r"]), clip, *end]
+    return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)],
+                 [nh.from_array(np.eye(8, dtype=np.float32), "w"), *stored], opset=opset)  # fmt: skip
+
+
+FORMS = [
+    *((opset, "attribute", dtype) for opset in (7, 9, 10) for dtype in DTYPES),
+    *((opset, form, dtype) for opset in (11, 13, 20) for form in ("initializer", "constant") for dtype in DTYPES),
+    *((opset, "filled", "fp16") for opset in (11, 13, 20)),
+]
+
+
+@pytest.mark.parametrize("use", ["log", "div"])
+@pytest.mark.parametrize(("opset", "form", "dtype"), FORMS)
+def test_a_bound_that_fp16_makes_zero_holds_in_fp32(opset, form, use, dtype):
+    source = clipped(opset, form, 1e-12, use)
+    done = check(source, dtype)
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 8)).astype(np.float32)}) < NEAR[dtype]
+    if dtype == "fp16":
+        assert not low_nodes(done) & {"clip", "quotient"}
+
+
+@pytest.mark.parametrize("bounds", [{"min": 0.0, "max": 6.0}, {"min": 0.0}, {"min": -1.0}, {"min": 1e-5}])
+def test_bounds_that_fit_are_low(bounds):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Clip", ["h"], ["c"], "clip", **bounds),
+             node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)], opset=10)
+    assert "clip" in low_nodes(check(source, "fp16"))
