@@ -1,7 +1,8 @@
 """Probabilities that a loss takes the logarithm of: they are computed in FP32 from the function that squashes them on.
 
 Rounded to 16 bits, a probability near one is one, and its gradient in the loss is 1e12 where the true one is small: an
-infinity in FP16, and a NaN behind the gradient of the sigmoid, which is zero there.
+infinity in FP16, and a NaN behind the gradient of the sigmoid, which is zero there. In an ONNX model the logarithm
+itself is such a loss: a probability below 3e-8 is zero in FP16.
 """
 
 from __future__ import annotations
@@ -45,37 +46,50 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
 
 
 def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str, Node]:
-    """The nodes between a squashing function and a loss in FP32 that are not to run in 16 bits.
+    """The nodes between a squashing function and a loss, or a logarithm, in FP32 that are not to run in 16 bits.
 
     From the loss back through arithmetic, copies and views to the functions that make probabilities (a sigmoid, a
-    softmax), these included.
+    softmax), these included. From a logarithm, which counts in an ONNX model, on the ways alone that lead to such a
+    function.
 
     Args:
         draft: the graph, the rules and what is planned for.
         decisions: what the rules say, by node name. A rule of the user's own that asks for the low type is obeyed.
 
     Returns:
-        By node name, the loss.
+        By node name, the loss or logarithm.
     """
+    graph, info, in_file = draft.graph, draft.rules.ops.info, draft.context.device == "onnx"
     own = {rule.where for rule in draft.rules.rules if rule.own}
     makers: dict[str, Node] = {}
-    for loss in draft.graph.nodes.values():
-        slots = draft.rules.ops.info(loss.op).probabilities
-        if not slots or decisions[loss.name].precision is not Precision.FP32:
+    behind_logarithms: dict[str, Node] = {}
+    for taker in graph.nodes.values():
+        slots = info(taker.op).probabilities
+        if not slots or decisions[taker.name].precision is not Precision.FP32:
             continue
-        pending = [operand.value for operand in loss.inputs if operand.slot in slots]
-        seen = set(pending)
+        is_loss = info(taker.op).family == "loss"
+        if not is_loss and not in_file:
+            continue
+        found = makers if is_loss else behind_logarithms
+        pending = [operand.value for operand in taker.inputs if operand.slot in slots]
         while pending:
-            maker = draft.graph.producer(pending.pop())
-            if maker is None:
+            maker = graph.producer(pending.pop())
+            if maker is None or maker.name in found:
                 continue
-            info, decision = draft.rules.ops.info(maker.op), decisions[maker.name]
-            if not (info.squashes or info.carries or info.exact or info.moves):
-                continue
-            if decision.precision in _OPEN and decision.rule not in own:
-                makers.setdefault(maker.name, loss)
-            if not info.squashes:
-                values = [operand.value for operand in maker.inputs]
-                pending += [value for value in values if value not in seen]
-                seen.update(values)
-    return makers
+            known = info(maker.op)
+            sums = not is_loss and known.family == "reduction"
+            if known.squashes or known.carries or known.exact or known.moves or sums:
+                found[maker.name] = taker
+                pending += [] if known.squashes else [operand.value for operand in maker.inputs]
+    probabilities: set[str] = set()
+    for name in [name for name in graph.nodes if name in behind_logarithms] if behind_logarithms else ():
+        node = graph.nodes[name]
+        if info(node.op).squashes or any(operand.value in probabilities for operand in node.inputs):
+            probabilities.update(node.outputs)
+            makers.setdefault(name, behind_logarithms[name])
+    free = (*_OPEN, Precision.FOLLOW) if in_file else _OPEN
+    return {
+        name: taker
+        for name, taker in makers.items()
+        if decisions[name].precision in free and decisions[name].rule not in own
+    }

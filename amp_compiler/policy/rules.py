@@ -54,7 +54,7 @@ class OpInfo:
         quantized: a part of quantised arithmetic, which is left intact.
         masks: slots that may hold a mask: numbers far below all others, which stand for minus infinity.
         squashes: it makes numbers between fixed bounds, such as probabilities, of any.
-        probabilities: slots that hold probabilities of which a loss takes the logarithm.
+        probabilities: slots that may hold probabilities, of which it takes the logarithm.
         onnx_keep: what `keep` is in an ONNX model; `None` for the same.
         plain: it computes element by element, moves elements or adds them up: what it makes of numbers that are known
             to every bit (positions, sizes, inputs of the model) is as well known as they are.

@@ -20,8 +20,9 @@ _WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Exp", *_SUMMING})  # what ma
 class PinOverflows(PinPass):
     """Pin to FP32, in fp16, powers, sums of squares and exponentials, with what works on their results.
 
-    That is all up to the root, quotient or logarithm that brings them back into range. Exponentials of differences to a
-    maximum are at most one. The rules' `keep: {powers: false}` leaves all of it to the rules.
+    That is all up to the root, quotient or logarithm that brings them back into range. Products of a value with itself
+    count where they are summed, or end there: magnitudes such as `sqrt(re * re + im * im)`. Exponentials of differences
+    to a maximum are at most one. The rules' `keep: {powers: false}` leaves all of it to the rules.
 
     Before:
 

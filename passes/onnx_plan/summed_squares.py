@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
-_GROWING = frozenset(
-    {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum", "onnx.ReduceSum", "onnx.ReduceMean"}
-)
+_SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
+_GROWING = _SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
+_ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
 _REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
@@ -21,31 +21,43 @@ class Squares(Walker):
     def sums_of_squares(self) -> Iterator[tuple[str, ...]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
         for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
-            squared = self.sums_squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
+            squared = self._squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
             if squared and self._is_summed(node):
                 yield (node.name, *self.to_end(node))
 
     def sums_squares(self, node: Node) -> bool:
-        """True for a product of a value with itself that is summed."""
-        square = node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value
-        return square and self._is_summed(node)
+        """True for a product of a value with itself that is summed, or ends under a root, a logarithm or a quotient."""
+        return self._squares(node) and (self._is_summed(node) or self._ends_steeply(node))
+
+    def _squares(self, node: Node) -> bool:
+        return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value
+
+    def _ends_steeply(self, node: Node) -> bool:
+        """True where a root, a logarithm, or a quotient by it lies behind a square."""
+        names = [node.name, *self.to_end(node)]
+        made = {value for name in names for value in self.graph.nodes[name].outputs}
+        ends = (self.graph.nodes[name] for name in names)
+        return any(end.op in _ROOTS or (end.op == "onnx.Div" and end.inputs[1].value in made) for end in ends)
 
     def to_end(self, seed: Node) -> list[str]:
         """The nodes between an op that overflows and the ops that bring its result back into range, those included."""
         came: dict[str, str] = {}
+        mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm alone is an end
         ends: list[str] = []
         frontier = [seed]
         for _ in range(_REACH):
             following: list[Node] = []
             for node in frontier:
                 for user in self.users(node):
-                    if user.name in came:
+                    if user.name in came or (node.name in mixed and user.op in _ENDING and user.op != "onnx.Log"):
                         continue
+                    mixes = user.op == "onnx.MatMul" and any(self.holds_data(one.value) for one in user.inputs)
+                    mixed.update([user.name] if mixes or node.name in mixed else [])
                     if user.op in _ENDING:
                         came[user.name] = node.name
                         ends.append(user.name)
                         ends += self._after_root(user, came)
-                    elif user.op in _GROWING or self.passes(user) or self.scales(user):
+                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self._weighs(user):
                         came[user.name] = node.name
                         following.append(user)
             frontier = following
@@ -78,7 +90,11 @@ class Squares(Walker):
         frontier = [node]
         for _ in range(_REACH):
             users = [user for current in frontier for user in self.users(current)]
-            if any(user.op in ("onnx.ReduceSum", "onnx.ReduceMean") for user in users):
+            if any(user.op in _SUMS for user in users):
                 return True
-            frontier = [user for user in users if self.passes(user) or self.scales(user)]
+            frontier = [user for user in users if self.passes(user) or self.scales(user) or self._weighs(user)]
         return False
+
+    def _weighs(self, node: Node) -> bool:
+        """True for a product that is summed: that of squares with weights or a mask."""
+        return node.op == "onnx.Mul" and any(user.op in _SUMS for user in self.users(node))

@@ -11,7 +11,7 @@ it is told so.
 | data that no plan converts: FP64, complex numbers, no FP32 at all | kept | `_why_untouchable` |
 | the rules, the last that matches; without one it is kept | any | `policy/matching.py` |
 | a number among the arguments that the low type does not hold | FP32 | `_too_large`, of what is not kept or FP32 |
-| a loss in FP32 that takes the logarithm of a probability | FP32 | `planner/probabilities.py`, of what was open |
+| the logarithm of a probability: a loss in FP32, or in a file | FP32 | `planner/probabilities.py`, of what was open |
 | an output between bounds, of a graph that may be trained | FP32 | the same file, of what no own rule asks |
 | sizes, indices, angles | kept, widest | `planner/numbers.py`, of what would be rounded |
 | `between` | low, FP32 | `planner/between.py` |

@@ -1,0 +1,257 @@
+"""Numbers that FP16 makes zero or infinite on their way: under a logarithm, a root, or between bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, check, info, model, node, scalar, weight
+
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.export import export_onnx
+
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+RNG = np.random.default_rng(5)
+NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
+
+
+def error(source, made, feeds):
+    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
+    want, got = (
+        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
+        for twin in (emulate(source), emulate(made))
+    )
+    assert np.isfinite(want).all() and np.abs(want).max() > 0
+    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
+
+
+def low_nodes(done):
+    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
+
+
+# ---- logarithms of probabilities
+
+
+def logarithm(between, squash="Softmax", opset=13, stored=()):
+    """log(… squash(4 x))"""
+    function = [node(squash, ["h"], ["p"], "squash", **({"axis": 1} if squash == "Softmax" else {}))]
+    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), *function, *between, node("Log", ["q"], ["y"], "log")]
+    data = [nh.from_array(np.eye(64, dtype=np.float32) * 4, "w"), *stored]
+    return model(nodes, [info("x", 3, 64)], [info("y", "rows", "columns")], data, opset=opset)
+
+
+BETWEEN = {
+    "nothing": ([node("Identity", ["p"], ["q"])], []),
+    "clip": ([node("Clip", ["p", "c"], ["q"])], [scalar("c", 1e-12)]),
+    "epsilon": ([node("Add", ["p", "c"], ["q"])], [scalar("c", 1e-9)]),
+    "largest": ([node("Max", ["p", "c"], ["q"])], [scalar("c", 1e-12)]),
+    "view": ([node("Transpose", ["p"], ["q"], perm=[1, 0])], []),
+    "mean": ([node("ReduceMean", ["p"], ["q"], axes=[0])], []),
+    "scaled": ([node("Mul", ["p", "c"], ["q"])], [scalar("c", 0.5)]),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [11, 13, 17])
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_a_probability_under_a_logarithm_is_fp32(kind, opset, dtype):
+    between, stored = BETWEEN[kind]
+    source = logarithm(between, opset=opset, stored=stored)
+    done = check(source, dtype)
+    feeds = {"x": RNG.standard_normal((3, 64)).astype(np.float32) * 1.5}
+    assert error(source, done.model, feeds) < NEAR[dtype]
+    assert low_nodes(done) == {"product"}
+
+
+@BOTH
+@pytest.mark.parametrize("squash", ["Sigmoid", "HardSigmoid"])
+def test_so_is_its_complement(squash, dtype):
+    source = logarithm([node("Sub", ["c", "p"], ["d"]), node("Add", ["d", "e"], ["q"])], squash,
+                       stored=[scalar("c", 1.0), scalar("e", 1e-6)])  # fmt: skip
+    feeds = {"x": np.linspace(-3, 2.4, 3 * 64, dtype=np.float32).reshape(3, 64)}
+    done = check(source, dtype)
+    assert low_nodes(done) == {"product"}
+    assert error(source, done.model, feeds) < NEAR[dtype]
+
+
+def test_a_logarithm_of_no_probability_takes_no_more_casts():
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("MatMul", ["x", "v"], ["b"]),
+             node("Add", ["a", "b"], ["c"], "sum"), node("Relu", ["c"], ["d"]), node("Log", ["d"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), weight("v", 8, 8)])
+    assert "sum" in low_nodes(check(source, "fp16"))
+
+
+def test_a_rule_of_ones_own_is_obeyed():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"op": "onnx.Softmax"}, "precision": "low"}]}
+    source = logarithm(BETWEEN["nothing"][0])
+    assert "squash" in low_nodes(convert_onnx(source, dtype="fp16", rules=rules))
+
+
+class Entropy(torch.nn.Module):
+    def forward(self, x):
+        return (x @ torch.eye(64) * 4).softmax(-1).log()
+
+
+def test_an_export_too():
+    x = torch.from_numpy(RNG.standard_normal((3, 64)).astype(np.float32) * 1.5)
+    made = export_onnx(Entropy(), (x,), dtype="fp16").model
+    got = next(iter(Runner(emulate(made).proto, None).run({made.graph.input[0].name: x.numpy()}).values()))
+    assert np.linalg.norm(got - Entropy()(x).numpy()) < NEAR["fp16"] * np.linalg.norm(Entropy()(x).numpy())
+
+
+# ---- sums of squares
+
+
+def magnitude(ending, opset=13, parts=2, square="Mul", addition="Add"):
+    """The magnitude of `parts` products, from the sum of their squares `p` on."""
+    squares = [
+        entry
+        for part in range(parts)
+        for entry in (
+            node("MatMul", ["x", f"w{part}"], [f"a{part}"], f"product{part}"),
+            node(square, [f"a{part}", f"a{part}" if square == "Mul" else "two"], [f"s{part}"], f"square{part}"),
+        )
+    ]
+    sums = [node("Sum", [f"s{part}" for part in range(parts)], ["p"])]
+    if addition == "Add":
+        values = ["s0", *(f"t{part}" for part in range(1, parts - 1)), "p"]
+        sums = [node("Add", [values[part - 1], f"s{part}"], [values[part]]) for part in range(1, parts)]
+    data = [nh.from_array((RNG.standard_normal((16, 16)) / 4).astype(np.float32), f"w{part}") for part in range(parts)]
+    data += [scalar("two", 2.0), scalar("e", 1e-8), scalar("one", 1.0)]
+    data += [nh.from_array(RNG.random((16, 8)).astype(np.float32), "mel")]
+    return model([*squares, *sums, *ending], [info("x", 4, 16)], [info("y", 4, "n")], data, opset=opset)
+
+
+ENDINGS = {
+    "root": [node("Sqrt", ["p"], ["y"])],
+    "root of more": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["y"])],
+    "logarithm": [node("Add", ["p", "e"], ["q"]), node("Log", ["q"], ["y"])],
+    "quotient": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["r"]), node("Div", ["a0", "r"], ["y"])],
+    "mel": [node("MatMul", ["p", "mel"], ["m"]), node("Add", ["m", "e"], ["q"]), node("Log", ["q"], ["y"])],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e-4, 1.0, 3000.0])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_magnitude_neither_underflows_nor_overflows(ending, size, dtype):
+    source = magnitude(ENDINGS[ending])
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+@pytest.mark.parametrize("size", [1e-4, 3000.0])
+@pytest.mark.parametrize("opset", [11, 13, 17])
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+@pytest.mark.parametrize("addition", ["Add", "Sum"])
+@pytest.mark.parametrize("parts", [2, 3])
+def test_norms_over_two_and_three_additions(parts, addition, square, opset, size):
+    source = magnitude(ENDINGS["root"], opset, parts, square, addition)
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
+    assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
+
+
+SUMS = {
+    "weights": [node("Mul", ["s", "k"], ["m"]), node("ReduceSum", ["m"], ["p"]), node("Sqrt", ["p"], ["y"])],
+    "pool": [node("Reshape", ["s", "rows"], ["r"]), node("AveragePool", ["r"], ["p"], kernel_shape=[4], strides=[4]),
+             node("Sqrt", ["p"], ["y"])],
+    "single": [node("Add", ["s", "e"], ["p"]), node("Sqrt", ["p"], ["y"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1e-4, 3000.0])
+@pytest.mark.parametrize("kind", SUMS)
+def test_squares_that_are_weighed_pooled_or_single(kind, size):
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *SUMS[kind]]
+    data = [
+        nh.from_array(np.eye(16, dtype=np.float32), "w"),
+        scalar("e", 1e-6),
+        nh.from_array(np.array([4, 1, 16]), "rows"),
+    ]
+    output = info("y", *{"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16)}[kind])
+    source = model(nodes, [info("x", 4, 16), info("k", 4, 16)], [output], data)
+    feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32), "k": np.ones((4, 16), np.float32)}
+    assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
+
+
+def test_the_square_of_an_activation_is_low():
+    """Squared ReLU: no root lies behind it."""
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
+             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
+    assert "square" in low_nodes(check(source, "fp16"))
+
+
+# ---- bounds of a Clip
+
+
+def clipped(opset, form, lower, use):
+    """log(clip(relu(x w))), or a quotient by it."""
+    clip = node("Clip", ["r"], ["c"], "clip", min=lower)
+    before, stored = [], []
+    if form != "attribute":
+        clip = node("Clip", ["r", "low"], ["c"], "clip")
+    if form == "initializer":
+        stored = [scalar("low", lower)]
+    elif form == "constant":
+        before = [node("Constant", [], ["low"], value=scalar("", lower))]
+    elif form == "filled":
+        number = nh.from_array(np.array([lower], np.float32))
+        before = [node("Constant", [], ["none"], value=nh.from_array(np.zeros(0, np.int64))),
+                  node("ConstantOfShape", ["none"], ["low"], value=number)]  # fmt: skip
+    end = {"log": [node("Log", ["c"], ["y"])], "div": [node("Div", ["r", "c"], ["y"], "quotient")]}[use]
+    nodes = [*before, node("MatMul", ["x", "w"], ["h"]), node("Relu", ["h"], ["r"]), clip, *end]
+    return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)],
+                 [nh.from_array(np.eye(8, dtype=np.float32), "w"), *stored], opset=opset)  # fmt: skip
+
+
+FORMS = [
+    *((opset, "attribute", dtype) for opset in (7, 9, 10) for dtype in DTYPES),
+    *((opset, form, dtype) for opset in (11, 13, 20) for form in ("initializer", "constant") for dtype in DTYPES),
+    *((opset, "filled", "fp16") for opset in (11, 13, 20)),
+]
+
+
+@pytest.mark.parametrize("use", ["log", "div"])
+@pytest.mark.parametrize(("opset", "form", "dtype"), FORMS)
+def test_a_bound_that_fp16_makes_zero_holds_in_fp32(opset, form, use, dtype):
+    source = clipped(opset, form, 1e-12, use)
+    done = check(source, dtype)
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 8)).astype(np.float32)}) < NEAR[dtype]
+    if dtype == "fp16":
+        assert not low_nodes(done) & {"clip", "quotient"}
+
+
+@pytest.mark.parametrize("bounds", [{"min": 0.0, "max": 6.0}, {"min": 0.0}, {"min": -1.0}, {"min": 1e-5}])
+def test_bounds_that_fit_are_low(bounds):
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node("Clip", ["h"], ["c"], "clip", **bounds),
+             node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)], opset=10)
+    assert "clip" in low_nodes(check(source, "fp16"))
+
+
+# ---- factors
+
+
+@pytest.mark.parametrize("stored", ["initializer", "constant"])
+@pytest.mark.parametrize(("op", "number"), [("Mul", 1e-6), ("Mul", 1e-7), ("Mul", -1.5e-5), ("Div", 1e-6)])
+def test_a_factor_of_which_fp16_holds_few_digits(op, number, stored):
+    back = scalar("d", 1e3 if op == "Mul" else 1e-3)
+    constant = [node("Constant", [], ["c"], value=scalar("", number))] if stored == "constant" else []
+    nodes = [node("MatMul", ["x", "w"], ["a"]), *constant, node(op, ["a", "c"], ["b"], "op"),
+             node("Mul", ["b", "d"], ["y"])]  # fmt: skip
+    data = [nh.from_array(np.eye(8, dtype=np.float32), "w"), back, *([] if constant else [scalar("c", number)])]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
+    done = check(source, "fp16")
+    assert "op" not in low_nodes(done)
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 8)).astype(np.float32)}) < NEAR["fp16"]
+
+
+@pytest.mark.parametrize(("op", "number"), [("Mul", 2.0**-24), ("Mul", 2.0**-16), ("Mul", 1e-4), ("Add", 1e-6)])
+def test_a_number_that_fp16_holds_or_that_is_added_stays_low(op, number):
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node(op, ["a", "c"], ["b"], "op"), node("MatMul", ["b", "w"], ["y"])]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("c", number)])
+    assert "op" in low_nodes(check(source, "fp16"))
