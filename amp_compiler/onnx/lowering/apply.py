@@ -17,7 +17,7 @@ from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
 from amp_compiler.onnx.model.edit import cast_node, names_of, set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import bodies
-from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.onnx.model.types import ir_type, neutral_type, signature_of
 
 _IR_WITH_FREE_INITIALIZERS = 4  # the first IR version in which initializers need not be inputs
 
@@ -139,7 +139,7 @@ class _Writer:
         returned = [index for name, index in cast.users if name == RETURN]
         if cast.src == cast.dst:
             new = source
-        elif self.lowered.graph.is_folded(cast.value):
+        elif self.lowered.graph.is_folded(cast.value) and self._may_hold(source, dst):
             new = self._fold(cast.value, dst)
         else:
             new = self._cast(cast, source, dst, sites, bool(returned))
@@ -233,6 +233,15 @@ class _Writer:
         }
 
     # ---- stored data
+
+    def _may_hold(self, value: ir.Value, dst: DType) -> bool:
+        """Whether what makes stored data may make them in a type: a `ConstantOfShape` makes BF16 from opset 20 on."""
+        maker = value.producer()
+        if maker is None or maker.op_type == EMPTY_LIST:
+            return True
+        signature = signature_of("", maker.op_type, maker.version or self.lowered.model.opset(""))
+        formal = signature.output(0) if signature is not None else None
+        return formal is None or dst in formal.allowed
 
     def _fold(self, name: str, dst: DType) -> ir.Value:
         known = self.folded.get((name, dst))

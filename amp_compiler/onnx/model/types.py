@@ -17,6 +17,8 @@ LIST_OPS = frozenset(
     }
 )  # fmt: skip
 """The ops of sequences of tensors, which hold what was put into them in one type."""
+_WRITTEN_AS = {"Clip": "Where", "SoftmaxCrossEntropyLoss": "NegativeLogLikelihoodLoss"}
+"""Ops that a runtime writes out by ONNX's own definition of them, whose types come later in this op of it."""
 FLOAT8 = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
 _BY_NAME = {
     "FLOAT": DType.FLOAT32, "DOUBLE": DType.FLOAT64, "FLOAT16": DType.FLOAT16, "BFLOAT16": DType.BFLOAT16,
@@ -120,6 +122,9 @@ def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
     types: dict[str, frozenset[DType]] = {}
     for put in (*schema.inputs, *schema.outputs):
         types[put.type_str] = frozenset(map(_parse, constraints.get(put.type_str, [put.type_str])))
+    inner = signature_of("", _WRITTEN_AS[op_type], version) if not domain and op_type in _WRITTEN_AS else None
+    if inner is not None:
+        types["T"] &= inner.types["T"]
     variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
     return Signature(
         tuple((put.name, put.type_str, put.option == variadic) for put in schema.inputs),
