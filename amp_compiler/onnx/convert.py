@@ -24,7 +24,7 @@ from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
-from amp_compiler.onnx.model.edit import unique
+from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
@@ -69,7 +69,7 @@ def convert_onnx(
     rules: Any = "default",
     dtype: LowArgument = "fp16",
     calibration: Any = None,
-    keep_io_types: bool = True,
+    keep_io_types: bool | Iterable[str] = True,
     verify: Any = None,
     raise_opset: bool = True,
     opset: int | None = None,
@@ -96,7 +96,8 @@ def convert_onnx(
             over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
             as large as the data have them, in `reduction_size` and in the bytes of casts.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
-            type in which they are made, and FP32 inputs that are read in the low type alone have the low type.
+            type in which they are made, and FP32 inputs that are read in the low type alone have the low type. Names
+            of inputs and outputs: these keep their types, and the others are as with `False`.
         verify: batches as for `calibration`, over which both models run with true rounding after every op.
         raise_opset: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime
             loads the model; with `False` such ops stay FP32.
@@ -130,6 +131,7 @@ def convert_onnx(
     rule_set = load_rules(rules)
     opened = open_model(source)
     target = None if output is None else _target(opened, output)
+    kept = kept_types(keep_io_types, opened.proto.graph)
     engine = make_engine(providers, custom_ops)
     loading = _Loading(opened, engine) if check else None
     ranges: Mapping[str, float] = {}
@@ -145,7 +147,7 @@ def convert_onnx(
             rule_set,
             low,
             ranges,
-            keep_io_types=keep_io_types,
+            keep_io_types=kept,
             raising=raise_opset,
             check=check,
             opset=opset,
@@ -158,7 +160,7 @@ def convert_onnx(
         with raised_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
             floors = mask_floors(lowered.graph, plan.labels, low)
-            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
+            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=kept)
             if changed:
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan)
