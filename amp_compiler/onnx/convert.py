@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
+from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
 from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
@@ -50,7 +52,8 @@ class Conversion:
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
         notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, what was
-            fused and what a later opset would let be, and that the model is too long to be loaded.
+            fused and what a later opset would let be, that the model is too long to be loaded, and how much stays as
+            it is for types that are not known and for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -180,8 +183,26 @@ def convert_onnx(
         logger.warning("%s: %s", target or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
-    notes = (*([late] if late else []), *lowered.notes, *(loading.notes if loading is not None else ()))
+    notes = (
+        *([late] if late else []),
+        *_unconverted(plan),
+        *lowered.notes,
+        *(loading.notes if loading is not None else ()),
+    )
     return Conversion(plan, converted, target, changed or lowered.fused > 0, report, refusal, notes)
+
+
+def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
+    """How much is converted, and why not more, where unknown types or ops of custom domains are the cause."""
+    unknown = [node for node in plan.nodes if node.reason.endswith(UNKNOWN_TYPE)]
+    unnamed = Counter(node.op for node in plan.nodes if node.reason == UNNAMED_OP)
+    much = f"{plan.low_nodes} of {len(plan.nodes)} nodes are {plan.dtype}"
+    if unknown:
+        first = unknown[0]
+        yield f"{much}: for {len(unknown)} types of values {UNKNOWN_TYPE}, from node '{first.name}' ({first.op}) on"
+    if unnamed:
+        listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
+        yield f"{much}: {listed} stay as they are, for no rule names these ops of custom domains"
 
 
 class _Loading:

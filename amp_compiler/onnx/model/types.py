@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.contrib import CONTRIB, contrib_schemas
 
 LIST_OPS = frozenset(
     {
@@ -107,7 +108,7 @@ class Signature:
 
 @functools.lru_cache(maxsize=4096)
 def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
-    """The signature of an op in one opset version; `None` where `onnx.defs` does not know it.
+    """The signature of an op in one opset version; `None` where neither onnx nor ONNX Runtime know it.
 
     Args:
         domain: canonical domain.
@@ -117,7 +118,9 @@ def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        return None
+        schema = contrib_schemas().get(op_type) if domain == CONTRIB else None
+        if schema is None:
+            return None
     constraints = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}
     types: dict[str, frozenset[DType]] = {}
     for put in (*schema.inputs, *schema.outputs):
