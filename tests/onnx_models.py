@@ -49,7 +49,7 @@ def check(source, dtype, rules="default", *, full=True, **options):
     onnx.checker.check_model(made, full_check=full)
     again = convert_onnx(made, rules=rules, dtype=dtype, **options)
     assert again.model.SerializeToString() == made.SerializeToString(), "not idempotent"
-    if options.get("keep_io_types", True):
+    if options.get("keep_io_types", True) is True:
         assert list(made.graph.input) == list(source.graph.input)
         assert list(made.graph.output) == list(source.graph.output)
     names = [output for entry in made.graph.node for output in entry.output if output]

@@ -73,6 +73,12 @@ def convert(
     keep_io_types: Annotated[
         bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
     ] = True,
+    keep_io_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-io-type", metavar="NAME", help="Only this input or output keeps its type. Give it once for each."
+        ),
+    ] = None,
     raise_opset: Annotated[
         bool,
         typer.Option(
@@ -132,8 +138,8 @@ def convert(
         raise UsageError("it says which --verify passes", where="--tolerance", hint="give --verify as well")
     summary = run_convert(
         source, output, dtype=dtype, calibrate=calibrate, verify=verify, tolerance=tolerance, report=report,
-        providers=provider, custom_ops=custom_ops, rules=rules, keep_io_types=keep_io_types, raise_opset=raise_opset,
-        opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+        providers=provider, custom_ops=custom_ops, rules=rules, keep_io_types=keep_io_type or keep_io_types,
+        raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
     )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
-from amp_compiler.onnx.model.edit import unique
+from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
+from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
@@ -50,7 +52,8 @@ class Conversion:
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
         notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, what was
-            fused and what a later opset would let be, and that the model is too long to be loaded.
+            fused and what a later opset would let be, that the model is too long to be loaded, and how much stays as
+            it is for types that are not known and for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -69,7 +72,7 @@ def convert_onnx(
     rules: Any = "default",
     dtype: LowArgument = "fp16",
     calibration: Any = None,
-    keep_io_types: bool = True,
+    keep_io_types: bool | Iterable[str] = True,
     verify: Any = None,
     raise_opset: bool = True,
     opset: int | None = None,
@@ -96,7 +99,8 @@ def convert_onnx(
             over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
             as large as the data have them, in `reduction_size` and in the bytes of casts.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
-            type in which they are made, and FP32 inputs that are read in the low type alone have the low type.
+            type in which they are made, and FP32 inputs that are read in the low type alone have the low type. Names
+            of inputs and outputs: these keep their types, and the others are as with `False`.
         verify: batches as for `calibration`, over which both models run with true rounding after every op.
         raise_opset: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime
             loads the model; with `False` such ops stay FP32.
@@ -130,6 +134,7 @@ def convert_onnx(
     rule_set = load_rules(rules)
     opened = open_model(source)
     target = None if output is None else _target(opened, output)
+    kept = kept_types(keep_io_types, opened.proto.graph)
     engine = make_engine(providers, custom_ops)
     loading = _Loading(opened, engine) if check else None
     ranges: Mapping[str, float] = {}
@@ -145,7 +150,7 @@ def convert_onnx(
             rule_set,
             low,
             ranges,
-            keep_io_types=keep_io_types,
+            keep_io_types=kept,
             raising=raise_opset,
             check=check,
             opset=opset,
@@ -158,7 +163,7 @@ def convert_onnx(
         with raised_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
             floors = mask_floors(lowered.graph, plan.labels, low)
-            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
+            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=kept)
             if changed:
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan)
@@ -178,8 +183,26 @@ def convert_onnx(
         logger.warning("%s: %s", target or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
-    notes = (*([late] if late else []), *lowered.notes, *(loading.notes if loading is not None else ()))
+    notes = (
+        *([late] if late else []),
+        *_unconverted(plan),
+        *lowered.notes,
+        *(loading.notes if loading is not None else ()),
+    )
     return Conversion(plan, converted, target, changed or lowered.fused > 0, report, refusal, notes)
+
+
+def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
+    """How much is converted, and why not more, where unknown types or ops of custom domains are the cause."""
+    unknown = [node for node in plan.nodes if node.reason.endswith(UNKNOWN_TYPE)]
+    unnamed = Counter(node.op for node in plan.nodes if node.reason == UNNAMED_OP)
+    much = f"{plan.low_nodes} of {len(plan.nodes)} nodes are {plan.dtype}"
+    if unknown:
+        first = unknown[0]
+        yield f"{much}: for {len(unknown)} types of values {UNKNOWN_TYPE}, from node '{first.name}' ({first.op}) on"
+    if unnamed:
+        listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
+        yield f"{much}: {listed} stay as they are, for no rule names these ops of custom domains"
 
 
 class _Loading:

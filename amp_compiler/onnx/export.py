@@ -124,6 +124,8 @@ def export_onnx(
             f"amp.export_onnx takes an nn.Module, not a {type(model).__name__}",
             hint="for an ONNX file there is amp.convert_onnx",
         )
+    if not isinstance(keep_io_types, bool):
+        raise OnnxError("names are for amp.convert_onnx alone", where="keep_io_types", hint="give True or False")
     target = None if output is None else Path(output)
     if output is not None:
         output_file(output, OnnxError)

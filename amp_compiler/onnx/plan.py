@@ -16,6 +16,7 @@ from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.model.edit import KeptTypes
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
@@ -71,7 +72,7 @@ def plan_onnx(
     low: DType,
     ranges: Mapping[str, float] | None = None,
     *,
-    keep_io_types: bool = True,
+    keep_io_types: KeptTypes = True,
     raising: bool = True,
     stages: Stages | None = None,
     check: bool = True,
@@ -87,7 +88,7 @@ def plan_onnx(
         rules: the rules.
         low: the 16-bit type.
         ranges: calibrated largest magnitude by value name.
-        keep_io_types: as for `convert_onnx`.
+        keep_io_types: as `kept_types` gives it.
         raising: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime loads
             the model. Where ONNX's converter cannot do it, the ops that a rule merely lets be low stay FP32, and one
             that a rule asks to be low is an error.

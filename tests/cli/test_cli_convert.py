@@ -120,6 +120,11 @@ def test_io_types(run, benign, tmp_path):
         assert run(benign, tmp_path / "out.onnx", flag, "--rules", "fast")[0] == 0
         graph = onnx.load(tmp_path / "out.onnx").graph
         assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {kind}
+    name = onnx.load(benign).graph.input[0].name
+    assert run(benign, tmp_path / "out.onnx", "--keep-io-type", name, "--rules", "fast")[0] == 0
+    graph = onnx.load(tmp_path / "out.onnx").graph
+    assert graph.input[0].type.tensor_type.elem_type == TensorProto.FLOAT
+    assert graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT16
 
 
 @pytest.mark.parametrize(

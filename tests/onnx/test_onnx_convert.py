@@ -13,6 +13,7 @@ from onnx import numpy_helper as nh
 from onnx_models import (
     DTYPES,
     LOW,
+    RNG,
     X,
     casts,
     check,
@@ -199,6 +200,34 @@ def test_keep_io_types_false():
     assert not casts(made)
     assert {entry.type.tensor_type.elem_type for entry in (*made.graph.input, *made.graph.output)} == {T.FLOAT16}
     assert [entry.name for entry in (*made.graph.input, *made.graph.output)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("kept", ["x", ["x"], ["z", "y"], []])
+def test_inputs_and_outputs_keep_their_types_by_name(kept):
+    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["z", "w"], ["b"], "second"),
+             node("Add", ["a", "b"], ["y"], "add")]  # fmt: skip
+    source = model(nodes, [info("x", 4, 8), info("z", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
+    assert ends_of(check(source, "fp16", keep_io_types=kept).model) == {
+        name: T.FLOAT if name in kept else T.FLOAT16 for name in "xzy"
+    }
+    for one in (*source.graph.input, *source.graph.output):
+        one.type.tensor_type.elem_type = T.DOUBLE
+    source.graph.initializer[0].CopyFrom(nh.from_array(RNG.standard_normal((8, 8)), "w"))
+    made = convert_onnx(source, keep_io_types=kept, as_fp32="fp64").model
+    onnx.checker.check_model(made, full_check=True)
+    assert ends_of(made) == {name: T.DOUBLE if name in kept else T.FLOAT16 for name in "xzy"}
+
+
+def ends_of(made):
+    """The types of inputs and outputs by name."""
+    return {entry.name: entry.type.tensor_type.elem_type for entry in (*made.graph.input, *made.graph.output)}
+
+
+@pytest.mark.parametrize(("kept", "words"), [(["xx"], "'xx' is no input or output"), (["h"], "'h' is no"),
+                                             (3, "3 is no list"), ([None], "None is no input")])  # fmt: skip
+def test_names_that_keep_no_type_are_refused(kept, words):
+    with pytest.raises(OnnxError, match=words):
+        convert_onnx(mlp(), keep_io_types=kept)
 
 
 def test_the_empty_plan_changes_nothing():

@@ -124,6 +124,11 @@ def test_open_ends_have_the_low_type():
     assert made.dtype == np.float16 and near(made.astype(np.float32), net()(x), 2e-3)
 
 
+def test_ends_that_keep_their_types_are_not_named():
+    with pytest.raises(amp.AmpError, match=r"names are for amp\.convert_onnx alone"):
+        amp.export_onnx(net(), (torch.randn(2, 8),), keep_io_types=["x"])
+
+
 def test_dynamic_shapes_and_names():
     model, x = net(), torch.randn(3, 8)
     shapes = {"x": {0: torch.export.Dim("batch", min=2)}}

@@ -37,6 +37,16 @@ def test_an_output_that_is_no_path_is_refused(output):
         convert_onnx(mlp(), output)
 
 
+@pytest.mark.parametrize("name", ["m.onnx", "m.onnx.data"])
+def test_a_pointer_of_git_lfs_is_told_as_one(name, tmp_path):
+    """In the place of the model, or of its data."""
+    onnx.save(mlp(), tmp_path / "m.onnx", save_as_external_data=True, location="m.onnx.data", size_threshold=0)
+    text = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(OnnxError, match=rf"{name}: it is a Git LFS pointer, .*git lfs pull"):
+        convert_onnx(tmp_path / "m.onnx")
+
+
 def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
     source, target = tmp_path / "m.onnx", tmp_path / "out.onnx"
     onnx.save(mlp(), source)

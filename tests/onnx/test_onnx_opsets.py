@@ -169,3 +169,35 @@ def test_group_norms_of_another_meaning_are_not_raised():
         convert_onnx(source, opset=21)
     assert caught.value.where == "node 'norm' (GroupNormalization)"
     assert convert_onnx(source, opset=20, check=False).model is not None
+
+
+@pytest.mark.parametrize("opset", [13, 15, 18, 19, 20])
+def test_a_filled_tensor_is_stored_in_a_type_that_the_opset_has_for_it(opset):
+    """`ConstantOfShape` makes BF16 from opset 20 on: before, what it makes is cast."""
+    source = model(
+        [node("MatMul", ["x", "w"], ["a"], "first"), node("Shape", ["a"], ["s"], "shape"),
+         node("ConstantOfShape", ["s"], ["c"], "fill", value=nh.from_array(np.array([0.5], np.float32))),
+         node("Add", ["a", "c"], ["y"], "add")],
+        [info("x", 2, 4)], [info("y", 2, 4)], [weight("w", 4, 4)], opset=opset,
+    )  # fmt: skip
+    done = check(source, "bf16")
+    assert {entry.name: entry.precision for entry in done.plan.nodes}["add"] == "low"
+    kind = next(one for one in done.model.graph.node if one.name == "fill").attribute[0].t.data_type
+    assert kind == (onnx.TensorProto.FLOAT if opset < 20 else onnx.TensorProto.BFLOAT16)
+    assert done.model.opset_import[0].version == opset
+
+
+@pytest.mark.parametrize("opset", [11, 13, 15, 16])
+def test_an_op_that_is_run_by_its_definition_gets_the_opset_of_that(opset):
+    """ONNX Runtime writes a BF16 `Clip` out with `Where`, which takes BF16 from opset 16 on."""
+    source = model([node("MatMul", ["x", "w"], ["a"], "first"), node("Clip", ["a", "lo", "hi"], ["y"], "clip")],
+                   [info("x", 2, 4)], [info("y", 2, 4)],
+                   [weight("w", 4, 4), nh.from_array(np.float32(0), "lo"), nh.from_array(np.float32(1), "hi")],
+                   opset=opset)  # fmt: skip
+    done = check(source, "bf16")
+    assert done.model.opset_import[0].version == 16
+    assert [entry.precision for entry in done.plan.nodes] == ["low", "low"]
+    assert done.refusal is None or done.refusal.kernel
+    kept = convert_onnx(source, dtype="bf16", raise_opset=False)
+    wanted = {16: "low"}.get(opset, "keep")
+    assert kept.plan.nodes[1].precision == wanted

@@ -15,15 +15,24 @@ from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import cast_node, names_of, set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import (
+    KeptTypes,
+    cast_node,
+    keeps,
+    names_of,
+    set_data,
+    set_type,
+    unique,
+    with_data,
+)
 from amp_compiler.onnx.model.model import bodies
-from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.onnx.model.types import ir_type, neutral_type, signature_of
 
 _IR_WITH_FREE_INITIALIZERS = 4  # the first IR version in which initializers need not be inputs
 
 
 def apply_plan(
-    lowered: Lowered, plan: PrecisionPlan, *, floors: Mapping[str, float] | None = None, keep_io_types: bool = True
+    lowered: Lowered, plan: PrecisionPlan, *, floors: Mapping[str, float] | None = None, keep_io_types: KeptTypes = True
 ) -> bool:
     """Carry out a plan on the model that it was made for, in place.
 
@@ -36,7 +45,7 @@ def apply_plan(
         lowered: the model and its neutral graph.
         plan: the plan of that graph.
         floors: by stored value, what its finite elements are raised to: the masks of attention.
-        keep_io_types: inputs of the graph keep their types; else one that is read in the low type alone becomes low.
+        keep_io_types: which inputs keep their types; another one that is read in the low type alone becomes low.
 
     Returns:
         Whether anything was changed.
@@ -48,8 +57,8 @@ def apply_plan(
     changed = writer.run()
     if changed:
         drop_idle_casts(lowered, plan)
-    if not keep_io_types:
-        changed |= writer.convert_inputs()
+    if keep_io_types is not True:
+        changed |= writer.convert_inputs(keep_io_types)
     return widen_math(lowered, plan) or changed
 
 
@@ -139,7 +148,7 @@ class _Writer:
         returned = [index for name, index in cast.users if name == RETURN]
         if cast.src == cast.dst:
             new = source
-        elif self.lowered.graph.is_folded(cast.value):
+        elif self.lowered.graph.is_folded(cast.value) and self._may_hold(source, dst):
             new = self._fold(cast.value, dst)
         else:
             new = self._cast(cast, source, dst, sites, bool(returned))
@@ -234,6 +243,15 @@ class _Writer:
 
     # ---- stored data
 
+    def _may_hold(self, value: ir.Value, dst: DType) -> bool:
+        """Whether what makes stored data may make them in a type: a `ConstantOfShape` makes BF16 from opset 20 on."""
+        maker = value.producer()
+        if maker is None or maker.op_type == EMPTY_LIST:
+            return True
+        signature = signature_of("", maker.op_type, maker.version or self.lowered.model.opset(""))
+        formal = signature.output(0) if signature is not None else None
+        return formal is None or dst in formal.allowed
+
     def _fold(self, name: str, dst: DType) -> ir.Value:
         known = self.folded.get((name, dst))
         if known is not None:
@@ -323,13 +341,13 @@ class _Writer:
 
     # ---- inputs of the graph
 
-    def convert_inputs(self) -> bool:
-        """Let each FP32 input that is read in the low type alone be an input of the low type."""
+    def convert_inputs(self, kept: KeptTypes) -> bool:
+        """Let each other FP32 input that is read in the low type alone be an input of the low type."""
         changed = False
         casts = set(self.placed.values())
         for value in list(self.main.inputs):
             readers = [node for node, _ in value.uses()]
-            if not readers or value.is_initializer() or value.is_graph_output():
+            if keeps(kept, value) or not readers or value.is_initializer() or value.is_graph_output():
                 continue
             casting = [node for node in readers if node.op_type == "Cast"]
             ours = [node for node in casting if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]

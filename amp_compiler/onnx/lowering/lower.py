@@ -24,6 +24,7 @@ from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.onnx.lowering.builder import Builder
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import examine, tensor_of
+from amp_compiler.onnx.model.edit import KeptTypes, keeps
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.types import neutral_type
 
@@ -48,7 +49,7 @@ def lower(
     low: DType,
     *,
     named: Callable[[str, str], bool] | None = None,
-    keep_io_types: bool = True,
+    keep_io_types: KeptTypes = True,
     keep_quantized: bool = True,
 ) -> Lowered:
     """Lower a model.
@@ -57,7 +58,7 @@ def lower(
         model: as `model.read_model` gives it. It is not changed.
         low: the 16-bit type; which operands may have it is read from `onnx.defs` for the model's own opset.
         named: whether a rule names an op of a custom domain, by op and node name; none does without it.
-        keep_io_types: outputs keep their types; else floating-point ones take the type in which they are made.
+        keep_io_types: which outputs keep their types; other floating-point ones take the type in which they are made.
         keep_quantized: what quantises stays as it is, with what stands beside it; else the rules decide.
 
     Returns:
@@ -77,7 +78,8 @@ def lower(
         name = builder.name_of(value)
         if name is None:
             continue
-        if keep_io_types or name in lowered.graph.lists or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
+        floating = lowered.graph.values[name].dtype in (DType.FLOAT32, low)
+        if keeps(keep_io_types, value) or name in lowered.graph.lists or not floating:
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
     lowered.graph.stored_numbers = functools.cache(lambda name: _numbers(lowered, name))

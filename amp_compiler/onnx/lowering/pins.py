@@ -22,6 +22,8 @@ from amp_compiler.onnx.model.types import (
 _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
 _LISTING = frozenset({*(f"onnx.{name}" for name in LIST_OPS), "onnx.Identity"})
+UNKNOWN_TYPE = "cannot be inferred, and is not guessed"
+UNNAMED_OP = "an op of a custom domain that no rule names"
 _FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
@@ -130,7 +132,7 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) ->
     if node.op_identifier() in model.ir.functions:
         return Pin("keep", "a call of a model-local function, which is not rewritten")
     if unknown is not None:
-        return Pin("keep", f"the type of '{unknown}' cannot be inferred, and is not guessed")
+        return Pin("keep", f"the type of '{unknown}' {UNKNOWN_TYPE}")
     if op in _BITS:
         return Pin("keep", "it reads the bits of its input as another type of the same width")
     lists = [value for value in values if not model.type_of(value).tensor]
@@ -142,7 +144,7 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) ->
     if op == "onnx.DequantizeLinear" and "output_dtype" in node.attributes:
         return Pin("keep", "it names the type of its result")
     if not op.startswith("onnx.") and not named:
-        return Pin("keep", "an op of a custom domain that no rule names")
+        return Pin("keep", UNNAMED_OP)
     if constraints.signature is None and op.startswith("onnx."):
         return Pin("keep", "this version of onnx does not know the op")
     if not any(constraints.is_flexible(value) for value in values):

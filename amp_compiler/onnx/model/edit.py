@@ -4,10 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import onnx
 import onnx_ir as ir
 
+from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.types import ir_type
+from amp_compiler.policy.marks import nearest
+
+KeptTypes = bool | frozenset[str]
+"""Which inputs and outputs of a graph keep their types: all, none, or those of some names."""
+
+
+def kept_types(keep_io_types: bool | Iterable[str], graph: onnx.GraphProto) -> KeptTypes:
+    """Which inputs and outputs keep their types, each name being one of them.
+
+    Raises:
+        OnnxError: a name is none of an input or output.
+    """
+    if isinstance(keep_io_types, bool):
+        return keep_io_types
+    where = "keep_io_types"
+    if not isinstance(keep_io_types, Iterable):
+        raise OnnxError(f"{keep_io_types!r} is no list of names", where=where, hint="give True, False or names")
+    names = [keep_io_types] if isinstance(keep_io_types, str) else list(keep_io_types)
+    ends = [info.name for info in (*graph.input, *graph.output)]
+    for name in names:
+        if name not in ends:
+            raise OnnxError(f"{name!r} is no input or output", where=where, hint=nearest(str(name), ends))
+    return frozenset(names)
+
+
+def keeps(kept: KeptTypes, value: ir.Value) -> bool:
+    """Whether an input or output keeps its type."""
+    return kept if isinstance(kept, bool) else value.name in kept
 
 
 def with_data(node: ir.Node, data: ir.TensorProtocol, output: ir.Value, name: str) -> ir.Node:

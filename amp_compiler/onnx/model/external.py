@@ -15,6 +15,8 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.walk import all_tensors
 
 _BESIDE = "keep the data files beside the model, and give the path of the model"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024  # which no pointer reaches
 _DIGITS = 18  # of a number of bytes; more are no size of a file
 
 
@@ -66,7 +68,7 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
         folder: where the model is; the working folder for one in memory, whose files may be elsewhere.
 
     Raises:
-        OnnxError: the place is outside the folder, no regular file, or too short.
+        OnnxError: the place is outside the folder, no regular file, too short, or a Git LFS pointer.
     """
     place = place_of(tensor)
     if place.length not in (None, needed):
@@ -89,11 +91,26 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
             " to read",
             "put a copy of the file beside the model",
         )
+    if status.st_size < _POINTER_BYTES:
+        refuse_pointer(path)
     if place.offset + needed > status.st_size:
         end = place.offset + needed
         raise _wrong(
             tensor, f"its data end at byte {end} of '{place.location}', which has {status.st_size} bytes", _BESIDE
         )
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse a file that only says where Git LFS has the one that is wanted.
+
+    Raises:
+        OnnxError: it is such a pointer.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise OnnxError(
+                "it is a Git LFS pointer, without the data", where=str(path), hint="run 'git lfs pull' where it lies"
+            )
 
 
 def _inside(tensor: onnx.TensorProto, location: str, base: Path) -> Path:

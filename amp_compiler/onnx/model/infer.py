@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-import onnx.shape_inference
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.contrib import infer_shapes
 from amp_compiler.onnx.model.external import is_external, with_data
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.validate import refused
@@ -143,6 +143,6 @@ def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:
 
 def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
     try:
-        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
+        return infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
     except Exception as cause:
         raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause

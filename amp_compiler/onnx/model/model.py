@@ -14,6 +14,7 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.external import refuse_pointer
 from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, light_of, stripped
 from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.sparse import dense
@@ -170,6 +171,7 @@ def open_model(source: Source) -> OnnxFile:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise OnnxError("it is no regular file", where=str(path), hint="name an ONNX file")
+        refuse_pointer(path)
         proto = onnx.load(path, load_external_data=False)
     except OnnxError:
         raise

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, element_type
 from amp_compiler.onnx.model.data import array_of, convert
-from amp_compiler.onnx.model.edit import cast_node, names_of, set_data, unique
+from amp_compiler.onnx.model.edit import KeptTypes, cast_node, keeps, names_of, set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -40,7 +40,7 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
     return frozenset(elements)
 
 
-def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: bool = True) -> bool:
+def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: KeptTypes = True) -> bool:
     """Let everything of certain types in a model be FP32, in place.
 
     Stored data are converted (16-bit ones exactly), and so are the types that nodes name. With `keep_io_types` a cast
@@ -49,7 +49,7 @@ def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: bool 
     Args:
         model: as `read_model` gives it.
         types: of FP64, FP16 and BF16.
-        keep_io_types: inputs and outputs of the graph keep their types.
+        keep_io_types: which inputs and outputs of the graph keep their types.
 
     Returns:
         Whether there was anything of these types.
@@ -69,7 +69,7 @@ class _Writer:
         self.names = set.union(*names_of(all_graphs(self.main)))
         self.nodes = set(self.names)
 
-    def run(self, keep_io_types: bool) -> bool:
+    def run(self, keep_io_types: KeptTypes) -> bool:
         """Change data, attributes and types, then the ends."""
         ends = [*self.main.inputs, *self.main.outputs]
         own = {value: self.model.type_of(value).dtype for value in ends}
@@ -84,13 +84,13 @@ class _Writer:
                 *(out for node in graph for out in node.outputs),
             ):
                 self._value(value)
-        if keep_io_types:
-            for value in list(self.main.inputs):
-                if own[value] in self.types and not value.is_initializer():
-                    self._open_input(value, own[value])
-            for value in list(self.main.outputs):
-                if own.get(value) in self.types and value not in self.main.inputs:
-                    self._close_output(value, own[value])
+        kept = [value for value in own if own[value] in self.types and keeps(keep_io_types, value)]
+        for value in kept:
+            if value in self.main.inputs and not value.is_initializer():
+                self._open_input(value, own[value])
+        for value in kept:
+            if value in self.main.outputs and value not in self.main.inputs:
+                self._close_output(value, own[value])
         return self.changed
 
     # ---- data and types

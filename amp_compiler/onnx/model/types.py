@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.contrib import CONTRIB, contrib_schemas
 
 LIST_OPS = frozenset(
     {
@@ -17,6 +18,8 @@ LIST_OPS = frozenset(
     }
 )  # fmt: skip
 """The ops of sequences of tensors, which hold what was put into them in one type."""
+_WRITTEN_AS = {"Clip": "Where", "SoftmaxCrossEntropyLoss": "NegativeLogLikelihoodLoss"}
+"""Ops that a runtime writes out by ONNX's own definition of them, whose types come later in this op of it."""
 FLOAT8 = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
 _BY_NAME = {
     "FLOAT": DType.FLOAT32, "DOUBLE": DType.FLOAT64, "FLOAT16": DType.FLOAT16, "BFLOAT16": DType.BFLOAT16,
@@ -105,7 +108,7 @@ class Signature:
 
 @functools.lru_cache(maxsize=4096)
 def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
-    """The signature of an op in one opset version; `None` where `onnx.defs` does not know it.
+    """The signature of an op in one opset version; `None` where neither onnx nor ONNX Runtime know it.
 
     Args:
         domain: canonical domain.
@@ -115,11 +118,16 @@ def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        return None
+        schema = contrib_schemas().get(op_type) if domain == CONTRIB else None
+        if schema is None:
+            return None
     constraints = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}
     types: dict[str, frozenset[DType]] = {}
     for put in (*schema.inputs, *schema.outputs):
         types[put.type_str] = frozenset(map(_parse, constraints.get(put.type_str, [put.type_str])))
+    inner = signature_of("", _WRITTEN_AS[op_type], version) if not domain and op_type in _WRITTEN_AS else None
+    if inner is not None:
+        types["T"] &= inner.types["T"]
     variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
     return Signature(
         tuple((put.name, put.type_str, put.option == variadic) for put in schema.inputs),

@@ -1,0 +1,109 @@
+"""Types of the ops of ONNX Runtime itself (`com.microsoft`), by the schemas of the installed version."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.shape_inference
+from onnx import helper, numpy_helper
+from onnx.defs import OpSchema
+
+from amp_compiler.onnx.model.walk import proto_graphs
+
+CONTRIB = "com.microsoft"
+_SHAPE = "amp_compiler.any_shape"
+_LITERAL = {f"tensor({name.lower()})": number for name, number in onnx.TensorProto.DataType.items()}
+
+
+@functools.cache
+def contrib_schemas() -> dict[str, OpSchema]:
+    """The schema of each op of the domain by its name; none where there is no ONNX Runtime that tells them."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        return {}
+    from onnxruntime.capi import _pybind_state
+
+    schemas = getattr(_pybind_state, "get_all_operator_schema", list)()
+    return {schema.name: _as_onnx(schema) for schema in schemas if schema.domain == CONTRIB}
+
+
+def _as_onnx(schema: Any) -> OpSchema:
+    """A schema of ONNX Runtime as one of onnx, which has other classes for them."""
+    slots = [
+        [
+            OpSchema.FormalParameter(
+                slot.name,
+                slot.typeStr,
+                param_option=OpSchema.FormalParameterOption[slot.option.name],
+                is_homogeneous=slot.isHomogeneous,
+            )
+            for slot in kind
+        ]
+        for kind in (schema.inputs, schema.outputs)
+    ]
+    limits = [(one.type_param_str, one.allowed_type_strs, "") for one in schema.type_constraints]
+    return OpSchema(
+        schema.name, CONTRIB, schema.since_version, inputs=slots[0], outputs=slots[1], type_constraints=limits
+    )
+
+
+def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
+    """`onnx.shape_inference.infer_shapes`, with the types, though not the shapes, of what ONNX Runtime's own ops make.
+
+    Inference is given ops that it knows in their place: a `Reshape` to a shape that nobody knows has the type of its
+    input, and a `ConstantOfShape` that of its value.
+    """
+    graphs = list(proto_graphs(light.graph))
+    if not any(node.domain == CONTRIB for graph in graphs for node in graph.node) or not contrib_schemas():
+        return onnx.shape_inference.infer_shapes(light, **options)
+    known = onnx.ModelProto()
+    known.CopyFrom(light)
+    for graph in proto_graphs(known.graph):
+        nodes = [one for node in graph.node for one in _known(node)]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    known.graph.input.append(helper.make_tensor_value_info(_SHAPE, onnx.TensorProto.INT64, [None]))
+    inferred = onnx.shape_inference.infer_shapes(known, **options)
+    result = onnx.ModelProto()
+    result.CopyFrom(light)
+    for into, graph in zip(proto_graphs(result.graph), proto_graphs(inferred.graph), strict=True):
+        for kind in ("value_info", "output"):
+            del getattr(into, kind)[:]
+            getattr(into, kind).extend(getattr(graph, kind))
+    return result
+
+
+def _known(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """What makes values of the same types as a node; the node itself, where it is none of ONNX Runtime's."""
+    schema = contrib_schemas().get(node.op_type) if node.domain == CONTRIB else None
+    if schema is None:
+        return [onnx.NodeProto.FromString(node.SerializeToString())]
+    read = {slot.type_str: name for name in reversed(node.input) if (slot := _slot(schema.inputs, name, node.input))}
+    made = []
+    for name in node.output:
+        slot = _slot(schema.outputs, name, node.output)
+        if slot is None:
+            continue
+        allowed = [one.allowed_type_strs for one in schema.type_constraints if one.type_param_str == slot.type_str]
+        only = allowed[0] if allowed else [slot.type_str]
+        if slot.type_str in read:
+            made.append(helper.make_node("Reshape", [read[slot.type_str], _SHAPE], [name], name=node.name))
+        elif len(only) == 1 and only[0] in _LITERAL:
+            zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(_LITERAL[only[0]]))
+            made.append(helper.make_node("ConstantOfShape", [_SHAPE], [name], value=numpy_helper.from_array(zero)))
+    return made or [onnx.NodeProto.FromString(node.SerializeToString())]
+
+
+def _slot(
+    slots: Sequence[OpSchema.FormalParameter], name: str, names: Sequence[str]
+) -> OpSchema.FormalParameter | None:
+    """The formal parameter that a name stands for; `None` for a name left out, or where its type is open."""
+    index = list(names).index(name)
+    if not name or not slots or (index >= len(slots) and slots[-1].option != OpSchema.FormalParameterOption.Variadic):
+        return None
+    slot = slots[min(index, len(slots) - 1)]
+    return slot if slot.is_homogeneous else None

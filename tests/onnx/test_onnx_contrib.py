@@ -1,0 +1,99 @@
+"""Models that ONNX Runtime's optimizer wrote: its own ops have types by its schemas, and rules may name them."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, LOW, RNG, check, info, model, node, same_numbers, types, weight
+
+from amp_compiler.onnx.convert import convert_onnx
+
+NAMED = {
+    "version": 1,
+    "extends": "default",
+    "rules": [{"match": {"op": "com.microsoft.*"}, "precision": "low"}],
+}
+X = RNG.standard_normal((2, 6, 16)).astype(np.float32)
+
+
+def own(op, inputs, outputs, name, **attrs):
+    return node(op, inputs, outputs, name, domain="com.microsoft", **attrs)
+
+
+def optimized():
+    """Half of a layer of a transformer, as the optimizer writes it: without a word on what its ops make."""
+    mask = nh.from_array(np.array([6, 4], np.int32), "mask")
+    nodes = [
+        own("Attention", ["x", "qkv", "qkv_bias", "mask"], ["a"], "attention", num_heads=2),
+        node("MatMul", ["a", "w"], ["b"], "projection"),
+        own("SkipLayerNormalization", ["b", "x", "scale", "bias"], ["c", "", "", "sum"], "norm", epsilon=1e-5),
+        node("MatMul", ["c", "w"], ["d"], "first"),
+        own("BiasGelu", ["d", "bias"], ["e"], "gelu"),
+        node("MatMul", ["e", "w"], ["f"], "second"),
+        own("FastGelu", ["f"], ["g"], "fast"),
+        node("Add", ["g", "sum"], ["y"], "add"),
+    ]
+    data = [weight("qkv", 16, 48), weight("qkv_bias", 48), weight("w", 16, 16), weight("scale", 16), weight("bias", 16)]
+    return model(nodes, [info("x", 2, 6, 16)], [info("y", 2, 6, 16)], [*data, mask],
+                 extra=[h.make_opsetid("com.microsoft", 1)])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rules_that_name_the_ops_make_all_of_it_low(dtype):
+    source = optimized()
+    done = check(source, dtype, NAMED, full=False)
+    assert {entry.name: entry.precision for entry in done.plan.nodes} == dict.fromkeys(
+        ("attention", "projection", "norm", "first", "gelu", "second", "fast", "add"), "low"
+    )
+    assert len(done.plan.casts) > 0 and not done.notes
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["qkv"] == stored["scale"] == LOW[dtype] and stored["mask"] == T.INT32
+    if dtype == "fp16":
+        same_numbers(source, done.model, {"x": X})
+
+
+def test_what_no_rule_names_stays_and_is_told():
+    source = optimized()
+    done = check(source, "fp16", full=False)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [precisions[name] for name in ("projection", "first", "second")] == ["low"] * 3
+    assert precisions["attention"] == precisions["norm"] == precisions["gelu"] == "keep"
+    (note,) = done.notes
+    assert "of 8 nodes are fp16" in note and "1 com.microsoft.Attention, 1 com.microsoft.BiasGelu" in note
+    same_numbers(source, done.model, {"x": X})
+
+
+def test_where_types_end_a_note_says_it():
+    """An op that nobody knows: what it makes has no type."""
+    source = optimized()
+    source.graph.node[2].domain, source.graph.node[2].op_type = "my.ops", "Norm"
+    source.graph.node[2].ClearField("attribute")
+    source.opset_import.append(h.make_opsetid("my.ops", 1))
+    done = convert_onnx(source, rules=NAMED)
+    assert done.notes[0].startswith("2 of 8 nodes are fp16: for 6 types of values cannot be inferred")
+    assert "'norm' (my.ops.Norm)" in done.notes[0]
+
+
+def test_types_are_known_within_bodies_and_of_several_outputs():
+    body = h.make_graph(
+        [own("BiasGelu", ["x", "bias"], ["g"], "gelu"), node("MatMul", ["g", "w"], ["o"], "inner")], "then", [],
+        [info("o", 2, 6, 16)],
+    )  # fmt: skip
+    other = h.make_graph([node("Identity", ["x"], ["p"], "same")], "else", [], [info("p", 2, 6, 16)])
+    source = model(
+        [h.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=other),
+         own("SkipLayerNormalization", ["y", "x", "bias"], ["z", "mean"], "norm"),
+         node("MatMul", ["mean", "one"], ["m"], "last")],
+        [info("x", 2, 6, 16), info("c", kind=T.BOOL)], [info("z", 2, 6, 16), info("m", 2, 6, 16)],
+        [weight("w", 16, 16), weight("bias", 16), weight("one", 1, 16)], extra=[h.make_opsetid("com.microsoft", 1)],
+    )  # fmt: skip
+    done = convert_onnx(source, rules=NAMED)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert precisions["gelu"] == precisions["inner"] == precisions["last"] == "low"
+    assert precisions["norm"] == "keep"  # its means are FP32 by its schema
+    onnx.checker.check_model(done.model, full_check=True)
+    assert types(done.model)["y"] == T.FLOAT
