@@ -24,9 +24,10 @@ from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewr
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.capture_errors import kind_of
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo
-from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, place_of, words_of
+from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
@@ -367,8 +368,10 @@ def execution_of(subgraphs: Sequence[Subgraph]) -> str:
     if not breaks:
         return "as one graph" if len(subgraphs) == 1 else f"as {len(subgraphs)} graphs"
     first = breaks[0]
-    place, hint = place_of(first), first.hint
+    place, line = place_of(first), line_of(first)
+    kind = kind_of(words_of(first), line)
+    words, hint = (words_of(first), first.hint) if kind is None else (f"it {kind[0]} (`{line}`)", kind[1])
     return (
-        f"as {len(subgraphs)} subgraphs, with a graph break{f' at {place}' if place else ''}: {words_of(first)}"
+        f"as {len(subgraphs)} subgraphs, with a graph break{f' at {place}' if place else ''}: {words}"
         f"{f' ({hint})' if hint else ''}"
     )

@@ -44,9 +44,31 @@ class _Kind:
 _BY_VALUES = r"[Dd]ata[- ]dependent"
 _NO_FAKE = r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation"
 _LEAVES = r"\.numpy\(\)|data pointer|data_ptr|data is not allocated"
+RETURN_THE_LOSS = "return the loss: the step runs backward and update"
+_OF_DYNAMO_ALONE = "(?!)"  # no message of an exception
 _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
 # The first that holds is said.
 _KINDS = (
+    _Kind("runs a backward itself", RETURN_THE_LOSS, text=_OF_DYNAMO_ALONE, dynamo=r"^Unsupported Tensor\.backward"),
+    _Kind(
+        "calls an optimizer itself",
+        RETURN_THE_LOSS,
+        text=_OF_DYNAMO_ALONE,
+        line=r"\.(step|zero_grad)\(",
+        dynamo=r"^Call to `torch\._dynamo\.graph_break|function `Optimizer\.",
+    ),
+    _Kind(
+        "takes a derivative itself (torch.autograd.grad, requires_grad_), which breaks its graph",
+        "leave it so: a compiled model and a training step run what stands around it as graphs of their own",
+        text=_OF_DYNAMO_ALONE,
+        dynamo=r"^using `torch\.autograd\.grad`|^Unsupported Tensor\.requires_grad_",
+    ),
+    _Kind(
+        "takes rows by a mask, of which it depends on values how many there are",
+        "use torch.where(mask, value, x) in the place of x[mask] = value to have one graph",
+        text=_OF_DYNAMO_ALONE,
+        dynamo="^Dynamic shape operator",
+    ),
     _Kind(
         "is given what is neither a tensor, nor a number, nor a text",
         "pass tensors, numbers, strings, or containers of them",

@@ -198,6 +198,12 @@ class Frontend:
                 where=user_frame(error),
                 hint="move that code out of it, or put it under torch.compiler.disable",
             )
+        if said.raised_inside:
+            return CaptureError(
+                f"a graph of {self._subject} could not be made: {said.raised_inside}",
+                where=place_of(said),
+                hint="see the error that this one comes from",
+            )
         kind = kind_of(str(error), line := line_of(said))
         if kind is not None:
             what, hint = kind

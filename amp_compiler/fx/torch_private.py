@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from amp_compiler.errors import AmpError, with_causes
+from amp_compiler.errors import AmpError, first_line, with_causes
 from amp_compiler.fx.generators import generators_kept
 
 _P = ParamSpec("_P")
@@ -877,6 +877,7 @@ class Break:
         stack: the user's frames, the innermost last.
         of_model: whether the call itself is wrong, in eager mode too.
         raised: what the model itself raises, such as `ValueError: no such row`; empty where it raises nothing.
+        raised_inside: what a backend raises that was given a graph; empty where none does.
     """
 
     what: str
@@ -885,6 +886,7 @@ class Break:
     stack: Sequence[traceback.FrameSummary] = ()
     of_model: bool = False
     raised: str = ""
+    raised_inside: str = ""
 
 
 def break_of(error: BaseException) -> Break | None:
@@ -892,7 +894,9 @@ def break_of(error: BaseException) -> Break | None:
     for one in with_causes(error):
         if isinstance(one, torch._dynamo.exc.TorchDynamoException) and hasattr(one, "real_stack"):
             wrong = isinstance(one, torch._dynamo.exc.TorchRuntimeError)
-            return replace(_read_break(str(one)), stack=one.real_stack or (), of_model=wrong)
+            inside = one.inner_exception if isinstance(one, torch._dynamo.exc.BackendCompilerFailed) else None
+            text = "" if inside is None else f"{type(inside).__name__}: {first_line(inside)}"
+            return replace(_read_break(str(one)), stack=one.real_stack or (), of_model=wrong, raised_inside=text)
     return None
 
 

@@ -89,21 +89,22 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         fall = old - new
         ratio = fall / old
         if not _looks(old) or not ratio.sum().isfinite():  # weights that are zero, and what is not finite
-            fall.add_(0.0)  # never -0: so a low weight minus no fall is the same, -0 as well
             nonzero += ((old == 0) & (fall != 0)).sum()
             ratio = ratio.where(old != 0, 0.0)
             nans += ratio.isnan().sum()
         fields += _exponent_fields(ratio)
         for number, dtype in zip(changed, (torch.float16, torch.bfloat16), strict=True):
-            number += _nonzeros(_changed_bits(old.to(dtype), fall))
+            number += _changed(old.to(dtype), fall)
     nonzero += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
     counts = torch.cat([fields.new_zeros(_NORMAL), fields[1:-1], fields[:1], fields[-1:] - nans, nans])
     return counts, torch.cat([nonzero, *(nonzero - number for number in changed)])
 
 
-def _changed_bits(low: Tensor, fall: Tensor) -> Tensor:
-    """Bits of 16-bit weights that are others behind a step of an update."""
-    return low.float().sub_(fall).to(low.dtype).view(torch.int16).bitwise_xor_(low.view(torch.int16))
+def _changed(low: Tensor, fall: Tensor) -> Tensor:
+    """How many 16-bit weights are others behind a step of an update; 0 and -0 are one number."""
+    old, new = low.view(torch.int16), low.float().sub_(fall).to(low.dtype).view(torch.int16)
+    either = (old | new).bitwise_left_shift_(1).bool()  # without the signs
+    return (old ^ new).bool().logical_and_(either).count_nonzero()
 
 
 def _chunks(*values: Tensor) -> Iterator[tuple[Tensor, ...]]:

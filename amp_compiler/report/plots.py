@@ -165,17 +165,23 @@ def _points(line: _Line, run: Sequence[StepRecord]) -> list[tuple[int, float]]:
     return points if any(not math.isnan(value) for _, value in points) else []
 
 
+def _lone(points: Sequence[tuple[int, float]]) -> list[int]:
+    """The places of points to which no line leads."""
+    gaps = [True, *(math.isnan(value) for _, value in points), True]
+    return [at for at in range(len(points)) if not gaps[at + 1] and gaps[at] and gaps[at + 2]]
+
+
 def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Sequence[StepRecord]]) -> None:
     axes.set_title(panel.title)
     axes.locator_params(axis="x", integer=True)
     for number, run in enumerate(runs.values()):
         for line in panel.lines:
             points = _points(line, run)
-            stepped = line.style == _STEPS
+            stepped, lone = line.style == _STEPS, _lone(points)
             axes.plot(
                 [step for step, _ in points], [value for _, value in points], "-" if stepped else line.style,
                 drawstyle="steps-post" if stepped else "default", color=f"C{number % _COLOURS}",
-                marker="." if len(points) == 1 else None, label=line.name if number == 0 else None,
+                marker="." if lone else None, markevery=lone or None, label=line.name if number == 0 else None,
             )  # fmt: skip
             if stepped:
                 _mark_skips(axes, run, f"C{number % _COLOURS}")

@@ -70,7 +70,8 @@ def training_step(
             as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
             fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
             code is traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and
-            checkpoints work as always.
+            checkpoints work as always. Several optimizers of one step are skipped together where the gradients of one
+            overflow; GradScaler skips that one alone.
         rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
             parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
             get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that

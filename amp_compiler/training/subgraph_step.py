@@ -16,7 +16,7 @@ from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
-from amp_compiler.fx.capture_errors import name_of, user_frame
+from amp_compiler.fx.capture_errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import needs_double_backward
@@ -90,7 +90,9 @@ class SubgraphStep:
                 set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
-        except AmpError:
+        except AmpError as error:
+            if self.cause.hint == RETURN_THE_LOSS:
+                raise self.cause from error
             raise
         except Exception as error:  # the model's own code may raise anything
             if needs_double_backward(error) and self._settings.runs_on.compiled:
@@ -100,7 +102,9 @@ class SubgraphStep:
                 return self.forward_and_backward(batch, optimizers)
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> CaptureError:
+    def _failed(self, error: Exception) -> AmpError:
+        if self.cause.hint == RETURN_THE_LOSS:
+            return self.cause
         return CaptureError(
             f"the step failed in subgraphs: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",

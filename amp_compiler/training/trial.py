@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,8 @@ from amp_compiler.training.weights import as_stored
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
 _NO_POWER_OF_TWO, _IN_PROPORTION = 1.37, 0.05  # a gradient with another loss scale, and how near it has to be
+_ALL_FP32 = ({"match": {}, "precision": "fp32"},)
+_LEFT = 1e-3  # the part of the gradients that FP32 has which an advised loss scale may leave at zero
 _LAST_BEFORE_UPDATE = "sum_gradients"
 
 
@@ -89,7 +91,7 @@ class StepTrials:
         rules = self._options.settings.rules
         if graph.plan is None or not seen.zeros:
             return NonfiniteReport()
-        in_fp32 = self._build(extended(rules, [{"match": {}, "precision": "fp32"}]))
+        in_fp32 = self._build(extended(rules, _ALL_FP32))
         plain = in_fp32.run(scale)
         rightly = {*plain.zeros, *in_fp32.rounding_alone(set(seen.zeros), scale)}
         lost = tuple(name for name in seen.zeros if name not in rightly)
@@ -108,10 +110,8 @@ class StepTrials:
         first = trial(graph.plan, seen)
         cure = find_cure(rules, first, attempt)
         for doublings in range(_DOUBLINGS, _MOST_DOUBLINGS + 1, _DOUBLINGS):
-            larger = graph.run(scale * 2.0**doublings)
-            if not larger.spoilt and set(larger.zeros) <= rightly:
-                told = f"{cure.told}; a loss scale of {float(scale) * 2.0**doublings:g} mends it too"
-                cure = replace(cure, told=told)
+            if also := self._advised(graph, in_fp32, scale * 2.0**doublings, rightly, lost):
+                cure = replace(cure, told=cure.told + also)
                 break
         return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.told, lost)
 
@@ -139,8 +139,27 @@ class StepTrials:
         found = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
         if found.rule and self._at is not None:
             return replace(found, told=f"{found.told} at a loss scale of {self._at:g}, to which it falls by itself")
-        also = f"; a loss scale of {lower:g} mends it too" if lower is not None else ""
-        return replace(found, told=found.told + also)
+        if lower is None:
+            return found
+        in_fp32 = self._build(extended(self._options.settings.rules, _ALL_FP32))
+        return replace(found, told=found.told + self._advised(graph, in_fp32, torch.full_like(scale, lower)))
+
+    def _advised(
+        self, graph: _Joint, in_fp32: _Joint, scale: Tensor, rightly: Set[str] = frozenset(), lost: Iterable[str] = ()
+    ) -> str:
+        """That a loss scale mends it too, and what it leaves; empty where it does not."""
+        kept, made = in_fp32.gradients(scale), graph.gradients(scale)
+        if not all(bool(torch.isfinite(one).all()) for one in made.values()):
+            return ""
+
+        def left(names: Iterable[str]) -> float:
+            there = {name: kept[name] != 0 for name in names}
+            gone = sum(int((mask & (made[name] == 0)).sum()) for name, mask in there.items())
+            return gone / max(sum(int(mask.sum()) for mask in there.values()), 1)
+
+        most = max(left(kept.keys() - rightly), left(lost))  # what is lost may be little beside all others
+        told = f"; a loss scale of {float(scale):g} mends it too, and leaves {most:.2%} of the gradients at zero"
+        return told if most <= _LEFT else ""
 
     def _finite_scale(self, graph: _Joint, scale: Tensor) -> float | None:
         """The greatest scale from 1 on, in steps of two, with which all is finite; `None` where there is none."""
@@ -253,6 +272,11 @@ class _Joint:
             zeros,
             tuple(self._described(node, seen) for node in in_order(graph, vanished)),
         )
+
+    def gradients(self, scale: Tensor) -> dict[str, Tensor]:
+        """The gradients, times the loss scale, by the parameters' names."""
+        env = self._replayed(scale).env
+        return {name: env[node] for name, node in self._gradients().items()}
 
     def rounding_alone(self, names: set[str], scale: Tensor) -> set[str]:
         """Those of some parameters whose gradient is errors of rounding alone: it is in proportion to no loss scale.

@@ -27,7 +27,8 @@ def update_by_numpy(before: torch.Tensor, after: torch.Tensor) -> tuple[Counts, 
     with np.errstate(all="ignore"):
         change = new - old
         made, ratio = change != 0, np.where(old == 0, np.float32(0), np.abs(change) / np.abs(old))
-        lost = [int((made & (low(old) == low(wide(low(old)) + change))).sum()) for low, wide in (_FP16, _BF16)]
+        pairs = [(low(old), low(wide(low(old)) + change)) for low, wide in (_FP16, _BF16)]
+        lost = [int((made & ((one == two) | ((one | two) & 0x7FFF == 0))).sum()) for one, two in pairs]
     return counted_by_numpy(torch.from_numpy(ratio)), [int(made.sum()), *lost]
 
 

@@ -91,6 +91,12 @@ def test_an_update_is_counted_as_numpy_counts_it() -> None:
 
 
 @pytest.mark.usefixtures("looks")
+def test_a_weight_of_zero_that_becomes_minus_zero_did_not_notice_its_update() -> None:
+    _, found = count_update(torch.tensor([0.0, -0.0, 1e-9, 0.0]), torch.tensor([-1e-9, 1e-9, -1e-9, -1.0]))
+    assert found.tolist() == [4, 3, 0]  # BF16 has them all
+
+
+@pytest.mark.usefixtures("looks")
 @pytest.mark.parametrize("size", [1, 256, 4097])
 def test_updates_of_all_magnitudes(size: int) -> None:
     normal = torch.randn(size, generator=torch.Generator().manual_seed(2))

@@ -152,6 +152,7 @@ def test_data_that_are_not_finite_are_named():
     x[0, 0, 0] = np.nan
     report = amp.find_nonfinite(channel(), {"x": x})
     assert report.rule == "" and "the batch itself (input x) holds 1 NaN" in report.cure
+    assert [(one.name, one.op, one.output.nan) for one in report.nodes] == [("x", "input", 1)]
 
 
 def test_what_fp32_makes_too_gets_no_rule():

@@ -271,6 +271,18 @@ def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
     assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
 
 
+def test_a_run_that_is_interrupted_says_where_its_journal_is(tmp_path, monkeypatch, caplog):
+    def interrupted(self, rules):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch_model.TorchSubject, "measure", interrupted)
+    for output, said in ((tmp_path / "tuned.yaml", True), (None, False)):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt):
+            amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=output)
+        assert (f"{tmp_path / 'tuned.yaml.journal'}, and the same command goes on" in caplog.text) == said
+
+
 @pytest.mark.parametrize("other", ["targets", "loss", "buffer"])
 def test_a_journal_is_not_taken_for_another_loss_or_for_what_no_state_dict_holds(other, tmp_path):
     class Scaled(Many):

@@ -81,6 +81,31 @@ def test_a_gradient_that_underflows_is_named_and_its_rule_or_a_scale_mends_it(ma
     assert not amp.find_nonfinite(step_of(make(), loss_scale=scale), X)
 
 
+def test_a_loss_scale_is_advised_that_keeps_the_gradients_not_some_of_them():
+    sizes = torch.logspace(-46, -26, 64, base=2)  # with a scale of 16 a few of FP16's numbers are not zero
+    model = linear(64, 64, seed=1)
+
+    def step_with(scale, loss_of=lambda y: (y.float() * sizes).sum()):
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        return amp.training_step(
+            model, lambda model, x: loss_of(model(x)), optimizer, dtype="fp16", loss_scale=scale, backend="eager"
+        )
+
+    x = torch.ones(1, 64)
+    cure = amp.find_nonfinite(step_with(None), x).cure
+    scale, left = re.search(r"a loss scale of (\S+) mends it too, and leaves (\S+)% of the gradients", cure).groups()
+    step = step_with(float(scale))
+    step(x)
+    gradients = step.gradients()
+    lost = np.concatenate([(one == 0).numpy().ravel() for one in gradients.values()]).mean()
+    assert round(float(lost), 4) == float(left) / 100 <= 1e-3 and float(scale) < 2.0**26
+
+    # A lower scale, with which all is finite, is none where it loses what FP32 has.
+    both = torch.cat([torch.full((32,), 2.0**-40), torch.full((32,), 2.0**3)])
+    report = amp.find_nonfinite(step_with(2.0**16, lambda y: (y.float() * both).sum()), x)
+    assert report.parameters and "mends it too" not in report.cure
+
+
 def test_gradients_that_are_zero_in_fp32_too_are_nobodys_fault():
     model = nn.Sequential(linear(8, 8, seed=1), nn.ReLU(), linear(8, 2, seed=2))
     nn.init.constant_(model[0].bias, -1e3)  # no unit is ever active

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.fx.frontend import Frontend
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -178,3 +179,77 @@ def test_16_bit_data_goes_into_fp32_weights_where_torchs_autocast_takes_it(enabl
         return
     with pytest.raises(amp.AmpError, match=r"aten\.linear reads bfloat16 and float32"):
         step(X.bfloat16())
+
+
+SQUARE = torch.ones(4, 4)
+
+
+def _penalised(model, x):
+    x = x.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def _step_of(loss_fn, model, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    return amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+
+
+def test_a_loss_that_runs_what_a_step_runs_is_told_to_return_the_loss():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def with_backward(model, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def whole(model, x):
+        optimizer.zero_grad()
+        loss = with_backward(model, x)
+        optimizer.step()
+        return loss
+
+    before = model.weight.detach().clone()
+    for loss_fn, line in ((with_backward, "loss.backward()"), (whole, "optimizer.zero_grad()")):
+        with pytest.raises(amp.AmpError, match="return the loss: the step runs backward and update") as caught:
+            _step_of(loss_fn, model, optimizer)(SQUARE)
+        assert f"(`{line}`)" in str(caught.value) and "test_capture_errors.py:" in caught.value.where
+    assert torch.equal(model.weight, before)
+
+
+def test_a_derivative_within_a_loss_is_said_in_the_users_words():
+    step = _step_of(_penalised, nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    step(SQUARE.clone())
+    said = str(step.execution)
+    assert "takes a derivative itself" in said and "(`x = x.requires_grad_()`)" in said
+    assert "test_capture_errors.py:" in said and "dynamo" not in said.lower()
+
+
+def test_an_assignment_through_a_mask_is_said_in_the_users_words():
+    class Masked(nn.Module):
+        def forward(self, x):
+            x = x.clone()
+            x[x > 0] = x[x > 0] * 2
+            return x
+
+    model = amp.compile(Masked(), dtype="bf16", backend="eager")
+    assert torch.equal(model(SQUARE), 2 * SQUARE)
+    said = str(model.execution)
+    assert "takes rows by a mask" in said and "(`x[x > 0] = x[x > 0] * 2`)" in said and "torch.where" in said
+    assert "_dynamo" not in said and "aten." not in said
+
+
+def test_a_plain_error_behind_dynamo_is_named():
+    def build(graph_module, inputs):
+        raise ValueError("no such loop")
+
+    with pytest.raises(amp.CaptureError, match="a graph of X could not be made: ValueError: no such loop"):
+        Frontend(lambda x: x + 1, build, "X", whole=True)(SQUARE)
+
+
+def test_batchnorm_statistics_are_averaged_without_a_warning(recwarn, caplog, capfd):
+    model = amp.compile(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), dtype="bf16", backend="eager")
+    model(SQUARE)
+    torch.optim.swa_utils.update_bn([SQUARE, SQUARE[:3]], model)
+    assert not list(recwarn) and not caplog.records and not any(capfd.readouterr())

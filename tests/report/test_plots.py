@@ -82,6 +82,19 @@ def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_point_between_gaps_is_drawn(tmp_path: Path) -> None:
+    """A line leads to none of them: only a marker shows that they are there."""
+    marks = []
+    for lost in ((), (2,), (2, 4)):  # between 2 and 4 stands 3 alone
+        records = [replace(one, loss=math.nan) if one.step in lost else one for one in run(6)]
+        draw_runs({"a": records}, tmp_path / "run.svg")
+        root = ElementTree.parse(tmp_path / "run.svg").getroot()
+        panel = next(one for one in root.iter("{http://www.w3.org/2000/svg}g") if one.get("id") == "axes_1")
+        lines = [one for one in panel if one.get("id", "").startswith("line2d")]
+        marks.append(sum(len(list(one.iter("{http://www.w3.org/2000/svg}use"))) for one in lines))
+    assert marks == [0, 1, 2]  # 1 is alone once 2 is lost
+
+
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(amp.AmpError, match="'txt' is no kind of picture"):
         draw_runs({"a": run(3)}, tmp_path / "run.txt")

@@ -73,6 +73,14 @@ class Tuning:
         place = self.options.output
         path = None if place is None else place.with_name(f"{place.name}.journal")
         journal = Journal(path, self._digest() if path is not None else "")
+        try:
+            return self._run(journal, path)
+        except KeyboardInterrupt:
+            if path is not None and path.exists():
+                logger.warning("stopped; what was measured stands in %s, and the same command goes on from it", path)
+            raise
+
+    def _run(self, journal: Journal, path: Path | None) -> TuneResult:
         if journal.resumed:
             logger.info("amp.tune goes on from %d measurements in %s", journal.resumed, path)
         console = Console(stderr=True)

@@ -15,7 +15,7 @@ from onnx import helper
 from amp_compiler.errors import OnnxError
 from amp_compiler.fx.finiteness import range_of
 from amp_compiler.ir.dtypes import DType, short_name
-from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
+from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.check.batches import iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
@@ -89,15 +89,22 @@ class OnnxTrials:
         if not seen.nodes:
             return NonfiniteReport()
         results = tuple(f"the output {name}" for name in seen.outputs)
-        cure = self._cure(converted, rules)
+        given = self._spoilt_inputs()
+        cure = self._cure(converted, rules, given)
         if not results and not cure.rule:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
-        return NonfiniteReport((), seen.nodes[:SHOWN], True, results, cure.rule, cure.told)
+        sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in given.items())
+        others = tuple(one for one in seen.nodes if given.keys().isdisjoint(name for name, _ in one.inputs))
+        return NonfiniteReport((), (*sources, *others)[:SHOWN], True, results, cure.rule, cure.told)
 
-    def _cure(self, seen: _Seen, rules: RuleSet) -> Cure:
+    def _spoilt_inputs(self) -> dict[str, ValueRange]:
+        """The inputs that are not finite themselves."""
         held = {name: range_of(torch.from_numpy(one)) for name, one in self._batch.items() if one.dtype.kind == "f"}
-        bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in held.items() if one.spoilt]
-        if bad:
+        return {name: one for name, one in held.items() if one.spoilt}
+
+    def _cure(self, seen: _Seen, rules: RuleSet, given: Mapping[str, ValueRange]) -> Cure:
+        if given:
+            bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in given.items()]
             return Cure(told=f"{'; '.join(bad)}: no precision mends that")
         if not seen.nodes:
             return Cure(told="the file has 16-bit parts already: converted with these rules it is finite")
