@@ -27,18 +27,19 @@ def contrib_schemas() -> dict[str, OpSchema]:
         return {}
     from onnxruntime.capi import _pybind_state
 
-    schemas = getattr(_pybind_state, "get_all_operator_schema", list)()
+    schemas: list[Any] = getattr(_pybind_state, "get_all_operator_schema", list)()
     return {schema.name: _as_onnx(schema) for schema in schemas if schema.domain == CONTRIB}
 
 
 def _as_onnx(schema: Any) -> OpSchema:
     """A schema of ONNX Runtime as one of onnx, which has other classes for them."""
+    options: Any = OpSchema.FormalParameterOption
     slots = [
         [
             OpSchema.FormalParameter(
                 slot.name,
                 slot.typeStr,
-                param_option=OpSchema.FormalParameterOption[slot.option.name],
+                param_option=options[slot.option.name],
                 is_homogeneous=slot.isHomogeneous,
             )
             for slot in kind

@@ -116,11 +116,11 @@ def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
         version: opset version of the domain.
     """
     try:
-        schema = onnx.defs.get_schema(op_type, version, domain)
+        schema: onnx.defs.OpSchema | None = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
         schema = contrib_schemas().get(op_type) if domain == CONTRIB else None
-        if schema is None:
-            return None
+    if schema is None:
+        return None
     constraints = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}
     types: dict[str, frozenset[DType]] = {}
     for put in (*schema.inputs, *schema.outputs):
