@@ -181,7 +181,6 @@ def open_model(source: Source) -> OnnxFile:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise OnnxError("it is no regular file", where=str(path), hint="name an ONNX file")
-        refuse_pointer(path)
         proto = onnx.load(path, load_external_data=False)
     except OnnxError:
         raise
@@ -189,6 +188,7 @@ def open_model(source: Source) -> OnnxFile:
         why = (cause.strerror or str(cause)).lower()
         raise OnnxError(f"cannot be read: {why}", where=str(path), hint="name an ONNX file") from cause
     except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
+        refuse_pointer(path)
         raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), hint="export it again") from cause
     return _checked(OnnxFile(proto, path))
 
