@@ -118,10 +118,16 @@ def plan_onnx(
 
     with raised_as_onnx(opened.name, "it cannot be planned"):
         lowered, fusion = lowered_from(opened, check)
+        reshaped = lowered.model.reshaped
+        if reshaped:
+            opened = replace(opened, proto=lowered.model.proto)
         raised = raised_for(opened, lowered, rules) if raising and opset is None and lowered.late else None
         if raised is not None:
             opened = raised
             lowered, fusion = lowered_from(raised, False)
+        if reshaped:
+            named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
+            lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")
         return _decide(lowered, fusion, rules, ranges, stages), lowered
 
 

@@ -269,3 +269,28 @@ def test_the_collector_is_left_as_it_was(enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if was else gc.disable)()
+
+
+@pytest.mark.parametrize("shape", [[4, 9], [-1, 8], [4], [4, 8, 1]])
+@pytest.mark.parametrize("place", ["output", "value_info"])
+def test_declared_shapes_that_inference_contradicts_are_replaced(shape, place):
+    """ONNX Runtime runs such models, with a warning."""
+    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), node("Relu", ["h"], ["y"], "act")]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
+    source.graph.value_info.append(info("h", 4, 8))
+    wrong = getattr(source.graph, place)[0]
+    wrong.CopyFrom(info(wrong.name, *shape))
+    done = convert_onnx(source)
+    assert done.notes == (f"inferred shapes replace declared ones that they contradict: '{wrong.name}'",)
+    assert [entry.precision for entry in done.plan.nodes] == ["low", "low"]
+    onnx.checker.check_model(done.model, full_check=True)
+    same_numbers(source, done.model, {"x": X[:4]})
+    raised = convert_onnx(source, dtype="bf16", rules="fast")
+    assert wrong.name in raised.notes[-1]
+
+
+def test_another_contradiction_is_refused():
+    source = mlp()
+    source.graph.input[0].CopyFrom(info("x", 4, 7))
+    with pytest.raises(OnnxError, match="Incompatible dimensions"):
+        convert_onnx(source)

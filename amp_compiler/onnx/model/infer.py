@@ -141,6 +141,47 @@ def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:
     return _infer(light, strict=False, data_prop=True)
 
 
+def replace_contradicted(proto: onnx.ModelProto, light: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    """The model with the inferred shapes of results and outputs where inference contradicts the declared ones.
+
+    Args:
+        proto: the model; it is not changed.
+        light: what `stripped` makes of it.
+
+    Returns:
+        The model, and the names of the values; the model itself where what is wrong is something else.
+    """
+    bare = onnx.ModelProto()
+    bare.CopyFrom(light)
+    for info in (*bare.graph.value_info, *bare.graph.output):
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.ClearField("shape")
+    try:
+        inferred = infer_checked(bare).graph
+    except OnnxError:
+        return proto, []
+    known = {info.name: info.type.tensor_type for info in (*inferred.value_info, *inferred.output)}
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    names = []
+    for info in (*result.graph.value_info, *result.graph.output):
+        declared = info.type.tensor_type
+        if declared.HasField("shape") and info.name in known and _contradicts(declared, known[info.name]):
+            declared.shape.CopyFrom(known[info.name].shape)
+            names.append(info.name)
+    return result, names
+
+
+def _contradicts(declared: onnx.TypeProto.Tensor, inferred: onnx.TypeProto.Tensor) -> bool:
+    if not inferred.HasField("shape"):
+        return False
+    pairs = list(zip(declared.shape.dim, inferred.shape.dim, strict=False))
+    if len(declared.shape.dim) != len(inferred.shape.dim):
+        return True
+    both = (pair for pair in pairs if all(dim.HasField("dim_value") for dim in pair))
+    return any(one.dim_value != other.dim_value for one, other in both)
+
+
 def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
     try:
         return infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)

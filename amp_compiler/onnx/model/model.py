@@ -15,7 +15,15 @@ import onnx_ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.external import refuse_pointer
-from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, light_of, stripped
+from amp_compiler.onnx.model.infer import (
+    Sizes,
+    infer,
+    infer_checked,
+    infer_sized,
+    light_of,
+    replace_contradicted,
+    stripped,
+)
 from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
@@ -99,6 +107,7 @@ class OnnxModel:
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
         contents: what the message held before sparse initializers were made dense.
+        reshaped: values whose declared shapes inference contradicts; they have the inferred ones here.
     """
 
     proto: onnx.ModelProto
@@ -109,6 +118,7 @@ class OnnxModel:
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
     contents: Contents = field(default_factory=Contents)
+    reshaped: tuple[str, ...] = ()
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -171,7 +181,6 @@ def open_model(source: Source) -> OnnxFile:
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
             raise OnnxError("it is no regular file", where=str(path), hint="name an ONNX file")
-        refuse_pointer(path)
         proto = onnx.load(path, load_external_data=False)
     except OnnxError:
         raise
@@ -179,6 +188,7 @@ def open_model(source: Source) -> OnnxFile:
         why = (cause.strerror or str(cause)).lower()
         raise OnnxError(f"cannot be read: {why}", where=str(path), hint="name an ONNX file") from cause
     except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
+        refuse_pointer(path)
         raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), hint="export it again") from cause
     return _checked(OnnxFile(proto, path))
 
@@ -244,6 +254,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
         proto = dense(in_order(proto, bodies=contents.bodies), contents)
         known = replace(contents, sparse=frozenset())
     light = light_of(proto, folder, known)
+    reshaped: list[str] = []
     if check:
         check_fully(light, opened.name)
     with raised_as_onnx(opened.name, "its graph is malformed"):
@@ -253,9 +264,18 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
             light = stripped(proto, folder)
             if check:  # whether a call fits its function shows only now
                 check_fully(light, opened.name)
+        try:
+            inferred = infer_checked(light) if check else infer(light)
+        except OnnxError:
+            proto, reshaped = replace_contradicted(proto, light)
+            if not reshaped:
+                raise
+            light = stripped(proto, folder)
+            inferred = infer_checked(light)
         model = to_ir(replace(opened, proto=proto), known)
-        result = OnnxModel(proto, model, folder=folder, contents=replace(known, sparse=contents.sparse))
-        inferred = infer_checked(light) if check else infer(light)
+        result = OnnxModel(
+            proto, model, folder=folder, contents=replace(known, sparse=contents.sparse), reshaped=tuple(reshaped)
+        )
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
         _Binder(result).bind(model.graph, proto.graph, inferred.graph)
