@@ -27,7 +27,7 @@ BUDGET = {
     "ranks": 3_000,
     "backends": 1_200,
     "ops": 7_430,  # to come to 7,400: the mark of a loss came
-    "onnx": 11_960,  # to come to 11,600: types of ONNX Runtime's own ops came
+    "onnx": 12_020,  # to come to 11,600: types of ONNX Runtime's own ops came
     "diagnose": 3_930,  # to come to 3,600: models with graph breaks are looked into too
     "report": 2_920,  # to come to 2,900
     "cli": 1_985,  # to come to 1,900
@@ -35,7 +35,7 @@ BUDGET = {
     "passes": 9_420,  # to come to 9,400
     "": 180,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 64_100  # of all rooms together; to come to 58,400
+SOURCES = 64_150  # of all rooms together; to come to 58,400
 TESTS = 57_800  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 CROWDED = {"fx", "training"}  # rooms that may have more; to come to none

@@ -59,7 +59,7 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
     Returns:
         By node name, the loss or logarithm.
     """
-    graph, info, in_file = draft.graph, draft.rules.ops.info, draft.context.device == "onnx"
+    graph, info, in_file = draft.graph, draft.rules.ops.info, draft.graph.execution.run_only
     own = {rule.where for rule in draft.rules.rules if rule.own}
     makers: dict[str, Node] = {}
     behind_logarithms: dict[str, Node] = {}
