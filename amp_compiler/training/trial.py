@@ -153,7 +153,7 @@ class StepTrials:
             return ""
 
         def left(names: Iterable[str]) -> float:
-            there = {name: kept[name] != 0 for name in names}
+            there = {name: kept[name] != 0 for name in names if name in kept and name in made}
             gone = sum(int((mask & (made[name] == 0)).sum()) for name, mask in there.items())
             return gone / max(sum(int(mask.sum()) for mask in there.values()), 1)
 
@@ -274,9 +274,12 @@ class _Joint:
         )
 
     def gradients(self, scale: Tensor) -> dict[str, Tensor]:
-        """The gradients, times the loss scale, by the parameters' names."""
+        """The gradients that the backward makes, times the loss scale, by the parameters' names.
+
+        One that is added up only for the update, such as that of a weight with two copies, is not among them.
+        """
         env = self._replayed(scale).env
-        return {name: env[node] for name, node in self._gradients().items()}
+        return {name: env[node] for name, node in self._gradients().items() if node in env}
 
     def rounding_alone(self, names: set[str], scale: Tensor) -> set[str]:
         """Those of some parameters whose gradient is errors of rounding alone: it is in proportion to no loss scale.

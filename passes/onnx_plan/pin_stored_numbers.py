@@ -32,7 +32,6 @@ class PinStoredNumbers(PinPass):
         a = onnx.Add(A=x, B=c) -> fp32[2, 8]  pin=fp32 "'c' holds numbers up to 100000, beyond fp16"
         b = onnx.Relu(X=a) -> fp32[2, 8]  pin=fp32 "works on what was made of 'c', which fp16 does not hold"
 
-    A single number among the subnormal ones, which have few digits, counts where it scales something.
     Bounds of a Clip that are attributes are such numbers too, the largest one of FP32 excepted.
 
     Left alone: what reads a mask (`find_masks`), or numbers that fit.
@@ -57,15 +56,9 @@ class _Finder(Walker):
     def misfit(self, name: str, numbers: StoredNumbers) -> None:
         """Pin what reads numbers that do not fit."""
         over = numbers.largest > self.low.format.max
-        coarse = numbers.subnormal and numbers.number is not None and self._is_coarse(numbers.number)
-        if not over and not numbers.lost and not coarse:
+        if not over and not numbers.lost:
             return
         moves, sinks = self._spread(name)
-        if coarse and not numbers.lost:
-            sinks = [node for node in sinks if node.op in ("onnx.Mul", "onnx.Div")]
-            reason = f"of '{name}', {numbers.number:g}, {self.low.short} holds but few digits"
-            self._pin_onward(moves if sinks else [], sinks, reason, name)
-            return
         if over:
             self._pin_onward(
                 moves, sinks, f"'{name}' holds numbers up to {numbers.largest:g}, beyond {self.low.short}", name
@@ -77,11 +70,6 @@ class _Finder(Walker):
             return
         reason = f"{numbers.lost} of the numbers in '{name}' would become zero in {self.low.short}"
         self._pin_onward(moves, sinks, reason, name)
-
-    def _is_coarse(self, number: float) -> bool:
-        """True for a subnormal number of the low type that rounding changes by more than it does a normal one."""
-        steps = abs(number) / self.low.format.smallest_subnormal
-        return abs(round(steps) - steps) > steps * self.low.format.eps
 
     def bounds(self, node: Node) -> None:
         """Pin what clips to bounds that do not fit, which are attributes up to opset 10; the largest FP32 is none."""

@@ -231,27 +231,3 @@ def test_bounds_that_fit_are_low(bounds):
              node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)], opset=10)
     assert "clip" in low_nodes(check(source, "fp16"))
-
-
-# ---- factors
-
-
-@pytest.mark.parametrize("stored", ["initializer", "constant"])
-@pytest.mark.parametrize(("op", "number"), [("Mul", 1e-6), ("Mul", 1e-7), ("Mul", -1.5e-5), ("Div", 1e-6)])
-def test_a_factor_of_which_fp16_holds_few_digits(op, number, stored):
-    back = scalar("d", 1e3 if op == "Mul" else 1e-3)
-    constant = [node("Constant", [], ["c"], value=scalar("", number))] if stored == "constant" else []
-    nodes = [node("MatMul", ["x", "w"], ["a"]), *constant, node(op, ["a", "c"], ["b"], "op"),
-             node("Mul", ["b", "d"], ["y"])]  # fmt: skip
-    data = [nh.from_array(np.eye(8, dtype=np.float32), "w"), back, *([] if constant else [scalar("c", number)])]
-    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
-    done = check(source, "fp16")
-    assert "op" not in low_nodes(done)
-    assert error(source, done.model, {"x": RNG.standard_normal((4, 8)).astype(np.float32)}) < NEAR["fp16"]
-
-
-@pytest.mark.parametrize(("op", "number"), [("Mul", 2.0**-24), ("Mul", 2.0**-16), ("Mul", 1e-4), ("Add", 1e-6)])
-def test_a_number_that_fp16_holds_or_that_is_added_stays_low(op, number):
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node(op, ["a", "c"], ["b"], "op"), node("MatMul", ["b", "w"], ["y"])]
-    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("c", number)])
-    assert "op" in low_nodes(check(source, "fp16"))

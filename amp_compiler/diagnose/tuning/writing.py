@@ -62,9 +62,9 @@ def with_chosen(rules: RuleSet, chosen: frozenset[str], *, above: PrecisionPlan 
         above: the plan that the rules make, where all is to be FP32 but the chosen nodes, which are put low.
     """
     first = () if above is None else load_rules({"version": 1, "rules": all_fp32(above)}).rules
-    own = Rule("<tune>", Matcher((_Chosen(chosen),)), Precision.FP32 if above is None else Precision.LOW)
-    quiet = [replace(rule, own=False) for rule in (*rules.rules, *first)]  # no word of rules that match nothing
-    return replace(rules, rules=(*quiet, *([own] if chosen else [])))
+    precision = Precision.FP32 if above is None else Precision.LOW
+    own = Rule("<tune>", Matcher((_Chosen(chosen),)), precision, own=True)
+    return replace(rules, rules=(*rules.rules, *first, *([own] if chosen else [])))
 
 
 @dataclass(frozen=True)
