@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch211 docs \
+.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch test-torch211 docs \
   browser screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
@@ -107,8 +107,12 @@ test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` an
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
-test-torch211: ## the tests of `make test` with the oldest torch that is supported, in an environment of its own, .venv211
-	+$(MAKE) --no-print-directory VENV=.venv211 TORCH=$(OLDEST_TORCH) test-all-but-slow
+test-torch: ## the tests of `make test` with another torch (TORCH=2.14.1), in an environment of its own, .venv-TORCH
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1" >&2; exit 1; }
+	+$(MAKE) --no-print-directory VENV=.venv-$(TORCH) TORCH=$(TORCH) test-all-but-slow
+
+test-torch211: ## the same with the oldest torch that is supported
+	+$(MAKE) --no-print-directory TORCH=$(OLDEST_TORCH) test-torch
 
 # NO_MKDOCS_2_WARNING: a notice of the theme's about its successor.
 docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
@@ -150,5 +154,5 @@ zoo: $(STAMP) ## the pictures and tables of docs/zoo.md from the results of the 
 	$(BIN)/python examples/recipes/zoo.py
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) .venv211 .wheels .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* .wheels .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
