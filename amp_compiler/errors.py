@@ -69,10 +69,6 @@ class ValuesReadError(CaptureError):
     """A graph reads the values of a tensor while it is made; what reads them runs as it is written."""
 
 
-class UnknownFormError(CaptureError):
-    """Inputs that cannot be told apart from others; Dynamo's pieces, which look into them, take them."""
-
-
 class HookError(CaptureError):
     """A module carries a hook, or is of a kind, that no graph can hold, whole or in subgraphs."""
 

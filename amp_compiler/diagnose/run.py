@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.exponents import Counts, Histogram
 from amp_compiler.diagnose.losses import arguments, batches_of, check_given, positional
 from amp_compiler.diagnose.profile import (
@@ -34,7 +35,6 @@ from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.counting import CountingProgram, build_counting
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
-from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.graph import annotate_calls, canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building

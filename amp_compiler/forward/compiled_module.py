@@ -11,10 +11,9 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.forward.kinds import forwarding_members, kinds_of
+from amp_compiler.forward.kinds import forwarding_members, kinds_of, like_forward_of
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.settings import Settings
-from amp_compiler.forward.signature import like_forward_of
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.frontend import captured_within

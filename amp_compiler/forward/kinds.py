@@ -1,7 +1,9 @@
-"""Classes that other tools ask for with `isinstance`, and which a compiled module therefore derives from."""
+"""What other tools ask of a compiled module: the classes that it derives from, and the arguments of its forward."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -54,3 +56,25 @@ class _OfTheOriginal:
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         return getattr(self._kind if module is None else module.__dict__["original"], self._name)
+
+
+def like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
+    """A method `forward` with the signature that the forward of a model has.
+
+    Args:
+        model: the module; where its forward says nothing of its arguments, any are shown.
+        run: called with the object, the positional and the keyword arguments.
+        doc: its docstring.
+    """
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    forward.__doc__ = doc
+    try:
+        shown = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # written in C
+        return forward
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = shown.replace(parameters=[me, *shown.parameters.values()])  # type: ignore[attr-defined]
+    return forward

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.losses import Arguments
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
@@ -21,7 +22,6 @@ from amp_compiler.diagnose.tuning.subject import SEED, Subject
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, normalize, rewrite
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
