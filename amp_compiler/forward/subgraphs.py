@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -32,6 +33,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
+    BUILDING,
     Break,
     break_before,
     functions_given_up,
@@ -168,7 +170,7 @@ class Subgraphs:
         self._said = set() if said is None else said
         refuse_sharded(model)
         self._model, self._settings, self._name = model, settings, name
-        self._called = threading.local()
+        self._called, self._breaks = threading.local(), False
         # Layers of one kind that break have one function, which is compiled for each of them.
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
 
@@ -230,8 +232,10 @@ class Subgraphs:
         """Call the model through Dynamo; `graphs` takes those that begin to run."""
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
+        # Dynamo's guards on functions that are called between two graphs fail now and then while another thread calls.
+        turn = BUILDING if self._breaks or not self.made else contextlib.nullcontext()
         try:
-            with compiled_checkpoints(self._checkpointed), autocast_off():
+            with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
@@ -284,6 +288,7 @@ class Subgraphs:
             logger.warning("%s: %s", self._name, self.unplanned)
             return graph_module.forward
         self.made.append(subgraph)
+        self._breaks |= subgraph.broken is not None
         name = f"graph{len(self.made) - 1}"
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):

@@ -480,7 +480,7 @@ row(
     use=many(40, 8),
     inside=40,
     doors=FORWARD,
-    builds=64,
+    builds={"inference": 2, "compile": 2, "backend": 64},
     broken="inference compile backend",
 )(lambda m, x: m.out(y) if (y := m.fc(x)).sum() < 1e9 else y)
 
