@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from machine import machine_facts
 
-from amp_compiler.fx.torch_private import has_bf16_kernels
+from amp_compiler.fx.torch_private.runtime import has_bf16_kernels
 from amp_compiler.ir.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.backends.cuda_graph import Run
-from amp_compiler.fx.torch_private import clear_cublas_workspaces, end_failed_capture, without_owning
+from amp_compiler.fx.torch_private.runtime import clear_cublas_workspaces, end_failed_capture, without_owning
 from amp_compiler.ops.cuda.pointer_tables import GraphTables
 from amp_compiler.ops.cuda.update import TABLES
 

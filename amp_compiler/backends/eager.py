@@ -13,7 +13,8 @@ from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.checkpoints import with_checkpoints
 from amp_compiler.fx.graph import own_upcasts
-from amp_compiler.fx.torch_private import forward_of, is_transformed, saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private.runtime import is_transformed, saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private.tracing import forward_of
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:

@@ -17,10 +17,12 @@ from amp_compiler.backends import vector_probes
 from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
-from amp_compiler.fx import torch_private
 from amp_compiler.fx.checkpoints import recomputed_in
 from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import inductor as torch_inductor
+from amp_compiler.fx.torch_private.dynamo import is_restart
+from amp_compiler.fx.torch_private.tracing import recomputed, whole_powers
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes import find_pass
@@ -85,7 +87,7 @@ def compile_graph(
     Raises:
         LoweringError: where Inductor is not in this torch, or cannot compile the graph.
     """
-    if not torch_private.has_inductor():
+    if not torch_inductor.has_inductor():
         raise LoweringError(
             f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
         )
@@ -97,20 +99,20 @@ def compile_graph(
         # Names of sizes that depend on data, in the capture: Inductor's trace gives them others, and knows no old ones.
         node.meta.pop("unbacked_bindings", None)
         if Key.RECOMPUTED in node.meta:
-            node.meta.update(torch_private.recomputed(regions.get(node, 0)))
+            node.meta.update(recomputed(regions.get(node, 0)))
     try:
         with (
-            torch_private.cpu_allocation(allocator),
-            torch_private.vector_probes(vector_probes.remembered),
-            torch_private.whole_powers(),
+            torch_inductor.cpu_allocation(allocator),
+            torch_inductor.vector_probes(vector_probes.remembered),
+            whole_powers(),
         ):
-            return torch_private.compile_with_inductor(
+            return torch_inductor.compile_with_inductor(
                 graph_module, inputs, options, own_decompositions, IDENTITY, _not_compiled
             )
     except LoweringError:
         raise
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
-        if torch_private.is_restart(cause):
+        if is_restart(cause):
             raise
         raise _not_compiled(cause) from cause
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import copy_graph, node_tensor
-from amp_compiler.fx.torch_private import forward_of
+from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
 from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS

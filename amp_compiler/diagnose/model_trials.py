@@ -20,7 +20,7 @@ from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.finiteness import Replay
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of, torch_dtype
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages

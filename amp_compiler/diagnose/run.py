@@ -37,7 +37,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.fx.graph import annotate_calls, canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.cpu.update import made_gradient

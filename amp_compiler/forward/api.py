@@ -29,7 +29,7 @@ from amp_compiler.fx.capture import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.frontend import as_backend
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import has_native_bf16
+from amp_compiler.fx.torch_private.runtime import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of

@@ -15,7 +15,8 @@ from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo
 from amp_compiler.fx.frontend import capture_once
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.torch_private import no_saved_tensor_hooks, prints_ignored
+from amp_compiler.fx.torch_private.dynamo import prints_ignored
+from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
 from amp_compiler.fx.uncapturable import refuse_sharded
 
 

@@ -18,12 +18,8 @@ from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, pl
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.fx.torch_private import (
-    captures_here,
-    skipped_by_dynamo,
-    traced_elsewhere,
-    why_not_captured,
-)
+from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo, why_not_captured
+from amp_compiler.fx.torch_private.tracing import captures_here, traced_elsewhere
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused

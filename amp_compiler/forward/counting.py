@@ -17,7 +17,7 @@ from amp_compiler.forward.zeros import ZeroTrail
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import call_before, results_of, torch_dtype
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import TENSORS
+from amp_compiler.fx.torch_private.tracing import TENSORS
 from amp_compiler.ops.exponents import COUNT as COUNT_OPERATOR
 from amp_compiler.passes.diagnose.count_exponents import counted
 from amp_compiler.passes.pipeline import COUNT, Stages

@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 
 from amp_compiler.fx.frontend import FEWER_FORMS
-from amp_compiler.fx.torch_private import function_here, reason_here
+from amp_compiler.fx.torch_private.breaks import reason_here
+from amp_compiler.fx.torch_private.dynamo import function_here
 
 logger = logging.getLogger("amp_compiler")
 MANY_FORMS = 8  # of one function: they are told of

@@ -9,7 +9,7 @@ from torch import nn
 
 from amp_compiler.fx.hooks import MODULE_HOOKS, hooks_made
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.fx.torch_private import global_module_hooks
+from amp_compiler.fx.torch_private.runtime import global_module_hooks
 
 
 class ModuleHooks:

@@ -14,7 +14,7 @@ from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.capture import Captured
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower
-from amp_compiler.fx.torch_private import reads_values
+from amp_compiler.fx.torch_private.breaks import reads_values
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native

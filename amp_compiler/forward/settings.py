@@ -11,7 +11,7 @@ import torch
 from amp_compiler.backends import BackendArgument, find_backend
 from amp_compiler.backends.backend import DEFAULT, Backend, Builder, Mode
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private import has_bf16_kernels, has_native_bf16
+from amp_compiler.fx.torch_private.runtime import has_bf16_kernels, has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type
 from amp_compiler.passes.pipeline import PIPELINES, Pipeline, pipelines_with
 from amp_compiler.policy.loader import load_rules

@@ -32,16 +32,10 @@ from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, line_of, 
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import (
-    BUILDING,
-    Break,
-    break_before,
-    functions_given_up,
-    modes_around,
-    no_saved_tensor_hooks,
-    restart_with_plain_numbers,
-    why_not_captured,
-)
+from amp_compiler.fx.torch_private.breaks import Break, break_before
+from amp_compiler.fx.torch_private.dynamo import functions_given_up, restart_with_plain_numbers, why_not_captured
+from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_hooks
+from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.fx.uncapturable import refuse_sharded
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_compiler.fx.graph import hint
-from amp_compiler.fx.torch_private import TorchDispatchMode
+from amp_compiler.fx.torch_private.runtime import TorchDispatchMode
 
 _LOW = (torch.float16, torch.bfloat16)
 _FLOATS = (*_LOW, torch.float32, torch.float64)

@@ -20,7 +20,7 @@ from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.named_keywords import keywords_named
-from amp_compiler.fx.torch_private import exporting, new_graph_module
+from amp_compiler.fx.torch_private.tracing import exporting, new_graph_module
 from amp_compiler.fx.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.transformers_caches import register_caches
 from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms

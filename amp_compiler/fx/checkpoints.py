@@ -17,7 +17,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.hooks import calling_line
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import handle_checkpoints
+from amp_compiler.fx.torch_private.dynamo import handle_checkpoints
 
 Checkpoint = Callable[..., Any]
 _aten = torch.ops.aten

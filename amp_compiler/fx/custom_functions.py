@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_compiler.fx.torch_private import is_idle_checkpoint
+from amp_compiler.fx.torch_private.dynamo import is_idle_checkpoint
 
 Function = torch.autograd.Function
 

@@ -25,15 +25,12 @@ from amp_compiler.fx.exact_numbers import settle_numbers
 from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.mixed_types import refuse_mixed_types
-from amp_compiler.fx.torch_private import (
-    AUTOGRAD_FUNCTION,
-    TENSOR_OF_NUMBER,
+from amp_compiler.fx.torch_private.dynamo import AUTOGRAD_FUNCTION, TENSOR_OF_NUMBER, is_restart, source_text
+from amp_compiler.fx.torch_private.tracing import (
     is_of_transform,
-    is_restart,
     new_graph_module,
     opaque_call,
     restored_transforms,
-    source_text,
     traced_graph,
     with_regions,
 )

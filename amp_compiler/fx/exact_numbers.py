@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.torch_private import restart_with_plain_numbers, source_text
+from amp_compiler.fx.torch_private.dynamo import restart_with_plain_numbers, source_text
 
 _DIVIDES = frozenset({operator.truediv, operator.floordiv, operator.mod})
 _LARGE = 2**31  # a factor with which a product may be beyond 64 bits

@@ -24,34 +24,33 @@ from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
 from amp_compiler.fx.capture_errors import kind_of, user_frame
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_layers import is_layer
-from amp_compiler.fx.torch_private import (
+from amp_compiler.fx.torch_private.breaks import (
     Break,
-    bounded_selections,
     break_of,
+    dynamo_errors,
+    is_recompile_limit,
+    reason_here,
+    recompile_limit,
+    recompile_reason,
+)
+from amp_compiler.fx.torch_private.dynamo import (
+    bounded_selections,
     broken_at_generators,
     broken_at_tensor_hooks,
     code_of,
     compile_with_dynamo,
     compile_within,
-    dynamo_errors,
     dynamo_settings,
     frames_taken,
     globals_of_no_module,
     guarded_absent_keys,
     guarded_signs,
-    is_recompile_limit,
-    mode_around,
-    modes_again,
-    modes_apart,
-    modes_around,
     pad_packed_breaks,
-    reason_here,
-    recompile_limit,
-    recompile_reason,
     settings_are_of_threads,
     texts_of_numbers,
-    whole_powers,
 )
+from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
+from amp_compiler.fx.torch_private.tracing import whole_powers
 from amp_compiler.fx.tracing import quiet
 
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

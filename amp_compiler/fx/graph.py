@@ -18,7 +18,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import LoweringError, ValuesReadError
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, traced_graph
+from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 from amp_compiler.ops.recurrent import KINDS

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import shorten_path
-from amp_compiler.fx.torch_private import saved_tensor_hooks
+from amp_compiler.fx.torch_private.runtime import saved_tensor_hooks
 
 _ON_TENSORS = {
     torch.Tensor.register_hook: "register_hook",

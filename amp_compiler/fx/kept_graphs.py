@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph_record import Unrecordable, graph_of, record_of
-from amp_compiler.fx.torch_private import keeps_compiled, trace_settings
+from amp_compiler.fx.torch_private.inductor import keeps_compiled
+from amp_compiler.fx.torch_private.tracing import trace_settings
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_tensor_hook
-from amp_compiler.fx.torch_private import inference_mode_as_no_grad
+from amp_compiler.fx.torch_private.tracing import inference_mode_as_no_grad
 
 _CASTS = frozenset(
     getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "type", "type_as")

@@ -8,7 +8,7 @@ from torch import fx, nn
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.spread import is_sharded, spread_tensors
-from amp_compiler.fx.torch_private import transform_of
+from amp_compiler.fx.torch_private.tracing import transform_of
 
 
 def refuse_sharded(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.training.capture import capture_once
 from amp_compiler.training.loss_module import ROOT, LossModule

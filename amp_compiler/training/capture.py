@@ -19,7 +19,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
-from amp_compiler.fx.torch_private import no_saved_tensor_hooks
+from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
 from amp_compiler.ops.loss_mark import MARK, mark_loss
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.loss_module import LossModule

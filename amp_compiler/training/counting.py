@@ -17,7 +17,7 @@ from amp_compiler.forward.zeros import ZeroTrail
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes

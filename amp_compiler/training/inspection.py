@@ -12,7 +12,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.training.autocast import autocast_of

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.forward.tensor_versions import note_writes, writable
 from amp_compiler.fx.graph import results_of
-from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
+from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages

@@ -16,7 +16,10 @@ from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
-from amp_compiler.fx.torch_private import building, is_failed_assertion, saved_tensor_hooks, why_not_captured
+from amp_compiler.fx.torch_private.breaks import is_failed_assertion
+from amp_compiler.fx.torch_private.dynamo import why_not_captured
+from amp_compiler.fx.torch_private.runtime import saved_tensor_hooks
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of

@@ -16,7 +16,7 @@ from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.notices import silent
 from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.torch_private import TENSORS
+from amp_compiler.fx.torch_private.tracing import TENSORS
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.subgraphs import Subgraph, plan_of, stages_of
-from amp_compiler.fx.torch_private import building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import StepOptions

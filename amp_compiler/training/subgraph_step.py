@@ -19,7 +19,7 @@ from amp_compiler.forward.subgraphs import Subgraphs, plan_of
 from amp_compiler.fx.capture_errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import needs_double_backward
+from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from amp_compiler.fx.graph import node_tensor, schema_argument
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import without_fake_tensors
+from amp_compiler.fx.torch_private.tracing import without_fake_tensors
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_operands
 from amp_compiler.fx.graph import node_tensor
-from amp_compiler.fx.torch_private import SET_GRAD_ENABLED
+from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 

@@ -13,7 +13,7 @@ from torch.fx.traceback import preserve_node_meta
 from amp_compiler.fx.graph import CAST, node_tensor, refresh, user_source
 from amp_compiler.fx.meta import Key, region_pin, source_of
 from amp_compiler.fx.regions import names_other_type
-from amp_compiler.fx.torch_private import traced_graph
+from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ir.graph import Pin
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.capture.drop_type_checks import drop_type_checks

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.torch_private import puts_channels_last
+from amp_compiler.fx.torch_private.inductor import puts_channels_last
 from amp_compiler.passes.base import LatePass
 
 _CALL = "call_function"

@@ -16,7 +16,7 @@ from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import hint, node_tensor, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.recompute import computed_again, memory_of
-from amp_compiler.fx.torch_private import is_pointwise
+from amp_compiler.fx.torch_private.tracing import is_pointwise
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.planner.mincut import TwoLabelProblem
 

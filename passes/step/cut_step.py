@@ -13,7 +13,7 @@ from torch import fx
 from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, results_of, splice_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import new_graph_module, traced_graph
+from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, ADD_WIDE, CHECK, COMMIT, GATHER, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product

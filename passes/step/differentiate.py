@@ -18,13 +18,8 @@ from amp_compiler.fx.checkpoints import checkpoint_of
 from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import (
-    autograd_sequence,
-    function_sequence,
-    new_graph_module,
-    own_decompositions,
-    traced_graph,
-)
+from amp_compiler.fx.torch_private.runtime import autograd_sequence, function_sequence
+from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 

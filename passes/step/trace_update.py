@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
-from amp_compiler.fx.torch_private import traced_graph
+from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ops.update.operators import FUSED_NAMES
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder

@@ -13,7 +13,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
 import amp_compiler as amp
-from amp_compiler.fx import torch_private
+from amp_compiler.fx.torch_private import inductor as torch_inductor
 
 pytestmark = pytest.mark.compiles
 FP32 = {"version": 1, "extends": "default", "deny": ["matmul", "convolution"]}
@@ -82,7 +82,7 @@ def test_what_gives_the_table_of_operators_can_be_part_of_a_cached_name(monkeypa
     monkeypatch.setattr(compile_fx, "compile_fx", outer)
     monkeypatch.setattr(compile_fx, "compile_fx_inner", inner)
     gelu = torch.ops.aten.gelu.default
-    gives = torch_private.compile_with_inductor(
+    gives = torch_inductor.compile_with_inductor(
         torch.fx.symbolic_trace(nn.Identity()), [X], {}, lambda table: {gelu: torch.relu}, "ours", lambda cause: cause
     )
     assert gives()[gelu] is torch.relu and len(gives()) > 100

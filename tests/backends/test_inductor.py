@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 from amp_compiler.backends import inductor
 from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
-from amp_compiler.fx import torch_private
+from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.fx.text import parse_fx
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import LatePass
@@ -29,7 +29,7 @@ def test_16_bit_code_for_a_cpu_is_compiled_without_the_slp_vectorizer(kind, guar
     graph_module = parse_fx(f"in x: {shape}\nneg: {shape} = aten.neg.default(x)\nreturn neg")
     options = _options(graph_module, round_exactly=False)
     if guarded:
-        assert options[_CONTRACTION].split() == [torch_private.inductor_option(_CONTRACTION), _NO_SLP]
+        assert options[_CONTRACTION].split() == [torch_inductor.inductor_option(_CONTRACTION), _NO_SLP]
     else:
         assert _CONTRACTION not in options
 
@@ -51,7 +51,7 @@ def test_every_option_is_one_of_this_torch(place):
 @pytest.fixture
 def late(monkeypatch):
     """Late passes run with their contract checked, on what Inductor has really opened; those that changed something."""
-    theirs, changed = torch_private.inductor_graph_pass, []
+    theirs, changed = torch_inductor.inductor_graph_pass, []
 
     def checked(run, graph):
         if run(graph.owning_module).modified:
@@ -60,7 +60,7 @@ def late(monkeypatch):
     def graph_pass(identity, work, before):
         return theirs(identity, [functools.partial(checked, one.__self__) for one in work], before)
 
-    monkeypatch.setattr(torch_private, "inductor_graph_pass", graph_pass)
+    monkeypatch.setattr(torch_inductor, "inductor_graph_pass", graph_pass)
     return changed
 
 

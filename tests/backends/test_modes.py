@@ -10,7 +10,7 @@ from toys import mlp, squares
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, inductor
 from amp_compiler.errors import AmpError
-from amp_compiler.fx import torch_private
+from amp_compiler.fx.torch_private import inductor as torch_inductor
 
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 
@@ -50,7 +50,7 @@ def test_a_backend_that_compiles_nothing_has_the_default_alone(call):
 def test_the_names_are_those_of_this_torch():
     """An option that Inductor does not know would be left out without a word."""
     assert inductor._TUNING == TUNED
-    assert all(torch_private.inductor_option(name) is not None for name in TUNED)
+    assert all(torch_inductor.inductor_option(name) is not None for name in TUNED)
     theirs = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
     assert theirs == TUNED, "what torch.compile's mode sets beside CUDA graphs"
 
@@ -65,7 +65,7 @@ def test_every_graph_is_compiled_in_the_mode(call, mode, monkeypatch):
         asked.append({name: options.get(name, False) for name in TUNED})
         return BACKENDS["eager"].build(graph_module, inputs, False)
 
-    monkeypatch.setattr(torch_private, "compile_with_inductor", compiled)
+    monkeypatch.setattr(torch_inductor, "compile_with_inductor", compiled)
     torch.manual_seed(0)
     made = CALLS[call](mlp(), mode=mode)
     made(torch.randn(6, 8), torch.randn(6, 4)) if call == "step" else made(torch.randn(6, 8))

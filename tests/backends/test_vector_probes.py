@@ -8,7 +8,7 @@ import torch
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
 from amp_compiler.backends.vector_probes import remembered
-from amp_compiler.fx import torch_private
+from amp_compiler.fx.torch_private import inductor as torch_inductor
 
 
 class _Loads:
@@ -80,7 +80,7 @@ def test_torch_asks_here_and_gets_its_own_answer_elsewhere() -> None:
 
         return probe
 
-    with torch_private.vector_probes(noted):
+    with torch_inductor.vector_probes(noted):
         assert isa._probe_load("no such library.so")
     assert asked == ["no such library.so"] and VecISA._probe_load is before
     assert not isa._probe_load("no such library.so")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import amp_compiler as amp
 from amp_compiler.cli import demo
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private import has_bf16_kernels
+from amp_compiler.fx.torch_private.runtime import has_bf16_kernels
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_compiler as amp
 import amp_compiler.forward.subgraphs as subgraphs
-import amp_compiler.fx.torch_private as torch_private
+from amp_compiler.fx.torch_private import dynamo as torch_private
 
 pytestmark = pytest.mark.long
 

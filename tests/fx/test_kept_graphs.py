@@ -17,7 +17,7 @@ import amp_compiler as amp
 from amp_compiler.fx import kept_graphs
 from amp_compiler.fx.graph_record import Unrecordable, graph_of, marks_of, record_of
 from amp_compiler.fx.text import format_fx, parse_fx
-from amp_compiler.fx.torch_private import trace_settings
+from amp_compiler.fx.torch_private.tracing import trace_settings
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library
 from amp_compiler.passes.step.differentiate import Differentiate

@@ -10,13 +10,8 @@ import torch
 from torch import fx
 
 import amp_compiler as amp
-from amp_compiler.fx.torch_private import (
-    forward_of,
-    inductor_graph_pass,
-    is_pointwise,
-    new_graph_module,
-    traced_graph,
-)
+from amp_compiler.fx.torch_private.inductor import inductor_graph_pass
+from amp_compiler.fx.torch_private.tracing import forward_of, is_pointwise, new_graph_module, traced_graph
 
 
 def traced() -> fx.GraphModule:

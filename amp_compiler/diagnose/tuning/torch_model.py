@@ -29,7 +29,7 @@ from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
 from amp_compiler.fx.lower import lower
-from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.fx.torch_private.tracing import TENSORS, building
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from amp_compiler.errors import OnnxCaptureError
-from amp_compiler.fx.torch_private import wrap_while_it_lives
+from amp_compiler.fx.torch_private.tracing import wrap_while_it_lives
 from amp_compiler.onnx.importing.load import is_weight, tensor_of
 from amp_compiler.onnx.importing.ops import values
 

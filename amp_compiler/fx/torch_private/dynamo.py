@@ -1,0 +1,438 @@
+"""What is private of Dynamo: its settings, and where what it captures would be wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+
+from amp_compiler.fx.torch_private.runtime import exchanged, global_module_hooks, modes_around, transforms_here
+from amp_compiler.fx.torch_private.tracing import BUILDING, anomalies_aside, dynamos_lock
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_OPERATORS = str(Path(__file__).parents[2] / "ops")
+_ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
+
+
+def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[], Callable[[], None]]:
+    """Sets Dynamo so that it captures what a rewritten graph can be right for; gives what sets it back.
+
+    Options that this torch lacks are left out.
+
+    Args:
+        limit: for how many forms of its inputs a function is compiled before Dynamo raises. A torch that counts the
+            models of a class together counts up to as many for each model there was.
+        hooks: whether it guards the hooks of modules.
+        values: whether sizes and numbers that values of tensors say are part of a graph.
+    """
+    limit *= 1 if _ISOLATES else max(_MODELS[0], 1)
+    config: Any = torch._dynamo.config
+    wanted = {
+        "allow_rnn": True,  # recurrent layers are part of a graph, not run as they are
+        "skip_nnmodule_hook_guards": not hooks,
+        "skip_no_tensor_aliasing_guards_on_parameters": False,  # weights that are tied later have one gradient
+        "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
+        "specialize_float": False,  # and so does one that is annealed
+        "capture_scalar_outputs": values,  # as `item()` does
+        "capture_dynamic_output_shape_ops": values,  # as rows of a mask do
+        "recompile_limit": limit,
+        "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
+        "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
+        "suppress_errors": False,
+        # What transformers says once for a process is no reason for a graph break.
+        "ignore_logging_functions": {
+            *config.ignore_logging_functions,
+            *(vars(logging.Logger)[name] for name in ("warning_once", "info_once") if name in vars(logging.Logger)),
+        },
+    }
+    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
+    make = getattr(config, "_make_closure_patcher", None)
+    if make is not None:
+        return make(**known)  # type: ignore[no-any-return]
+
+    def patched() -> Callable[[], None]:
+        patch = config.patch(known)
+        patch.__enter__()
+        return lambda: patch.__exit__(None, None, None)
+
+    return patched
+
+
+def prints_ignored() -> contextlib.AbstractContextManager[Any]:
+    """Within it a capture takes no note of `print`; for graphs that are read and not run."""
+    config: Any = torch._dynamo.config
+    return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
+
+
+@functools.cache
+def settings_are_of_threads() -> bool:
+    """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""
+    entries = getattr(torch._dynamo.config, "_config", {})
+    return any(isinstance(getattr(one, "user_override", None), ContextVar) for one in entries.values())
+
+
+@contextlib.contextmanager
+def pad_packed_breaks() -> Iterator[None]:
+    """Within it Dynamo breaks its graph where packed sequences are padded: numbers alone tell how long they are."""
+    padding = getattr(torch._VF, "_pad_packed_sequence", None)
+    left_out: Any = getattr(torch._dynamo.trace_rules, "_disallowed_callable_ids", None)
+    if padding is None or left_out is None or id(padding) in left_out:
+        yield
+        return
+    left_out.add(id(padding))
+    try:
+        yield
+    finally:
+        left_out.remove(id(padding))
+
+
+def broken_at_generators() -> contextlib.AbstractContextManager[None]:
+    """Within it Dynamo breaks its graph where a `random.Random` draws: it would draw the same number at every call."""
+    kind: Any = getattr(torch._dynamo.variables.misc, "RandomVariable", None)
+    name = "is_supported_random_obj"
+    return exchanged(kind, name, staticmethod(lambda val: False)) if hasattr(kind, name) else contextlib.nullcontext()
+
+
+def texts_of_numbers() -> contextlib.AbstractContextManager[None]:
+    """Within it an f-string of nothing but a number that is an input is a text; Dynamo gives the number itself."""
+    kind: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    symbolic: Any = getattr(torch._dynamo.variables, "SymNodeVariable")  # noqa: B009
+    text: Any = torch._dynamo.variables.misc.StringFormatVariable
+    theirs = getattr(kind, "_format_value", None)
+
+    def format_value(self: Any, spec: Any, flags: int) -> None:
+        if isinstance(self.stack[-1], symbolic) and not flags & 3:  # else it is read anew from where it came
+            self.push(text.create("{:" + spec.as_python_constant() + "}", [self.pop()], {}))
+        else:
+            theirs(self, spec, flags)  # type: ignore[misc]
+
+    return contextlib.nullcontext() if theirs is None else exchanged(kind, "_format_value", format_value)
+
+
+AUTOGRAD_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply  # how Dynamo writes one of a user's
+
+
+def source_text(node: fx.Node) -> str:
+    """Where an input of one of Dynamo's graphs comes from, such as `L['args'][0]`; empty where it does not say."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    return name() if callable(name) else str(name)
+
+
+TENSOR_OF_NUMBER: Any = torch._refs.tensor  # how Dynamo writes `torch.tensor` of a number that is an input
+
+
+def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that Dynamo runs as it is, while it still looks into what that calls.
+
+    `torch.compiler.disable(recursive=False)` does the same, and then raises while any thread of the process exports.
+    """
+    return torch._dynamo.decorators.skip(function)  # type: ignore[no-any-return]
+
+
+def compile_within(
+    backend: Callable[..., Any], context: Callable[[CodeType], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Let Dynamo enter a context whenever it captures for a backend, one thread at a time.
+
+    `torch._dynamo.optimize` knows contexts of a backend around each call, which would cost more than the guards do.
+
+    Args:
+        backend: as it is given to `torch.compile`.
+        context: is made of the code that is captured, and entered around the capture.
+    """
+    from torch._dynamo import convert_frame
+
+    CatchErrorsWrapper = convert_frame.CatchErrorsWrapper
+
+    backend._amp_context = context  # type: ignore[attr-defined]
+    theirs: Any = CatchErrorsWrapper.__call__
+    if hasattr(theirs, "_amp_patched"):
+        return
+
+    @functools.wraps(theirs)
+    def captured(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        innermost = self
+        while hasattr(innermost, "_torchdynamo_orig_backend"):
+            innermost = innermost._torchdynamo_orig_backend
+        own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
+        if own is None:
+            return theirs(self, frame, *args, **kwargs)
+        with dynamos_lock(), own(frame.f_code), anomalies_aside():
+            before = _frames_given_up()
+            try:
+                return theirs(self, frame, *args, **kwargs)
+            finally:
+                _GIVEN_UP.number = functions_given_up() + _frames_given_up() - before
+
+    captured._amp_patched = True  # type: ignore[attr-defined]
+    CatchErrorsWrapper.__call__ = captured  # type: ignore[method-assign]
+
+
+def compile_with_dynamo(
+    function: Callable[..., Any], backend: Callable[..., Any], dynamic: bool | None, whole: bool
+) -> Callable[..., Any]:
+    """`torch.compile`, with a count of its own of how often the function may be compiled where this torch has one.
+
+    Other models of the same class have the same functions; torch before 2.13 counts them together. Dynamo knows code by
+    its name and place when it decides which sizes change: here each function has a name of its own.
+    """
+    options: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
+    with BUILDING:  # while any thread exports, torch.compile takes another backend than it is given
+        _MODELS[0] += 1
+        if isinstance(function, FunctionType):  # sizes that one of them has seen make those of no other dynamic
+            code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_MODELS[0]}")
+            names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
+            function = FunctionType(code, *names)
+        # Dynamo would refuse a call, or run it as it is, while any other thread traces.
+        with exchanged(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False):
+            compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)
+    # A call would count frames for the whole process, and other threads would capture nothing meanwhile.
+    for cell in compiled.__closure__ or ():
+        if isinstance(cell.cell_contents, torch._dynamo.eval_frame._TorchDynamoContext):
+            cell.cell_contents.fullgraph = False
+    return compiled
+
+
+def code_of(compiled: Callable[..., Any]) -> CodeType | None:
+    """The code of the function behind what `compile_with_dynamo` gave; `None` where it is none of Python's."""
+    return getattr(getattr(compiled, "_torchdynamo_orig_callable", None), "__code__", None)
+
+
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_GIVEN_UP = threading.local()
+_MODELS = [0]  # number of functions that this process has compiled
+
+
+def frames_taken(wanted: Callable[[CodeType], bool]) -> contextlib.AbstractContextManager[None]:
+    """Within it, Dynamo compiles functions of torch's own that it would leave as they are, and none of our operators.
+
+    Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
+
+    Args:
+        wanted: whether the code of a function that is about to run is to be compiled.
+    """
+    rules: Any = torch._dynamo.trace_rules
+    theirs = rules.check
+
+    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
+        if not is_inlined_call and isinstance(looked_at, CodeType):
+            if looked_at.co_filename.startswith(_OPERATORS):
+                return True
+            if wanted(looked_at):
+                return False
+        return theirs(looked_at, is_inlined_call, *rest, **options)
+
+    return exchanged(rules, "check", check)
+
+
+def function_here() -> int:
+    """The number of the function that Dynamo compiles just now; -1 where that is not known."""
+    context = getattr(torch._guards, "CompileContext", None)
+    number = getattr(context and context.current_compile_id(), "frame_id", None)
+    return -1 if number is None else int(number)
+
+
+def functions_given_up() -> int:
+    """How many functions Dynamo has given up in this thread: what they compute runs as it is."""
+    return getattr(_GIVEN_UP, "number", 0)
+
+
+def _frames_given_up() -> int:
+    counted = torch._dynamo.utils.counters["frames"]
+    return int(counted["total"] - counted["ok"])
+
+
+def is_restart(error: Exception) -> bool:
+    """Whether a compiler lets Dynamo capture anew, such as with a number as it is that cannot be an input."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
+@contextlib.contextmanager
+def bounded_selections() -> Iterator[None]:
+    """Within it `masked_select` may give more elements than its input has, of a mask that broadcasts it."""
+    select, implementations = torch.ops.aten.masked_select.default, torch._subclasses.fake_impls.op_implementations_dict
+    theirs = implementations[select]
+    implementations[select] = lambda mode, op, *inputs: theirs(mode, op, *torch.broadcast_tensors(*inputs))
+    try:
+        yield
+    finally:
+        implementations[select] = theirs
+
+
+def guarded_signs() -> contextlib.AbstractContextManager[None]:
+    """Within it a guard on the number 0 tells -0.0 from 0.0, which are equal."""
+    guards: Any = torch._dynamo.guards
+    theirs = guards.GuardBuilder.CONSTANT_MATCH
+
+    @functools.wraps(theirs)
+    def constant_match(self: Any, guard: Any) -> None:
+        theirs(self, guard)
+        value = self.get(guard)
+        if type(value) is float and value == 0.0:
+            sign = math.copysign(1.0, value)
+            code = guards.get_verbose_code_parts([f"copysign(1.0, {self.arg_ref(guard)}) == {sign}"], guard)
+            manager = self.get_guard_manager(guard)
+            manager.add_lambda_guard(lambda now: math.copysign(1.0, now) == sign, code, guard.user_stack)
+
+    return exchanged(guards.GuardBuilder, "CONSTANT_MATCH", constant_match)
+
+
+def guarded_absent_keys() -> contextlib.AbstractContextManager[None]:
+    """Within it a key that a dict lacks is guarded where the dict is asked for it and raises, as in `os.getenv`."""
+    kind: Any = torch._dynamo.variables.dicts.ConstDictVariable
+    name = "getitem_const_raise_exception_if_absent"
+    theirs = getattr(kind, name)
+
+    def getitem(self: Any, tx: Any, arg: Any) -> Any:
+        try:
+            return theirs(self, tx, arg)
+        except torch._dynamo.exc.ObservedKeyError:
+            self.install_dict_contains_guard(tx, [arg])
+            raise
+
+    return exchanged(kind, name, getitem)
+
+
+def restart_with_plain_numbers(graph_module: fx.GraphModule, symbols: Collection[str] | None = None) -> None:
+    """Let Dynamo capture a graph anew, in which numbers with a fraction that became inputs are taken as they are.
+
+    Args:
+        graph_module: Dynamo's graph; without such inputs nothing happens.
+        symbols: which of them, by the names of their symbols; all where it is `None`.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    read = [
+        getattr(node.meta.get("example_value"), "item_memo", None)
+        for node in graph_module.graph.find_nodes(op="placeholder")
+    ]
+    names = [one.node._expr.name for one in read if one is not None and hasattr(one.node._expr, "name")]
+    wanted = [name for name in names if symbols is None or name in symbols]
+    if plain := [name for name in wanted if not TensorifyState.should_specialize(name)]:
+        for name in plain:
+            TensorifyState.specialize(name)
+        raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
+
+
+def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
+    """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
+
+    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all. And it guards no
+    global of a standard module, of which the environment changes.
+    """
+    from torch._dynamo.source import DictGetItemSource, GlobalSource, SkipGuardSource
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    translator: Any = InliningInstructionTranslator
+    theirs = translator.get_globals_source_and_value
+
+    def found(self: Any, name: str) -> tuple[Any, Any, Any]:
+        module = sys.modules.get(self.f_globals.get("__name__", ""))
+        if getattr(module, "__dict__", None) is self.f_globals:
+            values, variable, source = theirs(self, name)
+            skips = isinstance(source, SkipGuardSource) and vars(module).get(name) is os.environ
+            return values, variable, source.base if skips else source
+        if self.current_instruction.opname == "STORE_GLOBAL":
+            raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
+        source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
+        return self.f_globals, VariableBuilder(self, source)(self.f_globals), DictGetItemSource(source, name)
+
+    return exchanged(translator, "get_globals_source_and_value", found)
+
+
+@contextlib.contextmanager
+def broken_at_tensor_hooks() -> Iterator[None]:
+    """Within it, Dynamo breaks its graphs where a hook is hung on a tensor that they made, so that it is hung really.
+
+    From torch 2.13 on Dynamo takes such a hook into its graph, as a call that acts only while the graph is traced; and
+    it gives up on a whole function that calls `retain_grad`.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    hang: Any = getattr(TensorVariable, "_method_register_hook", None)
+
+    def register(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.source and hang is not None:
+            return hang(self, tx, name, *args, **kwargs)
+        raise torch._dynamo.exc.Unsupported(f"{name} on a tensor of the graph")
+
+    def retain(self: Any, tx: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("retain_grad on a tensor of the graph")
+
+    ours = {
+        "_method_register_hook": register,
+        "method_attr_retain_grad": lambda self, tx: None,
+        "method_retain_grad": retain,
+    }
+    theirs = {name: vars(TensorVariable).get(name) for name in ours}
+    methods: Any = getattr(TensorVariable, "tp_methods", {"register_hook": None})  # since torch 2.14
+    kind, known = type(methods["register_hook"]), dict(methods)
+    for name, method in ours.items():
+        setattr(TensorVariable, name, method)
+    if known["register_hook"] is not None:
+        methods["retain_grad"] = kind(retain)
+    try:
+        yield
+    finally:
+        methods.clear()
+        methods.update(known)
+        for name, original in theirs.items():
+            delattr(TensorVariable, name) if original is None else setattr(TensorVariable, name, original)
+
+
+def handle_checkpoints(handle: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have `torch.utils.checkpoint.checkpoint`, where it really runs, run another function; once and for all.
+
+    Dynamo still takes it into its graphs.
+
+    Args:
+        handle: makes that function, from the one that runs otherwise.
+    """
+    written = getattr(torch.utils.checkpoint.checkpoint, "__wrapped__", None)
+    if written is not None:  # torch hides it from Dynamo, and keeps the hidden one here
+        written.__dynamo_disable = torch.compiler.disable(handle(written))
+
+
+def is_idle_checkpoint(function: type) -> bool:
+    """Whether a function is what checkpointing applies, here where there are no gradients and nothing is kept.
+
+    Torch 2.11 applies it nevertheless, and then looks whether it has a backward.
+    """
+    return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
+
+
+def why_not_captured() -> str:
+    """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+    if transforms_here():
+        return "torch.func or forward_ad is around the call"
+    if modes_around() and global_module_hooks():
+        return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
+    if torch._C._get_tracing_state() is not None:
+        return "a tracer (torch.jit.trace) is around the call"
+    if torch._C._len_torch_dispatch_stack():
+        keys = torch._C._TorchDispatchModeKey
+        if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
+            return "a tracer (make_fx, FakeTensorMode) is around the call"
+    stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
+    if stance == "force_eager":
+        return 'torch.compiler.set_stance("force_eager") holds'
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or torch._dynamo.config.disable:
+        return "TORCHDYNAMO_DISABLE is set"
+    return ""

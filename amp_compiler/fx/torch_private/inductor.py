@@ -1,0 +1,286 @@
+"""What is private of Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.torch_private.runtime import exchanged
+
+_PROBE = "_probe_load"
+_ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
+_GIVES_TABLE = "get_decomp_fn"  # since torch 2.12 Inductor hands on what gives the operators that it opens
+Decomposition = Callable[..., Any]
+
+
+def compile_with_inductor(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
+    identity: str,
+    told: Callable[[Exception], Exception],
+) -> Callable[..., Any]:
+    """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
+
+    Args:
+        graph_module: flat inputs, a tuple as output. It may be changed.
+        inputs: example inputs, real or fake.
+        options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
+        opened: from what it would open operators into, by operator, those that it is to open into something else.
+        identity: for its cache: another text whenever `opened` may give something else.
+        told: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in the
+            first backward, which is compiled when it runs.
+
+    Raises:
+        ImportError: where this torch has no Inductor, see `has_inductor`.
+        Exception: what `told` makes.
+    """
+    from torch._inductor import compile_fx as inductor
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    known = {name: value for name, value in options.items() if hasattr(config, name)}
+    changed = OpenedOps(select_decomp_table(), opened, identity)
+
+    exactly = bool(known.get("emulate_precision_casts"))
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        if _GIVES_TABLE in kwargs:
+            kwargs[_GIVES_TABLE] = _Giving(changed)
+        try:
+            with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
+                return inductor.compile_fx_inner(*args, **kwargs)
+        except Exception as cause:
+            raise told(cause) from cause
+
+    with _roundings_kept(exactly):
+        compiled: Any = inductor.compile_fx(
+            graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+        )
+    return compiled  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _roundings_kept(exactly: bool) -> Iterator[None]:
+    """Within it, where asked for, Inductor rounds wherever a graph casts down and up again.
+
+    Torch 2.13 does so for `emulate_precision_casts`. Before it, that option did not reach casts that stand in the
+    graph: two in a row were dropped, or computed in FP32, or left out of code for a CPU that still had the unrounded
+    value.
+    """
+    if not exactly:
+        yield
+        return
+    from torch._inductor.codegen import cpp
+    from torch._inductor.fx_passes import joint_graph
+
+    if hasattr(joint_graph, "_is_lossless_fp_widening_cast"):
+        yield
+        return
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import ops
+
+    kernel: Any = cpp.CppKernel
+    cast = torch.ops.prims.convert_element_type.default
+    entries = [
+        entry
+        for entry in joint_graph.patterns.patterns["call_function", cast]
+        if getattr(entry, "handler", None) is joint_graph.pointless_convert
+    ]
+    theirs, lower, kept = (
+        [entry.extra_check for entry in entries],
+        lowering.lowerings[cast],
+        kernel.cache_dtype_convert,
+    )
+
+    def lowered(x: Any, dtype: torch.dtype) -> Any:
+        given = x.get_dtype()
+        if given == dtype or not {given, dtype} & {torch.float16, torch.bfloat16}:
+            return lower(x, dtype)
+
+        def convert(value: Any) -> Any:
+            return ops.to_dtype(value, dtype, src_dtype=given, use_compute_types=False)
+
+        return lowering.make_pointwise(convert, override_return_dtype=dtype)(x)
+
+    try:
+        for entry in entries:
+            entry.extra_check = _widens
+        lowering.lowerings[cast] = lowered
+        kernel.cache_dtype_convert = lambda *_: None
+        yield
+    finally:
+        for entry, check in zip(entries, theirs, strict=True):
+            entry.extra_check = check
+        lowering.lowerings[cast] = lower
+        kernel.cache_dtype_convert = kept
+
+
+def _widens(match: Any) -> bool:
+    """Whether the first of two casts in a row that Inductor would make one loses nothing."""
+    value = match.kwargs["arg"].meta.get("val")
+    given, between = getattr(value, "dtype", None), match.kwargs["dtype1"]
+    return given == between or (given in (torch.float16, torch.bfloat16) and between in (torch.float32, torch.float64))
+
+
+class OpenedOps(dict[Any, Any]):
+    """The operators that Inductor opens, and what into: its own table with some changes.
+
+    Inductor pickles the table for the name of a compiled graph in its cache, and would refuse the functions in it.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[Any, Decomposition],
+        opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
+        identity: str,
+    ) -> None:
+        super().__init__({**table, **opened(table)})
+        self._identity = identity
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
+        return str, (f"all of Inductor's, changed by {self._identity}",)
+
+
+@dataclass(frozen=True)
+class _Giving:
+    """Gives the table when it is called. Torch 2.12 has a closure for this, which it cannot pickle for its cache."""
+
+    table: OpenedOps
+
+    def __call__(self) -> OpenedOps:
+        return self.table
+
+
+def _cacheable(inputs: Sequence[Any]) -> list[Any]:
+    """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
+
+    They stay as they are where some are fake already and of one mode, and while Dynamo compiles: it knows which of
+    their sizes are symbolic. What passes have made has a mode of its own.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    modes = {id(one.fake_mode) for one in inputs if isinstance(one, FakeTensor)}
+    around = torch._guards.TracingContext.try_get()
+    if len(modes) == 1 or (around is not None and around.fake_mode is not None):
+        return list(inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def faked(one: torch.Tensor) -> torch.Tensor:
+        if not isinstance(one, FakeTensor):
+            return mode.from_tensor(one, static_shapes=True)
+        with mode:
+            return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+
+    return [faked(one) if isinstance(one, torch.Tensor) else one for one in inputs]
+
+
+def has_inductor() -> bool:
+    """Whether this torch has an Inductor that can be used as it is used here."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+    except ImportError:
+        return False
+    return hasattr(config, "patch") and callable(compile_fx)
+
+
+def inductor_option(name: str) -> Any:
+    """What a setting of Inductor is now; `None` where this torch does not know it."""
+    from torch._inductor import config
+
+    return getattr(config, name, None)
+
+
+def puts_channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
+    try:
+        from torch._inductor.graph import GraphLowering
+    except ImportError:
+        return False
+    decide = getattr(GraphLowering, "decide_layout_opt", None)
+    return decide is not None and bool(decide(graph.owning_module, is_inference=False))
+
+
+def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]], theirs: Any) -> Any:
+    """A pass as Inductor wants it, behind the ones that the user has set there.
+
+    Where Inductor takes one pass alone, as in torch 2.11, that one runs the user's too. Where its passes have no
+    identity, none is added.
+
+    Args:
+        identity: for Inductor's cache: another text whenever the pass would do something else.
+        work: changes each graph, forward and backward, one after another, before Inductor lowers it.
+        theirs: what is set there now: nothing, a pass, or several of them.
+    """
+    try:
+        from torch._inductor import custom_graph_pass
+    except ImportError:
+        return theirs
+    before = [] if theirs is None else list(theirs) if isinstance(theirs, (list, tuple)) else [theirs]
+    lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+    class GraphPass(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            for run in [*([] if lists else before), *work]:
+                run(graph)
+
+        def uuid(self) -> Any:
+            """The user's too; `None`, with which nothing is cached, where one of these has none."""
+            known = [one.uuid() if hasattr(one, "uuid") else None for one in ([] if lists else before)]
+            return None if None in known else identity if not known else (*known, identity)
+
+    return [*before, GraphPass()] if before and lists else GraphPass()
+
+
+def cpu_allocation(
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> contextlib.AbstractContextManager[None]:
+    """Let code that Inductor loads meanwhile ask for CPU memory elsewhere, where this torch can be told.
+
+    Args:
+        wrap: gives what is to be asked, from what is asked now.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    allocate = getattr(guards, _ALLOCATE, None)
+    if allocate is None or not isinstance(guards, ModuleType):
+        return contextlib.nullcontext()
+    return exchanged(guards, _ALLOCATE, wrap(allocate))
+
+
+def vector_probes(
+    wrap: Callable[[Callable[[str], bool]], Callable[[str], bool]],
+) -> contextlib.AbstractContextManager[None]:
+    """Let torch ask elsewhere whether a library loads that it built to try the processor's vector instructions.
+
+    Torch 2.11 loads it where it builds it, and is let be.
+
+    Args:
+        wrap: gives what is to be asked of the library's path, from what is asked now.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, _PROBE, None)
+    if probe is None:
+        return contextlib.nullcontext()
+    asked = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
+    return exchanged(VecISA, _PROBE, asked)
+
+
+def keeps_compiled() -> bool:
+    """Whether torch may keep what it compiles from process to process; a user switches all such caches off at once."""
+    from torch.compiler import config
+
+    return not getattr(config, "force_disable_caches", False)
