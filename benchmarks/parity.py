@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.autocast_counter import CastCounter, count_autocast
+from amp_compiler.fx.capture.autocast_counter import CastCounter, count_autocast
 
 ERROR_BOUND = 1.2
 BYTES_BOUND = 1.0

@@ -12,7 +12,7 @@ import cases
 
 from amp_compiler.forward.program import normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
-from amp_compiler.fx.capture import capture_module
+from amp_compiler.fx.capture.export import capture_module
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.rules import RuleSet

@@ -135,7 +135,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         "emulate_precision_casts": round_exactly,
         "triton.cudagraphs": False,
     }
-    contraction = torch_private.inductor_option(_CONTRACTION)
+    contraction = torch_inductor.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
     on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
@@ -143,7 +143,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         options.update(_MERGED_LOOPS | _GRADIENTS_IN_PLACE)
         options.update(_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {})
     if _is_numbers_on_gpu(graph_module):
-        known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
+        known = {name: value for name, value in _ONE_KERNEL.items() if torch_inductor.inductor_option(name) is not None}
         options.update(known)
     late = [one for one in cast("list[LatePass]", LATE.made({"stage": JOINT})) if one.awaited(graph_module.graph)]
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
@@ -153,8 +153,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     recomputed = [node.name for node in graph_module.graph.nodes if Key.RECOMPUTED in node.meta]
     if recomputed:
         parts.append(f"recomputed: {' '.join(recomputed)}")  # torch's own key leaves out what is marked
-    theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join(parts)
-    options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, [one.rewrite for one in late], theirs)
+    theirs, identity = torch_inductor.inductor_option(_LAST_PASS), ", ".join(parts)
+    options[_LAST_PASS] = torch_inductor.inductor_graph_pass(identity, [one.rewrite for one in late], theirs)
     return options
 
 

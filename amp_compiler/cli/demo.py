@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
 from amp_compiler.forward.settings import make_settings
-from amp_compiler.fx.autocast_counter import count_autocast
+from amp_compiler.fx.capture.autocast_counter import count_autocast
 from amp_compiler.fx.graph import cast_bytes
 from amp_compiler.report.table import human_bytes
 from amp_compiler.training.step import TrainingStep, training_step

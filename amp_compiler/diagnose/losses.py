@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.settings import AUTO, device_of
-from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.capture.errors import user_frame
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.training.step import TrainingStep
 

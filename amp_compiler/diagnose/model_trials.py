@@ -14,11 +14,12 @@ from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.finiteness import Replay
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of, torch_dtype
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
@@ -26,8 +27,8 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.nonfinite import described, in_order
-from amp_compiler.training.subgraph_replay import SubgraphReplay
+from amp_compiler.training.reporting.nonfinite import described, in_order
+from amp_compiler.training.subgraphs.replay import SubgraphReplay
 
 OUTPUT = "the output"
 

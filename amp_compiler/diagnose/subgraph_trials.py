@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import twin
-from amp_compiler.fx.capture_errors import name_of, user_frame
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.errors import name_of, user_frame
+from amp_compiler.fx.capture.export import twin
+from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.subgraph_replay import SubgraphReplay
+from amp_compiler.training.subgraphs.replay import SubgraphReplay
 
 
 class SubgraphTrials(ModelTrials):

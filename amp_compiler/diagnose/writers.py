@@ -14,7 +14,7 @@ from typing import Any
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.run_file import StepRecord
-from amp_compiler.training.log import Callback
+from amp_compiler.training.reporting.log import Callback
 
 logger = logging.getLogger("amp_compiler")
 _BLOCK = 1 << 16

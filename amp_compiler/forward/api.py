@@ -24,10 +24,10 @@ from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
-from amp_compiler.fx.autocast_state import refuse_other_autocast
-from amp_compiler.fx.capture import captured_from_graph_module
+from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
+from amp_compiler.fx.capture.frontend import as_backend
+from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
-from amp_compiler.fx.frontend import as_backend
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.runtime import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_compiler.fx.autocast_counter import CastCounter
-from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.capture.autocast_counter import CastCounter
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType

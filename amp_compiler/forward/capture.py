@@ -10,14 +10,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
-from amp_compiler.fx.capture_errors import name_of
-from amp_compiler.fx.dynamo import Names, captured_from_dynamo
-from amp_compiler.fx.frontend import capture_once
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.errors import name_of
+from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.capture.frontend import capture_once
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
+from amp_compiler.fx.capture.uncapturable import refuse_sharded
+from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.torch_private.dynamo import prints_ignored
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
-from amp_compiler.fx.uncapturable import refuse_sharded
 
 
 @dataclass(frozen=True)

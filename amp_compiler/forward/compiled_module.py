@@ -16,7 +16,7 @@ from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
-from amp_compiler.fx.frontend import captured_within
+from amp_compiler.fx.capture.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo, why_not_captured
 from amp_compiler.fx.torch_private.tracing import captures_here, traced_elsewhere

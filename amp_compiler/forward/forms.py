@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from amp_compiler.fx.frontend import FEWER_FORMS
+from amp_compiler.fx.capture.frontend import FEWER_FORMS
 from amp_compiler.fx.torch_private.breaks import reason_here
 from amp_compiler.fx.torch_private.dynamo import function_here
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
-from amp_compiler.fx.capture import Captured
+from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.stale_copies import CopyWatch
 

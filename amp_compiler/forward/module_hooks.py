@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_compiler.fx.hooks import MODULE_HOOKS, hooks_made
+from amp_compiler.fx.capture.hooks import MODULE_HOOKS, hooks_made
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private.runtime import global_module_hooks
 

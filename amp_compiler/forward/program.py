@@ -11,7 +11,7 @@ from torch import fx
 from amp_compiler.backends import find_backend
 from amp_compiler.errors import LoweringError
 from amp_compiler.forward.settings import Settings
-from amp_compiler.fx.capture import Captured
+from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.breaks import reads_values
@@ -37,7 +37,7 @@ def plan_captured(
     """Bring a captured graph into normal form, in place, and plan it.
 
     Args:
-        captured: as `fx.capture` makes it.
+        captured: as `fx.capture.export` makes it.
         settings: rules and pipelines.
         low: the 16-bit type.
         stages: takes the text behind each pass.

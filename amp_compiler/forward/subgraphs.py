@@ -23,20 +23,20 @@ from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import Captured, Source
-from amp_compiler.fx.capture_errors import kind_of
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.errors import kind_of
+from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
+from amp_compiler.fx.capture.uncapturable import refuse_sharded
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.checkpoints import compiled_checkpoints
-from amp_compiler.fx.dynamo import Names, captured_from_dynamo
-from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import Break, break_before
 from amp_compiler.fx.torch_private.dynamo import functions_given_up, restart_with_plain_numbers, why_not_captured
 from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_hooks
 from amp_compiler.fx.torch_private.tracing import BUILDING
-from amp_compiler.fx.uncapturable import refuse_sharded
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.spread import spread_over, spread_tensors
+from amp_compiler.fx.capture.spread import spread_over, spread_tensors
 from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles

@@ -15,7 +15,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils import checkpoint as torch_checkpoint
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.hooks import calling_line
+from amp_compiler.fx.capture.hooks import calling_line
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.dynamo import handle_checkpoints
 

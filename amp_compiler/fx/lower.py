@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.graph import (
     canonical_op,
     flat_arguments,
@@ -38,7 +38,7 @@ def lower(captured: Captured) -> PrecisionGraph:
     """Lower a captured graph in normal form.
 
     Args:
-        captured: as `fx.capture` makes it, after the pipeline CAPTURE.
+        captured: as `fx.capture.export` makes it, after the pipeline CAPTURE.
 
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.

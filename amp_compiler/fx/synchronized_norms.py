@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.frontend import raise_at_once
+from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.fx.graph import module_of, user_source
 from amp_compiler.fx.meta import Key
 

@@ -15,7 +15,7 @@ from google.protobuf.message import EncodeError
 from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
-from amp_compiler.fx.capture import export_module
+from amp_compiler.fx.capture.export import export_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.fx.stand_in import StandIn

@@ -9,8 +9,8 @@ import torch.utils._pytree as pytree
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.program import normalize
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import AutocastTotals

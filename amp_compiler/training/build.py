@@ -16,11 +16,11 @@ from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for,
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.unwrap import refuse_spread
-from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.capture.hooks import refuse_parameter_hooks
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
-from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
@@ -33,11 +33,11 @@ from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import traffic_of
 from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
-from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
+from amp_compiler.training.reporting.events import Events, Places
 from amp_compiler.training.weights import check_types
 
 PARALLEL = (

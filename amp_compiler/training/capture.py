@@ -12,12 +12,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx import frontend
-from amp_compiler.fx.capture import Captured, Input, Source, tensor_getter
-from amp_compiler.fx.dynamo import Names, captured_from_dynamo, placeholder_name, widened_example
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture import frontend
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
+from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example
+from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import copy_graph, results_of
-from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
 from amp_compiler.ops.loss_mark import MARK, mark_loss

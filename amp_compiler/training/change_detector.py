@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
-from amp_compiler.fx.hooks import has_hooks, hooks_made
+from amp_compiler.fx.capture.hooks import has_hooks, hooks_made
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 
 from amp_compiler.forward.settings import AUTO
+from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import Traffic, traffic_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.fx.capture import Captured, Input, Source, tensor_getter
+from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
@@ -29,12 +29,12 @@ from amp_compiler.passes.step.reduce_gradients import (
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.ranks.parts import Parts
-from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.optimizers.fused import KINDS, BoundGroup, bind
+from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.outside import OUTSIDE
 from amp_compiler.training.program import Resolver
-from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import MASTER, WeightState, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]

@@ -10,8 +10,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.capture_errors import SPOKEN_OF
-from amp_compiler.fx.frontend import raise_at_once
+from amp_compiler.fx.capture.errors import SPOKEN_OF
+from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.training.outside import OUTSIDE, adopt, free_name
 

@@ -17,9 +17,9 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
-from amp_compiler.training.fused_optimizers import BoundGroup
+from amp_compiler.training.optimizers.fused import BoundGroup
+from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.state import LowWeights
-from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
     from amp_compiler.training.change_detector import ChangeDetector

@@ -30,8 +30,8 @@ from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.subgraph_program import SubgraphProgram
-from amp_compiler.training.subgraph_step import SubgraphStep
+from amp_compiler.training.subgraphs.program import SubgraphProgram
+from amp_compiler.training.subgraphs.step import SubgraphStep
 
 
 @dataclass(eq=False)

@@ -28,10 +28,10 @@ from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.training.arguments import check_enabled, check_loss_function, check_numbers, shapes_of_batch
 from amp_compiler.training.build import PARALLEL, StepState, check_parameters
-from amp_compiler.training.events import events_on
-from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
+from amp_compiler.training.reporting.events import events_on
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, weight_storage
 

@@ -15,7 +15,7 @@ from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.notices import silent
-from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.tracing import TENSORS
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
@@ -24,14 +24,14 @@ from amp_compiler.ranks.group import ranks_of
 from amp_compiler.training.arguments import check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
-from amp_compiler.training.log import STEPS_KEY, StepLog
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
-from amp_compiler.training.readings import StepReadings
-from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
+from amp_compiler.training.reporting.readings import StepReadings
+from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
 from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
-from amp_compiler.training.subgraph_program import SubgraphProgram
+from amp_compiler.training.subgraphs.program import SubgraphProgram
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")

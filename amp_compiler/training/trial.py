@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.forward.program import EAGER
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import Captured, Source
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.finiteness import Finiteness, Replay, is_forward
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import building
@@ -28,7 +28,7 @@ from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.nonfinite import described, in_order
+from amp_compiler.training.reporting.nonfinite import described, in_order
 from amp_compiler.training.weights import as_stored
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros

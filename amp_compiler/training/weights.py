@@ -22,7 +22,7 @@ from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import is_laid_out_like
 from amp_compiler.ops.update.rounding import RoundingState, Storage, WeightStorage, saturated
 from amp_compiler.ranks.parts import Parts
-from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed, told_beyond
+from amp_compiler.training.optimizers.state import keep_state_types, laid_out, narrowed, told_beyond
 
 logger = logging.getLogger("amp_compiler")
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
-from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.capture.errors import user_frame
 from amp_compiler.fx.checkpoints import checkpoint_of
 from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.kept_graphs import KeptGraph

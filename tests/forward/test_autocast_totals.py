@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.autocast_counter import count_autocast
+from amp_compiler.fx.capture.autocast_counter import count_autocast
 from amp_compiler.ir.plan import PrecisionPlan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

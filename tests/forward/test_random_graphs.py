@@ -15,7 +15,7 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.forward.program import plan_captured, rewrite
 from amp_compiler.forward.settings import make_settings
-from amp_compiler.fx.capture import captured_from_graph_module
+from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.graph import copy_graph
 from amp_compiler.passes.pipeline import Stages
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.frontend import Frontend
+from amp_compiler.fx.capture.frontend import Frontend
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes.pipeline import CAPTURE

@@ -18,7 +18,7 @@ from planning import plan_text
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.autocast_counter import count_autocast
+from amp_compiler.fx.capture.autocast_counter import count_autocast
 from amp_compiler.fx.graph import cast_bytes
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan

@@ -5,7 +5,7 @@ import torch
 from rich.console import Console
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.autocast_counter import CastCounter, count_autocast
+from amp_compiler.fx.capture.autocast_counter import CastCounter, count_autocast
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 from amp_compiler.report.table import human_bytes, plan_text, print_plan, summary_line
 

@@ -17,7 +17,7 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
 from amp_compiler.backends.batch_buffers import Buffers
-from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.reporting.scale_watch import StuckWatch
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(200, 6, 4, generator=GENERATOR)

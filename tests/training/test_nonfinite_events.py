@@ -8,7 +8,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.ops.loss_scale import DynamicLossScale
-from amp_compiler.training.events import MOST, DeviceEvents, HostEvents, NonfiniteEvent, Places
+from amp_compiler.training.reporting.events import MOST, DeviceEvents, HostEvents, NonfiniteEvent, Places
 
 
 def make(**options) -> amp.TrainingStep:

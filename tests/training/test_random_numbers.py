@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.generators import generators_kept
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.compiles)]
 X = torch.ones(4, 16)

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_compiler as amp
 from amp_compiler.ops import exponents
-from amp_compiler.training import log
-from amp_compiler.training.log import shares
+from amp_compiler.training.reporting import log
+from amp_compiler.training.reporting.log import shares
 
 
 class Kept(amp.callbacks.Callback):

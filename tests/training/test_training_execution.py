@@ -19,8 +19,8 @@ from amp_compiler.errors import LossScaleError
 from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.training.build import _no_cuda_graph
-from amp_compiler.training.events import DeviceEvents
-from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.reporting.events import DeviceEvents
+from amp_compiler.training.reporting.scale_watch import StuckWatch
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(40, 16, 8, generator=GENERATOR)

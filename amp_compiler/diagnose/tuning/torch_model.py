@@ -23,10 +23,11 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, normalize, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
-from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.tracing import TENSORS, building

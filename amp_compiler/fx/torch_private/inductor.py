@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.torch_private.runtime import exchanged
 
 _PROBE = "_probe_load"

@@ -2,7 +2,7 @@
 
 From it come the signatures of the operators (`operators`), the update in traceable torch calls (`reference`), the
 tables of addresses that the loops walk over (`ops.cpu.update`, `ops.cuda.update`), and the way from a `torch.optim`
-optimizer to the operator (`training.fused_optimizers`).
+optimizer to the operator (`training.optimizers.fused`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
-from amp_compiler.fx.capture_errors import RETURN_THE_LOSS, name_of, user_frame
-from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
+from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
+from amp_compiler.fx.capture.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.ir.nonfinite import NonfiniteNode
@@ -30,10 +30,10 @@ from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
-from amp_compiler.training.subgraph_buffers import WrittenBuffers
-from amp_compiler.training.subgraph_replay import SubgraphReplay
-from amp_compiler.training.subgraph_update import Made, update_graph
-from amp_compiler.training.subgraph_weights import LowReads
+from amp_compiler.training.subgraphs.buffers import WrittenBuffers
+from amp_compiler.training.subgraphs.replay import SubgraphReplay
+from amp_compiler.training.subgraphs.update import Made, update_graph
+from amp_compiler.training.subgraphs.weights import LowReads
 from amp_compiler.training.weights import is_stored_low, widened
 
 Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]

@@ -17,8 +17,8 @@ from amp_compiler.errors import AmpError, OptimizerError
 from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
-from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
-from amp_compiler.training.traced_state import State, initialise, own_step, view_of
+from amp_compiler.training.optimizers.traced_calls import StepCalls, compiling, selecting
+from amp_compiler.training.optimizers.traced_state import State, initialise, own_step, view_of
 from amp_compiler.training.weights import MASTER
 
 # Keys of a group that no step reads: schedulers keep their notes there.

@@ -14,7 +14,7 @@ from amp_compiler.forward.counting import CountingProgram, Run, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
 from amp_compiler.forward.zeros import ZeroTrail
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import building

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.training.build import Begun
 from amp_compiler.training.loss_module import LossModule

@@ -11,19 +11,19 @@ from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import CaptureError
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import EAGER
-from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.training.autocast import autocast_of
-from amp_compiler.training.counting import build_counting
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program_choice import ProgramChoice
+from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import check_hooks
-from amp_compiler.training.subgraph_step import SubgraphStep
-from amp_compiler.training.subgraph_step_trials import SubgraphStepTrials
+from amp_compiler.training.subgraphs.step import SubgraphStep
+from amp_compiler.training.subgraphs.trials import SubgraphStepTrials
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
 
@@ -60,7 +60,7 @@ class StepInspection:
             return build_dry(self._setup.module, batch, self._choice.options("", []), self._setup.state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
-        """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
         self._check_hooks()
         with autocast_off(), building():
             options = self._choice.options("")

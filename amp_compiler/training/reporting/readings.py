@@ -19,13 +19,13 @@ from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.training.build import StepState
-from amp_compiler.training.events import NonfiniteEvent
-from amp_compiler.training.inspection import StepInspection
-from amp_compiler.training.nonfinite import report_nonfinite
 from amp_compiler.training.program import StepOutput, StepProgram
-from amp_compiler.training.scale_watch import StuckWatch
-from amp_compiler.training.subgraph_program import SubgraphProgram
-from amp_compiler.training.subgraph_step_trials import SubgraphStepTrials
+from amp_compiler.training.reporting.events import NonfiniteEvent
+from amp_compiler.training.reporting.inspection import StepInspection
+from amp_compiler.training.reporting.nonfinite import report_nonfinite
+from amp_compiler.training.reporting.scale_watch import StuckWatch
+from amp_compiler.training.subgraphs.program import SubgraphProgram
+from amp_compiler.training.subgraphs.trials import SubgraphStepTrials
 
 _GATHERED = (
     "a batch that was gathered before the last one made it, or the last one with other random numbers:"

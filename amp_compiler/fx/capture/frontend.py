@@ -21,9 +21,10 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
-from amp_compiler.fx.capture_errors import kind_of, user_frame
+from amp_compiler.fx.capture.errors import kind_of, user_frame
+from amp_compiler.fx.capture.torch_layers import is_layer
+from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.torch_layers import is_layer
 from amp_compiler.fx.torch_private.breaks import (
     Break,
     break_of,
@@ -51,7 +52,6 @@ from amp_compiler.fx.torch_private.dynamo import (
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
 from amp_compiler.fx.torch_private.tracing import whole_powers
-from amp_compiler.fx.tracing import quiet
 
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 logger = logging.getLogger("amp_compiler")

@@ -6,8 +6,8 @@ import torch
 from torch import fx, nn
 
 from amp_compiler.errors import CaptureError, HookError
+from amp_compiler.fx.capture.spread import is_sharded, spread_tensors
 from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.spread import is_sharded, spread_tensors
 from amp_compiler.fx.torch_private.tracing import transform_of
 
 

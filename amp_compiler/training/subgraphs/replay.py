@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.finiteness import Finiteness, range_of
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, ValueRange
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.training.nonfinite import described
+from amp_compiler.training.reporting.nonfinite import described
 
 
 @dataclass(frozen=True)

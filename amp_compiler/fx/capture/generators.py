@@ -67,7 +67,7 @@ def seeds_refused() -> Iterator[None]:
         ...     torch.manual_seed(0)
         Traceback (most recent call last):
         ...
-        amp_compiler.fx.generators.SeedIsSetError: a graph cannot set the seed of random numbers
+        amp_compiler.fx.capture.generators.SeedIsSetError: a graph cannot set the seed of random numbers
     """
     module: Any = torch.random
     kept = module.default_generator

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import AmpError, first_line
-from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteNode, NonfiniteReport
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.subgraph_step import SubgraphStep
+from amp_compiler.training.subgraphs.step import SubgraphStep
 
 
 class SubgraphStepTrials:

@@ -15,8 +15,8 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import StepOptions
 from amp_compiler.training.program import StepOutput, StepProgram
-from amp_compiler.training.subgraph_step import Decide, SubgraphStep
-from amp_compiler.training.subgraph_update import Made
+from amp_compiler.training.subgraphs.step import Decide, SubgraphStep
+from amp_compiler.training.subgraphs.update import Made
 
 
 class SubgraphProgram:

@@ -17,14 +17,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, ValuesReadError
-from amp_compiler.fx.autocast_state import regions_in
-from amp_compiler.fx.capture import Captured, Input, Source
-from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.capture.autocast_state import regions_in
+from amp_compiler.fx.capture.errors import user_frame
+from amp_compiler.fx.capture.exact_numbers import settle_numbers
+from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
+from amp_compiler.fx.capture.tracing import tracing_context
+from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.checkpoints import mark_checkpoint
-from amp_compiler.fx.exact_numbers import settle_numbers
 from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
-from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.torch_private.dynamo import AUTOGRAD_FUNCTION, TENSOR_OF_NUMBER, is_restart, source_text
 from amp_compiler.fx.torch_private.tracing import (
     is_of_transform,
@@ -34,7 +35,6 @@ from amp_compiler.fx.torch_private.tracing import (
     traced_graph,
     with_regions,
 )
-from amp_compiler.fx.tracing import tracing_context
 
 _, _EMPTY = pytree.tree_flatten(())
 

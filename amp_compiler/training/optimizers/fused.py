@@ -18,8 +18,8 @@ from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import PART, UpdateGroup
 from amp_compiler.ranks.parts import UNSPLIT, Parts
-from amp_compiler.training.optimizer_state import laid_out, retyped
-from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
+from amp_compiler.training.optimizers.state import laid_out, retyped
+from amp_compiler.training.optimizers.traced import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
 _SAVING_AS_TORCH: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

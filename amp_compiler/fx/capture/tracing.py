@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.fx.autocast_state import autocast_off
-from amp_compiler.fx.hooks import SavedTensorHooks, refuse_tensor_hook
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.hooks import SavedTensorHooks, refuse_tensor_hook
 from amp_compiler.fx.torch_private.tracing import inference_mode_as_no_grad
 
 _CASTS = frozenset(

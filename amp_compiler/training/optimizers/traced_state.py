@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.update.operators import FUSED_NAMES
-from amp_compiler.training.optimizer_state import narrowed
+from amp_compiler.training.optimizers.state import narrowed
 from amp_compiler.training.weights import MASTER
 
 # Switches of how torch computes an update, with what a traced one needs.

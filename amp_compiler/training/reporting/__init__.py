@@ -1,0 +1,1 @@
+"""What a step reports: events, readings, the log, where it is not finite."""
