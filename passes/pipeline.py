@@ -121,8 +121,9 @@ class Pipeline:
     Example:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
-        >>> shorter.names
-        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'native_ops', 'legalize')
+        >>> shorter.names  # doctest: +NORMALIZE_WHITESPACE
+        ('apply_plan', 'mark_backward', 'mark_math', 'scale_products', 'type_backward', 'widen_math', 'native_ops',
+         'legalize')
     """
 
     name: str
@@ -307,6 +308,7 @@ FORWARD = Pipeline(
         "apply_plan",
         "mark_backward",
         "mark_math",
+        "scale_products",
         "type_backward",
         "widen_math",
         "native_ops",
@@ -320,6 +322,7 @@ INFERENCE = Pipeline(
     (
         "apply_plan",
         "mark_math",
+        "scale_products",
         "widen_math",
         "native_ops",
         "legalize",

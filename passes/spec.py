@@ -41,7 +41,12 @@ SPECS: dict[str, Spec] = {
     "INFERENCE": Spec(_CAST | {Key.LOW}, (*_REGIONS, "aten._assert_tensor_metadata")),
     "STEP": Spec(
         _STEP,
-        (*_REGIONS, "aten._assert_tensor_metadata", "amp_compiler.ops.typed_op.typed_op"),
+        (
+            *_REGIONS,
+            "aten._assert_tensor_metadata",
+            "amp_compiler.ops.typed_op.typed_op",
+            "amp_compiler.ops.fp8.fp8_product",
+        ),
         ("forward", "backward", "update"),
     ),
     "UPDATE": Spec(_STEP, phases=("update",)),

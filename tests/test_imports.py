@@ -28,7 +28,7 @@ ROOMS = {
     "report": "errors ir",
     "policy": "errors ir",
     "planner": "errors ir policy",
-    "ops": "errors",
+    "ops": "errors ir",
     "fx": "errors ir ops",
     "passes": "errors ir policy planner ops fx",
     "backends": "errors ir ops fx passes",

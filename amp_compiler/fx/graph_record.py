@@ -16,10 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.ops.typed_op import typed_op
 
 Record = list[Any]
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "typed_op": typed_op}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "fp8_product": fp8_product,
+    "getitem": operator.getitem,
+    "typed_op": typed_op,
+}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _OURS_AND_TORCHS = frozenset({"aten", "prims", "prim", "amp_compiler", "_c10d_functional"})
 _OF_TORCH: tuple[tuple[str, type], ...] = (

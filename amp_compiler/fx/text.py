@@ -36,12 +36,14 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ops.cpu.update import complete_norm
+from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.ops.update.product import Product
 from amp_compiler.ops.update.wide_sum import WideSum
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
+    "fp8_product": fp8_product,
     "typed_op": typed_op,
     "Product": Product,
     "Product.zeros": Product.zeros,

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import RuleError
+from amp_compiler.ir.arithmetic import NAME as FP8
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.matchers import MATCHERS, Family, Match, Op
 from amp_compiler.policy.names import check_family, check_op, is_op
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.rules import Matcher, OpTable, Precision, Rule, RuleSet
-from amp_compiler.policy.schema import RuleFileModel, RuleModel
+from amp_compiler.policy.schema import MathModel, RuleFileModel, RuleModel
 from amp_compiler.policy.sources import (
     Keys,
     Source,
@@ -190,9 +192,9 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
         where=mark.where,
         match=_matcher(model.match, source, (*path, "match"), table),
         precision=_precision(model),
-        math=_type(model.math),
+        math=_arithmetic(model.math),
         backward=Precision(backward["precision"]) if "precision" in backward else None,
-        backward_math=_type(backward.get("math")),
+        backward_math=_arithmetic(backward.get("math")),
         why=model.why or "",
         refusal=model.refuse or "",
         text="" if source.preset else _text(source.tree.locate(path).plain()),
@@ -210,7 +212,7 @@ def _precision(model: RuleModel) -> Precision | None:
 def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
     """Refuse arithmetic that no node could have, whatever the model and the device; the rest is for planning to say."""
     backward = _present(model.backward)
-    if backward.get("math", "fp32") != "fp32":
+    if isinstance(_arithmetic(backward.get("math", "fp32")), DType) and backward.get("math", "fp32") != "fp32":
         raise source.mark((*path, "backward", "math")).error(
             f"no kernel accumulates gradients in {backward['math']}: 16-bit ones accumulate in FP32",
             "write 'math: fp32', or leave it out",
@@ -220,7 +222,7 @@ def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
     mark = source.mark((*path, "math"))
     if model.precision == "fp32" and model.math != "fp32":
         raise mark.error(
-            f"a node that runs in FP32 cannot compute in {model.math}, which is narrower than its data",
+            f"a node that runs in FP32 cannot compute in {_named(model.math)}, which is narrower than its data",
             "write 'precision: low' for 16-bit inputs and outputs, or leave 'math' out",
         )
     if model.precision == "keep":
@@ -254,5 +256,16 @@ def _text(data: Any) -> str:
     return json.dumps(data) if data is None or isinstance(data, bool) else str(data)
 
 
-def _type(name: str | None) -> DType | None:
-    return None if name is None else dtype_from_short(name)
+def _arithmetic(said: str | dict[str, Any] | MathModel | None) -> Any:
+    """What a node computes in: a `DType`, or an `Fp8`; `None` where nothing is said."""
+    if said is None:
+        return None
+    if said == FP8:
+        return Fp8()
+    return (
+        dtype_from_short(said) if isinstance(said, str) else Fp8.of(said if isinstance(said, dict) else _present(said))
+    )
+
+
+def _named(said: str | MathModel) -> str:
+    return said if isinstance(said, str) else FP8

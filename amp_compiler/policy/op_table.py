@@ -17,7 +17,11 @@ _FLAGS = (
     "plain", "positions", "steps", "periodic",
 )  # fmt: skip
 _SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "onnx_keep", "indices")
-_WORDS = {"moves": ("shape", "place", "index"), "sums": tuple(SIZES)}  # "" unsays what the family says
+_WORDS = {
+    "moves": ("shape", "place", "index"),
+    "sums": tuple(SIZES),
+    "fp8": ("product", "convolution"),
+}  # "" unsays what the family says
 _FIELDS = (*_FLAGS, *_SETS, *_WORDS)
 
 

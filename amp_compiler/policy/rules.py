@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph
 
@@ -62,6 +63,7 @@ class OpInfo:
         steps: a small change of an operand may change its result by a whole step: comparisons, rounding.
         periodic: what counts of its operands is the absolute error: sine and cosine.
         indices: slots whose numbers become sizes, indices or coordinates.
+        fp8: how it is computed of FP8 operands, `product` or `convolution`; empty where it is not.
     """
 
     name: str
@@ -87,6 +89,7 @@ class OpInfo:
     steps: bool = False
     periodic: bool = False
     indices: frozenset[str] = frozenset()
+    fp8: str = ""
 
     def accumulates_on(self, device: str) -> bool:
         """True where the kernels of a device compute in FP32 by themselves.
@@ -160,9 +163,9 @@ class Decision:
     precision: Precision
     rule: str = ""
     reason: str = ""
-    math: DType | None = None
+    math: DType | Fp8 | None = None
     backward: Precision | None = None
-    backward_math: DType | None = None
+    backward_math: DType | Fp8 | None = None
     math_rule: str = ""
     refusal: str = ""
 
@@ -280,9 +283,9 @@ class Rule:
     where: str
     match: Matcher
     precision: Precision | None = None
-    math: DType | None = None
+    math: DType | Fp8 | None = None
     backward: Precision | None = None
-    backward_math: DType | None = None
+    backward_math: DType | Fp8 | None = None
     why: str = ""
     refusal: str = ""
     text: str = ""

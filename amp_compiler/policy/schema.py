@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model
 
+from amp_compiler.ir.arithmetic import Format, Scaling
 from amp_compiler.ir.dtypes import LowName
 from amp_compiler.policy.forms import Finite, Strict, Text
 from amp_compiler.policy.forms import optional as _optional
 from amp_compiler.policy.matchers import MATCHERS
-
-Arithmetic = Literal["fp32", "float32", LowName]
 
 
 def _whole(value: Any) -> Any:
@@ -36,11 +35,24 @@ class MatchModel(_Conditions):  # type: ignore[misc]
     """The conditions of a rule: all that are given must hold; of a list, one item must."""
 
 
+class MathModel(Strict):
+    """Products of FP8 operands, as `ir.arithmetic.Fp8` explains them; `math: fp8` leaves all to their defaults."""
+
+    format: Format = _optional("e4m3, or hybrid: e5m2 for incoming gradients")
+    scaling: Scaling = _optional("what shares a scale: the tensor, a row, or 32 numbers")
+    power_of_2: Annotated[bool, Field(strict=True)] = _optional("scales are rounded down to powers of two")
+    weight_gradient: Literal["fp8", "low"] = _optional("operands of the product that makes the weight's gradient")
+    unfit: Literal["low", "refuse"] = _optional("what a node does that has no such product")
+
+
+Arithmetic = Literal["fp32", "float32", "fp8", LowName] | MathModel
+
+
 class BackwardModel(Strict):
     """What the gradients of a node run in."""
 
     precision: Literal["low", "fp32"] = _optional("precision of the gradients")
-    math: Arithmetic = _optional("type that the gradients are computed in: fp32")
+    math: Arithmetic = _optional("type that the gradients are computed in: fp32, or fp8")
 
 
 class RuleModel(Strict):
@@ -48,7 +60,7 @@ class RuleModel(Strict):
 
     match: MatchModel = Field(description="conditions; {} matches every node")
     precision: Literal["low", "fp32", "widest", "between", "follow", "keep"] = _optional("what the node runs in")
-    math: Arithmetic = _optional("type that a node computes in between 16-bit inputs and outputs: fp32")
+    math: Arithmetic = _optional("type that a node computes in between 16-bit inputs and outputs: fp32, or fp8")
     backward: BackwardModel = _optional("precision of the gradients, where it differs")
     refuse: Text = _optional("no precision: a model that holds such a node is an error, and this is its hint")
     why: Text = _optional("the reason, shown with every decision of this rule")
@@ -135,6 +147,7 @@ MODELS: dict[str, type[Strict]] = {
     "rules": RuleModel,
     "match": MatchModel,
     "backward": BackwardModel,
+    "math": MathModel,
     "loss_scale": LossScaleModel,
     "weights": WeightsModel,
     "keep": KeepModel,

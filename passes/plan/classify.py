@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
@@ -42,6 +43,7 @@ from amp_compiler.policy.rules import Decision, Precision
 # Whole numbers are shapes and axes far more often than operands: only those of these arguments are operands.
 _OPERANDS = frozenset({"value", "other", "min", "max", "fill_value"})
 _UNTOUCHABLE = frozenset({DType.FLOAT64, DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128})
+_FP8_ALIGNED, _FP8_BLOCK = 16, 32  # what the lengths of FP8 operands are multiples of
 _GUARDED = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN, Precision.FOLLOW)
 
 
@@ -128,7 +130,10 @@ def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node
         what = f"'{node.name}' ({node.op}){f' at {node.source}' if node.source else ''} is refused: {decision.reason}"
         raise error_at(decision.rule, what, decision.refusal)
     if decision.math is not None:
-        _check_math(draft, node, decision)
+        if isinstance(decision.math, Fp8):
+            decision = _in_fp8(draft, node, decision, decision.math)
+        else:
+            _check_math(draft, node, decision)
     if node.attrs and decision.precision in _GUARDED:
         lost = _too_large(draft.context.low, node)
         if lost is not None:
@@ -176,6 +181,41 @@ def _check_math(draft: Draft, node: Node, decision: Decision) -> None:
         f"'math: {math_type.short}' cannot be carried out: {why}",
         "write 'math: fp32', or leave it out",
     )
+
+
+def _in_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> Decision:
+    """The decision, without FP8 and with the reason where the node has no such product."""
+    why = _why_no_fp8(draft, node, decision, way)
+    if not why:
+        return decision
+    if way.unfit == "refuse":
+        raise error_at(
+            decision.math_rule,
+            f"'math: fp8' cannot be carried out on '{node.name}' ({node.op}): {why}",
+            "except it by a later rule with a precision and no 'math', or write 'unfit: low'",
+        )
+    gradients = None if isinstance(decision.backward_math, Fp8) else decision.backward_math
+    return replace(decision, math=None, backward_math=gradients, reason=f"{decision.reason}; not in FP8: {why}")
+
+
+def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
+    """Why a node is not computed of FP8 operands; empty where it is."""
+    form = draft.rules.ops.info(node.op).fp8
+    operands = [draft.graph.values[operand.value] for operand in node.inputs]
+    matrices = [value.shape or () for value in operands if (value.rank or 0) > 1][-2:]
+    if not form:
+        return "the op table knows no FP8 product of it"
+    if decision.precision is not Precision.LOW:
+        return "it does not run low"
+    if decision.backward is Precision.FP32:
+        return "its gradients are FP32"
+    if form == "convolution":
+        return "" if way.scaling == "tensorwise" else f"a convolution has no {way.scaling} scales"
+    if len(matrices) < 2 or len(matrices[1]) != 2:
+        return "its operands are no matrices"
+    multiple = _FP8_BLOCK if way.scaling == "mx" else _FP8_ALIGNED
+    odd = next((size for size in matrices[1] if isinstance(size, int) and size % multiple), None)
+    return "" if odd is None else f"{odd} is no multiple of {multiple}"
 
 
 def _is_open(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> bool:

@@ -15,6 +15,7 @@ from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
 
 SCALE = "loss_scale"
 aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
     {
         aten.zeros_like.default,
@@ -70,14 +71,22 @@ class FoldLossScale(InPlacePass):
     idempotent: ClassVar[bool] = True
 
     def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
-        """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""
-        scaled: set[fx.Node] = set()
+        """The scale enters every gradient once: nothing is made that has a power of it other than 1, 0 or -1."""
+        powers: dict[fx.Node, int] = {}
         for node in subject.graph.nodes:
-            sources = [] if node.target in _OF_SHAPES else [one for one in node.all_input_nodes if one in scaled]
-            if (node.op == "placeholder" and node.name == SCALE) or sources:
-                scaled.add(node)
-            if len(sources) > 1 and node.target in SCALAR_OPS:
+            if node.op == "placeholder":
+                powers[node] = int(node.name == SCALE)
+                continue
+            sources = [] if node.target in _OF_SHAPES else [powers[one] for one in node.all_input_nodes]
+            power = max(sources, key=abs, default=0)
+            if node.target in SCALAR_OPS:
+                first, *rest = (powers[one] if isinstance(one, fx.Node) else 0 for one in node.args)
+                power = first + (sum(rest) if node.target in _PRODUCTS else -sum(rest))
+            elif node.target is aten.reciprocal.default:
+                power = -power
+            if abs(power) > 1:
                 return f"'{node.name}' multiplies or divides two values that have the loss scale in them"
+            powers[node] = power
         return None
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:

@@ -1,0 +1,65 @@
+"""`Fp8`: how a product of 16-bit operands is computed in 8 bits, as `math: fp8` of a rule says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+Format = Literal["e4m3", "hybrid"]
+Scaling = Literal["tensorwise", "rowwise", "mx"]
+NAME = "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """How the operands of a product are scaled and rounded to FP8 (OFP8, Micikevicius et al. 2022).
+
+    A scale `s` maps the largest magnitude of what shares it to the largest number of the format; an operand is
+    `round(x * s) / s`. The product accumulates in FP32, and its result has 16 bits.
+
+    Args:
+        format: `e4m3` for all operands, or `hybrid`: E5M2, with its wider range, for incoming gradients.
+        scaling: `tensorwise`, one scale for an operand; `rowwise`, one for each row of the left operand and each
+            column of the right one; `mx`, a power of two for each 32 numbers along the sum (OCP MX 1.0).
+        power_of_2: scales are rounded down to powers of two, so that scaling itself rounds nothing.
+        weight_gradient: `fp8`, or `low`: the product that makes the gradient of the weight has 16-bit operands.
+        unfit: what becomes of a node that has no such product: `low`, it runs in 16 bits with a reason, or `refuse`.
+
+    Example:
+        >>> Fp8.of({"scaling": "rowwise"}).short
+        'fp8(e4m3, rowwise, power_of_2=true, weight_gradient=fp8, unfit=low)'
+        >>> Fp8.parse(Fp8.of({}).short) == Fp8()
+        True
+    """
+
+    format: Format = "hybrid"
+    scaling: Scaling = "tensorwise"
+    power_of_2: bool = False
+    weight_gradient: Literal["fp8", "low"] = "fp8"
+    unfit: Literal["low", "refuse"] = "low"
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> Fp8:
+        """What a rule says. Finer scales take E4M3 for gradients too, and powers of two, where it says nothing else."""
+        finer = words.get("scaling", "tensorwise") != "tensorwise"
+        return cls(**{"format": "e4m3" if finer else "hybrid", "power_of_2": finer, **words})
+
+    @property
+    def short(self) -> str:
+        """As plans and graph text write it."""
+        named = [f"{name}={str(getattr(self, name)).lower()}" for name in ("power_of_2", "weight_gradient", "unfit")]
+        return f"{NAME}({', '.join([self.format, self.scaling, *named])})"
+
+    @classmethod
+    def parse(cls, text: str) -> Fp8 | None:
+        """What `short` wrote; `None` for any other text."""
+        name, _, inner = text.partition("(")
+        words = [word.rpartition("=")[2] for word in inner.rstrip(")").split(", ")]
+        if name != NAME or len(words) != len(fields(cls)):
+            return None
+        hints = get_type_hints(cls)
+        said = {one.name: word for one, word in zip(fields(cls), words, strict=True)}
+        if any(said[key] not in (get_args(hint) or ("true", "false")) for key, hint in hints.items()):
+            return None
+        return cls(**{**said, "power_of_2": said["power_of_2"] == "true"})  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""Products whose operands are scaled and rounded to FP8: by tensor cores where a device has them, else emulated.
+
+Scales are those of torchao's float8 training: `s = max / amax` of the format's largest number, in FP64 and rounded to
+FP32. Emulated, a product multiplies the very numbers that the formats hold, in FP32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from amp_compiler.ir.arithmetic import Fp8
+
+aten = torch.ops.aten
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TINY = 1e-12  # an amax below it counts as it
+_EXPONENT = 0x7F80_0000  # of an FP32 number's bits
+_BLOCK = 32  # numbers that share a scale in an MX format
+_LARGEST_POWER = {_E4M3: 8, _E5M2: 15}  # exponents of the formats' largest numbers
+_ALIGNED = 16  # what `_scaled_mm` wants the length of its sums to be a multiple of
+_FIRST_WITH_FP8 = (8, 9)  # compute capability
+
+
+def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> Tensor:
+    """A product with FP8 operands, forward and backward.
+
+    Args:
+        op: `aten.linear`, `aten.mm`, `aten.addmm`, `aten.matmul` by a matrix, or a convolution.
+        args: its positional arguments; the two operands have 16 bits or are FP32.
+        forward: how the operands are rounded, as `Fp8.short` writes it.
+        backward: the same for the products that make gradients; empty for products of 16-bit operands.
+
+    Returns:
+        What the operator returns, in the type of its first operand. A bias is added to the rounded product.
+
+    Example:
+        >>> x, w = torch.ones(2, 16), torch.full((16, 16), 0.5)
+        >>> fp8_product(torch.ops.aten.linear.default, (x, w), Fp8().short, "")[0, 0].item()
+        8.0
+    """
+    ways = Fp8.parse(forward), Fp8.parse(backward)
+    if op is aten.linear.default:
+        x, weight, bias = (*args, None)[:3]
+        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), weight.t())  # type: ignore[no-untyped-call]
+        product = product.reshape(*x.shape[:-1], weight.shape[0])
+        return product if bias is None else product + bias  # type: ignore[no-any-return]
+    if op in (aten.mm.default, aten.matmul.default):
+        x, right = args
+        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), right)  # type: ignore[no-untyped-call]
+        return product.reshape(*x.shape[:-1], right.shape[-1])  # type: ignore[no-any-return]
+    if op is aten.addmm.default:
+        return args[0] + _Product.apply(ways, *args[1:])  # type: ignore[no-any-return, no-untyped-call]
+    x, weight, bias, *rest = (*args, None)[: max(len(args), 3)]
+    product = _Convolution.apply(ways, op, tuple(rest), x, weight)  # type: ignore[no-untyped-call]
+    return product if bias is None else product + bias.reshape(-1, *[1] * (weight.dim() - 2))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """An operand as it is multiplied.
+
+    Args:
+        values: numbers of an FP8 format; with a scale for each block, what they stand for, FP32.
+        scale: FP32, by which the operand was multiplied; broadcasts to `values`.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def numbers(self) -> Tensor:
+        """What it stands for, FP32."""
+        return self.values.float() / self.scale
+
+
+def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
+    """Scale and round an operand.
+
+    Args:
+        x: the operand.
+        dtype: an FP8 format.
+        way: says how many numbers share a scale.
+        dim: the dimension that is summed over; `None` for one scale whatever `way` says.
+    """
+    largest = torch.finfo(dtype).max
+    if not x.numel():
+        return Scaled(x.to(dtype), x.new_ones((), dtype=torch.float32))
+    if way.scaling == "mx" and dim is not None:
+        return _scaled_in_blocks(x, dtype, dim)
+    rowwise = way.scaling == "rowwise" and dim is not None
+    magnitudes = x.detach().abs()
+    amax = magnitudes.amax(dim, keepdim=True) if rowwise else magnitudes.amax()
+    scale = (largest / amax.double().clamp(min=_TINY)).float()
+    if way.power_of_2:
+        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return Scaled((x.float() * scale).clamp(-largest, largest).to(dtype), scale)
+
+
+def _scaled_in_blocks(x: Tensor, dtype: torch.dtype, dim: int) -> Scaled:
+    """Blocks along `dim`, each with a power of two: that of its largest magnitude over that of the format."""
+    largest = torch.finfo(dtype).max
+    blocks = F.pad(x.movedim(dim, -1), (0, -x.shape[dim] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    exponents = (blocks.abs().amax(-1, keepdim=True).float().view(torch.int32) & _EXPONENT).view(torch.float32)
+    scale = 2.0 ** _LARGEST_POWER[dtype] / exponents.clamp(min=2.0**-110)  # so that no scale is infinite
+    rounded = (blocks.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
+    numbers = rounded.flatten(-2)[..., : x.shape[dim]].movedim(-1, dim)
+    return Scaled(numbers, x.new_ones((), dtype=torch.float32))
+
+
+def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tensor:
+    """The product of two matrices, in 16 bits.
+
+    Args:
+        left: (m, k).
+        right: (k, n).
+        dtype: type of the result.
+        way: how both were scaled.
+    """
+    if way.scaling == "mx" or not _has_fp8(left.values):
+        return (left.numbers() @ right.numbers()).to(dtype)
+    missing = -left.values.shape[1] % _ALIGNED  # zeros add nothing to a sum
+    rows, columns = left.values.contiguous(), right.values.t().contiguous()
+    if missing:
+        rows, columns = F.pad(rows.view(torch.uint8), (0, missing)), F.pad(columns.view(torch.uint8), (0, missing))
+        rows, columns = rows.view(left.values.dtype), columns.view(right.values.dtype)
+    scales = 1 / left.scale, 1 / right.scale
+    if way.scaling == "rowwise":  # a scale for each row and column, also where one operand has a single one
+        scales = scales[0].expand(rows.shape[0], 1).contiguous(), scales[1].expand(1, columns.shape[0]).contiguous()
+    return torch._scaled_mm(rows, columns.t(), *scales, out_dtype=dtype)
+
+
+def _has_fp8(x: Tensor) -> bool:
+    """Whether a device multiplies FP8 numbers."""
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= _FIRST_WITH_FP8
+
+
+class _Product(torch.autograd.Function):
+    """(m, k) by (k, n)."""
+
+    @staticmethod
+    def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], x: Tensor, right: Tensor) -> Tensor:
+        way, back = ways
+        left_scaled, right_scaled = scaled(x, _E4M3, way, 1), scaled(right, _E4M3, way, 0)
+        # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
+        shared = back is not None and way.scaling == back.scaling == "tensorwise" and way.power_of_2 == back.power_of_2
+        ctx.ways, ctx.shared, ctx.types = ways, shared, (x.dtype, right.dtype)
+        rounded = [left_scaled.values, left_scaled.scale, right_scaled.values, right_scaled.scale]
+        kept = shared and back is not None and back.weight_gradient == "fp8"
+        ctx.save_for_backward(*(rounded if kept else [x, right]))
+        ctx.kept = kept
+        return multiply(left_scaled, right_scaled, x.dtype, way)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        way: Fp8 | None = ctx.ways[1]
+        for_x, for_right = ctx.needs_input_grad[1:]
+        if way is None:
+            x, right = ctx.saved_tensors
+            return None, gradient @ right.t() if for_x else None, x.t() @ gradient if for_right else None
+        incoming = _E5M2 if way.format == "hybrid" else _E4M3
+        x_slope = right_slope = None
+        if ctx.kept:
+            saved = ctx.saved_tensors
+            x_scaled, right_scaled = Scaled(*saved[:2]), Scaled(*saved[2:])
+        else:
+            x, right = ctx.saved_tensors
+        if for_x:
+            # torchao keeps one scale for a weight whose own gradient is made in 16 bits.
+            dim = None if way.weight_gradient == "low" and way.scaling == "rowwise" else 1
+            by = right_scaled if ctx.kept else scaled(right, _E4M3, way, dim)
+            turned = Scaled(by.values.t(), by.scale if not by.scale.dim() else by.scale.t())
+            x_slope = multiply(scaled(gradient, incoming, way, 1), turned, ctx.types[0], way)
+        if for_right and way.weight_gradient == "low":
+            right_slope = (gradient.t() @ x).t()
+        elif for_right:
+            of = x_scaled if ctx.kept else scaled(x, _E4M3, way, 0)
+            arrived = scaled(gradient, incoming, way, 0)
+            turned = Scaled(arrived.values.t(), arrived.scale if not arrived.scale.dim() else arrived.scale.t())
+            right_slope = multiply(turned, of, ctx.types[1], way).t()
+        return None, x_slope, right_slope
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution with one scale for each operand; no device has an FP8 kernel that torch calls."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ways: tuple[Fp8, Fp8 | None], op: Any, rest: tuple[Any, ...], x: Tensor, weight: Tensor
+    ) -> Tensor:
+        way, _ = ways
+        operands = scaled(x, _E4M3, way, None), scaled(weight, _E4M3, way, None)
+        ctx.ways, ctx.op, ctx.rest = ways, op, rest
+        ctx.save_for_backward(x, weight)
+        return op(*(one.numbers() for one in operands), None, *rest).to(x.dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        way: Fp8 | None = ctx.ways[1]
+        wanted = ctx.needs_input_grad[3:]
+        if way is None:
+            slopes = _convolution_slopes(ctx, gradient, x, weight, wanted)
+            return None, None, None, *slopes
+        incoming = _E5M2 if way.format == "hybrid" else _E4M3
+        rounded = scaled(gradient, incoming, way, None).numbers()
+        numbers = scaled(x, _E4M3, way, None).numbers(), scaled(weight, _E4M3, way, None).numbers()
+        x_slope, weight_slope = _convolution_slopes(ctx, rounded, *numbers, wanted)
+        if wanted[1] and way.weight_gradient == "low":
+            weight_slope = _convolution_slopes(ctx, gradient, x, weight, (False, True))[1]
+        return None, None, None, _as(x_slope, x.dtype), _as(weight_slope, weight.dtype)
+
+
+def _as(slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if slope is None else slope.to(dtype)
+
+
+def _convolution_slopes(
+    ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+) -> list[Tensor | None]:
+    """What autograd makes of a convolution of these operands."""
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_(wants) for one, wants in zip((x, weight), wanted, strict=True)]
+        result = ctx.op(*leaves, None, *ctx.rest)
+        slopes = iter(torch.autograd.grad(result, [one for one in leaves if one.requires_grad], gradient))
+    return [next(slopes) if wants else None for wants in wanted]
