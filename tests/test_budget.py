@@ -21,9 +21,9 @@ BUDGET = {
     "ir": 1_733,  # to come to 1,700
     "policy": 3_601,  # to come to 3,400
     "planner": 2_235,  # to come to 2,100
-    "fx": 5_950,  # to come to 3,900
+    "fx": 6_060,  # to come to 3,900
     "forward": 2_225,  # to come to 1,500
-    "training": 7_400,  # to come to 4,600: it has the capture of the loss, and its subgraphs
+    "training": 7_410,  # to come to 4,600: it has the capture of the loss, and its subgraphs
     "ranks": 3_000,
     "backends": 1_200,
     "ops": 7_430,  # to come to 7,400: the mark of a loss came
@@ -35,7 +35,7 @@ BUDGET = {
     "passes": 9_420,  # to come to 9,400
     "": 180,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 64_150  # of all rooms together; to come to 58,400
+SOURCES = 64_260  # of all rooms together; to come to 58,400
 TESTS = 57_800  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
