@@ -53,7 +53,9 @@ def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> 
         product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), right)  # type: ignore[no-untyped-call]
         return product.reshape(*x.shape[:-1], right.shape[-1])  # type: ignore[no-any-return]
     if op is aten.addmm.default:
-        return args[0] + _Product.apply(ways, *args[1:])  # type: ignore[no-any-return, no-untyped-call]
+        added, x, right, beta, alpha = (*args, 1, 1)[:5]
+        product = _Product.apply(ways, x, right)  # type: ignore[no-untyped-call]
+        return added * beta + product * alpha  # type: ignore[no-any-return]
     x, weight, bias, *rest = (*args, None)[: max(len(args), 3)]
     product = _Convolution.apply(ways, op, tuple(rest), x, weight)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.reshape(-1, *[1] * (weight.dim() - 2))  # type: ignore[no-any-return]
@@ -129,7 +131,8 @@ def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tenso
     scales = 1 / left.scale, 1 / right.scale
     if way.scaling == "rowwise":  # a scale for each row and column, also where one operand has a single one
         scales = scales[0].expand(rows.shape[0], 1).contiguous(), scales[1].expand(1, columns.shape[0]).contiguous()
-    return torch._scaled_mm(rows, columns.t(), *scales, out_dtype=dtype)
+    product: Tensor = aten._scaled_mm.default(rows, columns.t(), *scales, out_dtype=dtype)
+    return product
 
 
 def _has_fp8(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model
 
 from amp_compiler.ir.arithmetic import Format, Scaling
 from amp_compiler.ir.dtypes import LowName
@@ -45,7 +45,10 @@ class MathModel(Strict):
     unfit: Literal["low", "refuse"] = _optional("what a node does that has no such product")
 
 
-Arithmetic = Literal["fp32", "float32", "fp8", LowName] | MathModel
+Arithmetic = Annotated[
+    Annotated[Literal["fp32", "float32", "fp8", LowName], Tag("word")] | Annotated[MathModel, Tag("fp8")],
+    Discriminator(lambda said: "fp8" if isinstance(said, (dict, MathModel)) else "word"),
+]
 
 
 class BackwardModel(Strict):

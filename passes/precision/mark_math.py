@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from amp_compiler.fx.meta import Key
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -45,9 +46,10 @@ class MarkMath(InPlacePass):
             verdict = planned.get(node.name) if node.op == "call_function" else None
             if verdict is None:
                 continue
+            in_fp8 = Fp8.parse(verdict.math) is not None  # whose gradients `scale_products` makes
             requested = {
                 Key.MATH: verdict.math == "fp32" and verdict.precision != "fp32",
-                Key.BACKWARD_MATH: verdict.backward_math == "fp32" and self.differentiable,
+                Key.BACKWARD_MATH: verdict.backward_math == "fp32" and self.differentiable and not in_fp8,
             }
             for key in [key for key, wanted in requested.items() if wanted]:
                 modified |= key not in node.meta

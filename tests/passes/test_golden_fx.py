@@ -16,6 +16,7 @@ from passing import run_checked
 
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.fx.text import parse_fx
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.ops.cpu import update as cpu_update
@@ -53,8 +54,8 @@ def backward(name: str, gradient: str) -> PrecisionPlan:
     return PrecisionPlan("bf16", "mine", "cpu", (node,), ())
 
 
-def computing(name: str) -> PrecisionPlan:
-    says = {"math": "fp32", "math_rule": "my.yaml:3"}
+def computing(name: str, math: str = "fp32") -> PrecisionPlan:
+    says = {"math": math, "math_rule": "my.yaml:3"}
     node = PlannedNode(name, "aten.gelu", "elementwise", "", "low", "", "asked for", "low", **says)
     return PrecisionPlan("bf16", "mine", "cpu", (node,), ())
 
@@ -85,6 +86,7 @@ OPTIONS: dict[str, Any] = {
     "type_backward/a_cast_of_its_own_for_weights_kept_low": {"ops": RULES.ops, "past_weights": False},
     "mark_math": {"plan": computing("gelu")},
     "widen_math": {"ops": RULES.ops},
+    "scale_products": {"plan": computing("linear", Fp8().short)},
     "legalize": {"ops": RULES.ops},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},

@@ -194,7 +194,7 @@ WRONG = [
     ({"version": 1, "extends": "./missing.yaml"}, "cannot be read"),
     (rule(precision="lo"), "'lo' is not .*did you mean 'low'"),
     (rule(precision=None), "None is not"),
-    (rule(math="fp8"), "'fp8' is not"),
+    (rule(math="fp4"), "'fp4' is not"),
     (rule(backward={"precision": "widest"}), "'widest' is not"),
     (rule(backward={"precison": "low"}), "unknown key 'precison'.*did you mean 'precision'"),
     (rule(wy="x"), "unknown key 'wy'.*did you mean 'why'"),

@@ -1,0 +1,235 @@
+"""`math: fp8`: bits of the formats by NumPy, products and gradients by torchao's float8 training, words of rules."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import RuleError
+from amp_compiler.ir.arithmetic import Fp8
+from amp_compiler.ops.fp8 import scaled
+
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+FORMATS = {torch.float8_e4m3fn: (4, 3, 7, 448.0), torch.float8_e5m2: (5, 2, 15, 57344.0)}
+
+
+def numbers_of(dtype: torch.dtype) -> np.ndarray:
+    """Every finite number of a format from its definition: sign, exponent, mantissa."""
+    exponent_bits, mantissa_bits, bias, largest = FORMATS[dtype]
+    exponents, mantissas = np.meshgrid(np.arange(2**exponent_bits), np.arange(2**mantissa_bits), indexing="ij")
+    fraction = mantissas / 2.0**mantissa_bits
+    values = np.where(
+        exponents == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponents - bias.__float__())
+    )
+    return np.unique(values[values <= largest])
+
+
+def rounded_by_numpy(numbers: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """To the nearest number, ties to the even one, beyond the largest to the largest."""
+    known = numbers_of(dtype)
+    place = np.clip(np.searchsorted(known, np.abs(numbers)), 1, len(known) - 1)
+    below, above = known[place - 1], known[place]
+    low, high = np.abs(numbers) - below, above - np.abs(numbers)
+    up = (high < low) | ((high == low) & (place % 2 == 0))
+    return np.copysign(np.where(up, above, below), numbers)
+
+
+def expected(x: np.ndarray, dtype: torch.dtype, way: Fp8, axis: int) -> np.ndarray:
+    """What an operand stands for, by the definitions alone."""
+    largest = FORMATS[dtype][3]
+    if way.scaling == "mx":
+        rows = np.moveaxis(x, axis, -1)
+        blocks = rows.reshape(*rows.shape[:-1], -1, 32)
+        amax = np.maximum(np.abs(blocks).max(-1, keepdims=True), 2.0**-110)
+        scale = 2.0 ** (np.floor(np.log2(largest)) - np.floor(np.log2(amax)))
+        return np.moveaxis((rounded_by_numpy(blocks * scale, dtype) / scale).reshape(rows.shape), -1, axis)
+    over = axis if way.scaling == "rowwise" else None
+    amax = np.maximum(np.abs(x).max(axis=over, keepdims=over is not None).astype(np.float64), 1e-12)
+    scale = np.float32(largest / amax)
+    if way.power_of_2:
+        scale = np.float32(2.0) ** np.floor(np.log2(scale))
+    return rounded_by_numpy(np.float32(x * scale).astype(np.float64), dtype).astype(np.float32) / scale
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(["tensorwise", "rowwise", "mx"]), st.booleans(), st.sampled_from(list(FORMATS)), st.data())
+def test_operands_are_rounded_as_the_formats_say(
+    scaling: Any, power_of_2: bool, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    exponent = data.draw(st.integers(-30, 30))
+    x = np.random.default_rng(data.draw(st.integers(0, 1000))).standard_normal((3, 64)).astype(np.float32)
+    x *= np.float32(2.0**exponent)
+    x[0, :5] *= np.float32(2.0 ** data.draw(st.integers(-20, 0)))
+    way, axis = Fp8(scaling=scaling, power_of_2=power_of_2), 1
+    given_x = torch.from_numpy(x).bfloat16()
+    result = scaled(given_x, dtype, way, axis).numbers().numpy()
+    np.testing.assert_array_equal(result, expected(given_x.float().numpy(), dtype, way, axis).astype(np.float32))
+
+
+def rules(math: Any, **more: Any) -> dict[str, Any]:
+    match = {"family": ["matmul", "convolution"]}
+    return {"version": 1, "extends": "default", "rules": [{"match": match, "precision": "low", "math": math, **more}]}
+
+
+class Mlp(nn.Module):
+    """Linear layers of matrices and of batches of them, with numbers that BF16 holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Linear(64, 128), nn.Linear(128, 32), nn.Linear(32, 48, bias=False)
+        with torch.no_grad():
+            for one in self.parameters():
+                one.copy_(one.bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))  # type: ignore[no-any-return]
+
+
+RECIPES = {
+    "tensorwise": "fp8",
+    "rowwise": {"scaling": "rowwise"},
+    "rowwise_with_gw_hp": {"scaling": "rowwise", "weight_gradient": "low"},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_numbers_and_gradients_are_those_of_torchao(recipe: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    model = Mlp()
+    theirs = convert_to_float8_training(copy.deepcopy(model).bfloat16(), config=config)
+    ours = amp.compile(copy.deepcopy(model), rules=rules(RECIPES[recipe]), dtype="bf16", backend="eager")
+    x = torch.randn(6, 8, 64).bfloat16()
+    x_theirs, x_ours = x.clone().requires_grad_(), x.float().requires_grad_()
+    wanted, result = theirs(x_theirs), ours(x_ours)
+    assert torch.equal(result, wanted.float())
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    result.backward(gradient.float())
+    pairs = zip([x_theirs, *theirs.parameters()], [x_ours, *ours.parameters()], strict=True)
+    assert all(torch.equal(one.grad.float(), two.grad) for one, two in pairs)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("op", ["mm", "addmm", "matmul", "conv2d", "conv_transpose2d"])
+def test_other_products_multiply_the_rounded_operands(op: str) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shape = (16, 16, 3, 3) if "conv" in op else (32, 48)
+            self.w = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().float())
+            self.b = nn.Parameter(torch.ones(16 if "conv" in op else 48))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if "conv" in op:
+                return getattr(F, op)(x, self.w, self.b, 2, 1)  # type: ignore[no-any-return]
+            return torch.addmm(self.b, x, self.w) if op == "addmm" else getattr(torch, op)(x, self.w)
+
+    model, way = Product(), Fp8()
+    shape = (2, 16, 9, 9) if "conv" in op else (5, 4, 32) if op == "matmul" else (6, 32)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16().float().requires_grad_()
+    compiled = amp.compile(model, rules=rules("fp8"), dtype="bf16", backend="eager")
+    result = compiled(x)
+    operands = [scaled(one.detach().bfloat16(), torch.float8_e4m3fn, way, 1).numbers() for one in (x, model.w)]
+    wanted = copy.deepcopy(model)
+    wanted.w.data = operands[1]
+    fake = operands[0].requires_grad_()
+    reference = wanted(fake)
+    torch.testing.assert_close(result, reference, rtol=2**-7, atol=2**-6)
+    gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(3)).bfloat16().float()
+    result.backward(gradient)
+    reference.backward(scaled(gradient.bfloat16(), torch.float8_e5m2, way, 1).numbers())
+    torch.testing.assert_close(x.grad, fake.grad, rtol=2**-7, atol=2**-5)
+    torch.testing.assert_close(model.w.grad, wanted.w.grad, rtol=2**-7, atol=2**-4)
+
+
+@pytest.mark.parametrize(
+    "math", ["fp8", {"format": "e4m3"}, {"scaling": "rowwise", "weight_gradient": "low"}, {"scaling": "mx"}]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_training_step_learns(math: Any, dtype: Any) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(32, 64)
+    labels = (x[:, :4].argmax(1) * 3).long()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, rules=rules(math), dtype=dtype, backend="eager"
+    )
+    losses = [float(step(x, labels)) for _ in range(12)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert "one graph" in step.execution
+    assert all("fp8" in node.math for node in step.plan.nodes if node.op == "aten.linear")
+
+
+def test_what_does_not_fit_stays_in_16_bits_with_the_reason_or_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 10)), torch.randn(3, 64)
+    plan = amp.explain(model, x, rules=rules("fp8"), dtype="bf16")
+    first, second = (node for node in plan.nodes if node.op == "aten.linear")
+    assert first.math == Fp8().short
+    assert not second.math
+    assert "not in FP8: 10 is no multiple of 16" in second.reason
+    with pytest.raises(RuleError, match=r"'math: fp8' cannot be carried out on 'linear_1'.*10 is no multiple of 16"):
+        amp.explain(model, x, rules=rules({"unfit": "refuse"}), dtype="bf16")
+    wide = amp.explain(model, x, rules=rules("fp8", backward={"precision": "fp32"}), dtype="bf16")
+    assert all("its gradients are FP32" in node.reason for node in wide.nodes if node.op == "aten.linear")
+
+
+def test_gradients_of_16_bits_behind_fp8_products() -> None:
+    model, x = Mlp(), torch.randn(8, 64).bfloat16().float()
+    compiled = amp.compile(model, rules=rules("fp8", backward={"math": "fp32"}), dtype="bf16", backend="eager")
+    compiled(x).sum().backward()
+    ours = [one.grad.clone() for one in model.parameters()]  # type: ignore[union-attr]
+    # The last layer's gradient is a product of 16-bit operands: of what the layer before gave, and of ones.
+    fp8 = amp.compile(Mlp(), rules=rules("fp8"), dtype="bf16", backend="eager")
+    fp8(x).sum().backward()
+    theirs = [one.grad for one in fp8.parameters()]
+    assert not torch.equal(ours[-1], theirs[-1])
+    torch.testing.assert_close(ours[-1], theirs[-1], rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("math", "said"),
+    [
+        ({"format": "e3m4"}, "e4m3"),
+        ({"scaling": "columnwise"}, "tensorwise"),
+        ({"power_of_2": "yes"}, "bool"),
+        ({"history": 16}, "history"),
+        ("fp4", "fp4"),
+    ],
+)
+def test_words_that_are_none_are_refused_where_they_stand(math: Any, said: str) -> None:
+    with pytest.raises(RuleError, match=said):
+        amp.explain(nn.Linear(16, 16), torch.randn(2, 16), rules=rules(math))
+
+
+@given(st.builds(Fp8, power_of_2=st.booleans()))
+def test_a_plan_reads_back_what_it_writes(way: Fp8) -> None:
+    assert Fp8.parse(way.short) == way
+    assert Fp8.parse(way.short.replace("fp8(", "fp4(")) is None
+
+
+@pytest.mark.compiles
+def test_a_compiled_step_is_near_one_that_runs_node_by_node() -> None:
+    losses = []
+    for backend in ("eager", "inductor"):
+        model = Mlp()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        step = amp.training_step(
+            model, lambda m, x: m(x).square().mean(), optimizer, rules=rules("fp8"), dtype="bf16", backend=backend
+        )
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
+        losses.append([float(step(x)) for _ in range(4)])
+    np.testing.assert_allclose(*losses, rtol=0.02)
