@@ -93,7 +93,7 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
     if way.scaling == "mx" and dim is not None:
         return _scaled_in_blocks(x, dtype, dim)
     rowwise = way.scaling == "rowwise" and dim is not None
-    magnitudes = x.detach().abs()
+    magnitudes = x.abs()
     amax = magnitudes.amax(dim, keepdim=True) if rowwise else magnitudes.amax()
     scale = (largest / amax.double().clamp(min=_TINY)).float()
     if way.power_of_2:
@@ -124,7 +124,7 @@ def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tenso
     if way.scaling == "mx" or not _has_fp8(left.values):
         return (left.numbers() @ right.numbers()).to(dtype)
     missing = -left.values.shape[1] % _ALIGNED  # zeros add nothing to a sum
-    rows, columns = left.values.contiguous(), right.values.t().contiguous()
+    rows, columns = _in_rows(left.values), _in_rows(right.values.t())
     if missing:
         rows, columns = F.pad(rows.view(torch.uint8), (0, missing)), F.pad(columns.view(torch.uint8), (0, missing))
         rows, columns = rows.view(left.values.dtype), columns.view(right.values.dtype)
@@ -133,6 +133,10 @@ def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tenso
         scales = scales[0].expand(rows.shape[0], 1).contiguous(), scales[1].expand(1, columns.shape[0]).contiguous()
     product: Tensor = aten._scaled_mm.default(rows, columns.t(), *scales, out_dtype=dtype)
     return product
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_fp8(x: Tensor) -> bool:

@@ -14,6 +14,8 @@ from torch.utils._triton import has_triton
 from written_for_gpu import an_h200, kernels, machine_code
 
 from amp_compiler.backends.inductor import _options
+from amp_compiler.ir.arithmetic import Fp8
+from amp_compiler.ops.fp8 import multiply, scaled
 from amp_compiler.passes.device import remake_masks
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton, which this platform lacks")
@@ -64,3 +66,25 @@ def test_what_a_mask_is_remade_of_compiles_for_a_gpu_and_reads_one_image_less(dt
             assert all(".target sm_90" in one for one in machine_code(name, remade[name]))
     monkeypatch.setattr(remake_masks.RemakeMasks, "awaited", lambda self, graph: False)
     assert set(sums_of_gradients(written_of_block(dtype)).values()) == {3}, "and the ReLU's result"
+
+
+def products(x, weight, gradient, way):
+    """The three products of an FP8 linear layer, as a graph of a step has them."""
+    low, narrow, wide = x.dtype, torch.float8_e4m3fn, torch.float8_e5m2
+    result = multiply(scaled(x, narrow, way, 1), scaled(weight.t(), narrow, way, 0), low, way)
+    to_input = multiply(scaled(gradient, wide, way, 1), scaled(weight, narrow, way, 0), low, way)
+    return result, to_input, multiply(scaled(gradient.t(), wide, way, 1), scaled(x, narrow, way, 0), low, way)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", [Fp8(), Fp8("e4m3", "rowwise", True)], ids=lambda way: way.scaling)
+def test_fp8_products_are_three_calls_of_the_library_and_casts_that_compile_for_a_gpu(way):
+    with an_h200() as written:
+        given = [torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((96, 64), (128, 64), (96, 128))]
+        traced = make_fx(lambda *inputs: products(*inputs, way))(*given)
+        compile_fx_inner(make_fx(traced, select_decomp_table())(*given), given)
+    assert len(re.findall(r"extern_kernels\._scaled_mm\(", written[0])) == 3
+    found = kernels(written[0])
+    assert any("fp8" in source for source in found.values())
+    name = next(name for name, source in found.items() if "fp8" in source)
+    assert all(".target sm_90" in one for one in machine_code(name, found[name]))
