@@ -185,7 +185,10 @@ class SubgraphStep:
             _without_gradients(self.model),
             widened(self.model.parameters()),
         ):
-            loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+            with _without_steps(optimizers):
+                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                raise _updates_itself("runs a backward itself")
             if not loss.requires_grad:
                 raise depends_on_nothing()
             loss.backward(scale.to(loss.dtype).expand(loss.shape))
@@ -298,6 +301,25 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+@contextmanager
+def _without_steps(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within it a step of one of these optimizers is refused before it changes anything."""
+
+    def refuse(*_: Any) -> None:
+        raise _updates_itself("calls the step() of its optimizer")
+
+    handles = [optimizer.register_step_pre_hook(refuse) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _updates_itself(what: str) -> CaptureError:
+    return CaptureError(f"the loss function {what}", hint=RETURN_THE_LOSS)
 
 
 def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
