@@ -64,7 +64,9 @@ def compile(
             else FP16).
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
             differs becomes dynamic. `None`: every new input shape is captured anew. Or as for `torch.export.export`.
-        backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
+        backend: `"inductor"`, or `"eager"` (node by node: the oracle). A call that is differentiated twice (a gradient
+            penalty, a Hessian product) runs once more node by node with either, said once; with dropout in it, it needs
+            `"eager"`.
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks

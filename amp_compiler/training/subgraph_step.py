@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError, CaptureError, first_line
+from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
@@ -90,16 +90,17 @@ class SubgraphStep:
                 set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
-        except AmpError as error:
-            if self.cause.hint == RETURN_THE_LOSS:
-                raise self.cause from error
-            raise
         except Exception as error:  # the model's own code may raise anything
-            if needs_double_backward(error) and self._settings.runs_on.compiled:
+            if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
+                raise self.cause from error
+            twice = isinstance(error, DoubleBackwardError) or needs_double_backward(error)
+            if twice and self._settings.runs_on.compiled:
                 self._settings = replace(self._settings, backend="eager")  # which autograd goes through itself
                 self.subgraphs = self._new_subgraphs()
                 set_random_state(self._device, drawn)
                 return self.forward_and_backward(batch, optimizers)
+            if isinstance(error, AmpError):
+                raise
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> AmpError:
