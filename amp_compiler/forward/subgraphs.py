@@ -47,6 +47,7 @@ from amp_compiler.fx.uncapturable import refuse_sharded
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
 Run = Callable[..., Any]
@@ -119,12 +120,13 @@ def build_subgraph(
         captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
         plan = plan_captured(captured, settings, low, stages)
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
+        protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
         if torch.is_grad_enabled():
-            emulated = rewrite(captured.graph_module, plan, settings, stages)
+            emulated = rewrite(captured.graph_module, plan, settings, stages, protected=protected)
         else:
             held = (Source.PARAMETER, Source.BUFFER)
             kept = tuple(entry.name for entry in captured.inputs if entry.source in held)
-            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept)
+            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept, protected)
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
@@ -132,6 +134,11 @@ def build_subgraph(
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         run = run if rerun is None else rerun.around(run)
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
+
+
+def _protected(captured: Captured) -> tuple[str, ...]:
+    buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
+    return written_placeholders(captured.graph_module.graph, buffers)
 
 
 def _needs_gradient(value: Any) -> bool:

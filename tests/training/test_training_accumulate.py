@@ -224,5 +224,5 @@ def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do(monkeypa
     with pytest.raises(amp.AmpError, match=r"'model\.0\.weight' does not require a gradient.*freeze it behind"):
         step.flush()
     monkeypatch.setattr(step, "_coordinator", object())
-    with pytest.raises(amp.AmpError, match="of several ranks.*accumulate= divides"):
+    with pytest.raises(amp.AmpError, match=r"of several ranks.*accumulate= divides"):
         step.flush()
