@@ -91,6 +91,10 @@ class LoweringError(AmpError):
     """A plan cannot be carried out on a graph, or the graph cannot be compiled for the device."""
 
 
+class DoubleBackwardError(LoweringError):
+    """A backward of compiled code is to be differentiated, or to run twice, and the call cannot run once more."""
+
+
 class OptimizerError(LoweringError):
     """What an optimizer's own code does fits no graph, whole or in subgraphs."""
 

@@ -21,7 +21,7 @@ from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import plan_captured
-from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
+from amp_compiler.forward.settings import AUTO, Settings, check_enabled, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
@@ -53,6 +53,7 @@ def compile(
     backend: BackendArgument = "inductor",
     passes: Any = None,
     mode: Mode = "default",
+    enabled: bool = True,
 ) -> CompiledModule:
     """Compile a module for mixed precision.
 
@@ -64,11 +65,14 @@ def compile(
             else FP16).
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
             differs becomes dynamic. `None`: every new input shape is captured anew. Or as for `torch.export.export`.
-        backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
+        backend: `"inductor"`, or `"eager"` (node by node: the oracle). A call that is differentiated twice (a gradient
+            penalty, a Hessian product) runs once more node by node with either, said once; with dropout in it, it needs
+            `"eager"`.
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that.
+        enabled: mixed precision; without it the model runs as it is written, in its own types, not compiled.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
@@ -88,7 +92,9 @@ def compile(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
             hint="wrap a function in a module whose forward calls it",
         )
-    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
+    check_enabled(enabled)
+    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
+    return CompiledModule(model, replace(settings, enabled=enabled))
 
 
 def _build(

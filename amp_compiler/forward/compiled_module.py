@@ -7,12 +7,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.kinds import forwarding_members, kinds_of, like_forward_of
 from amp_compiler.forward.module_hooks import ModuleHooks
+from amp_compiler.forward.notices import tell_of_missing_masters
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
@@ -58,7 +60,8 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_last"], own["_unplanned"], own["_warned"] = (), "", set()
+        own["_last"], own["_warned"] = (), set()
+        own["_unplanned"] = "" if settings.enabled else "as it is written: enabled=False"
         own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
 
     def __getattr__(self, name: str) -> Any:
@@ -153,7 +156,7 @@ class CompiledModule(StandIn):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if captured_within():  # of a model that holds this one: what captures it decides
+        if captured_within() or not self.settings.enabled:  # of a model that holds this one: what captures it decides
             return self.original(*args, **kwargs)
         return self._run_apart(args, kwargs)
 
@@ -167,6 +170,9 @@ class CompiledModule(StandIn):
                 hint=f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it",
             )
         subgraphs = self._subgraphs()
+        if "masters" not in self._warned and torch.is_grad_enabled():
+            self._warned.add("masters")
+            tell_of_missing_masters(self.original)
         result, ran = subgraphs(args, kwargs)
         self.__dict__["_unplanned"] = "" if ran else subgraphs.unplanned_call
         return self._noted(ran, result)
@@ -225,7 +231,8 @@ class CompiledModule(StandIn):
     def _called(self) -> tuple[Subgraph, ...]:
         if not self._last:
             if self._unplanned:
-                raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint="amp.explain names the line")
+                hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
+                raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint=hint)
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
         return self._last  # type: ignore[no-any-return]
 

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
+import torch
 from rich.console import Console
+from torch import nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
@@ -58,6 +60,17 @@ def warn_of_static(graph: str) -> None:
     logger.warning(
         "no size of %s is dynamic, whatever dynamic_shapes= says: it takes no others; leave it at 'auto'", graph
     )
+
+
+def tell_of_missing_masters(model: nn.Module) -> None:
+    """Say that parameters in FP16 are trained, where an optimizer of torch's would update them in FP16."""
+    trained = (name for name, one in model.named_parameters() if one.requires_grad and one.dtype is torch.float16)
+    if model.training and (name := next(trained, "")):
+        logger.warning(
+            "'%s' is trained in FP16 without an FP32 master, so that small updates of it are lost: use"
+            " amp.training_step, which gives it one, or keep it in FP32: amp.compile makes the 16-bit copies",
+            name,
+        )
 
 
 def silent(on: bool = True) -> AbstractContextManager[None]:

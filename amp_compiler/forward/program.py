@@ -73,6 +73,7 @@ def rewrite(
     stages: Stages,
     *,
     past_weights: bool = True,
+    protected: tuple[str, ...] = (),
 ) -> bool:
     """Run the pipeline FORWARD on the normal-form graph that a plan was made for, in place.
 
@@ -82,18 +83,30 @@ def rewrite(
         settings: rules, pipelines and backend.
         stages: takes the text behind each pass.
         past_weights: as for `TypeBackward`.
+        protected: as for `ProtectBuffers`.
 
     Returns:
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    options = {"plan": plan, "ops": settings.ops, "past_weights": past_weights, "stage": native.FORWARD}
+    options = {
+        "plan": plan,
+        "ops": settings.ops,
+        "past_weights": past_weights,
+        "stage": native.FORWARD,
+        "protected": protected,
+    }
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
 
 def rewrite_for_inference(
-    graph_module: fx.GraphModule, plan: PrecisionPlan, settings: Settings, stages: Stages, weights: tuple[str, ...]
+    graph_module: fx.GraphModule,
+    plan: PrecisionPlan,
+    settings: Settings,
+    stages: Stages,
+    weights: tuple[str, ...],
+    protected: tuple[str, ...],
 ) -> bool:
     """Run the pipeline INFERENCE, which leaves out what a plan says of gradients; see `rewrite`.
 
@@ -103,6 +116,7 @@ def rewrite_for_inference(
         settings: rules, pipelines and backend.
         stages: takes the text behind each pass.
         weights: placeholders of the weights, the casts of which are kept between calls.
+        protected: as for `ProtectBuffers`.
     """
     options = {
         "plan": plan,
@@ -110,6 +124,7 @@ def rewrite_for_inference(
         "weights": weights,
         "differentiable": False,
         "stage": native.FORWARD,
+        "protected": protected,
     }
     _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)

@@ -33,6 +33,7 @@ class Settings:
             dynamic that turn out to change.
         pipelines: the passes, by name of their list.
         mode: one of the backend's.
+        enabled: whether there is a plan at all.
     """
 
     rules: RuleSet
@@ -41,6 +42,7 @@ class Settings:
     dynamic_shapes: Any = None
     pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
     mode: str = DEFAULT
+    enabled: bool = True
 
     @property
     def runs_on(self) -> Backend:
@@ -98,6 +100,12 @@ def make_settings(
     known = find_backend(backend)
     known.builder(mode)
     return Settings(load_rules(rules), low, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
+
+
+def check_enabled(enabled: Any) -> None:
+    """It is True or False."""
+    if type(enabled) is not bool:
+        raise AmpError(f"enabled={enabled!r}", hint="pass True or False")
 
 
 def device_of(tensors: Any) -> torch.device:

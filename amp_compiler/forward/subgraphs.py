@@ -22,6 +22,7 @@ from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
+from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.errors import kind_of
@@ -40,6 +41,7 @@ from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
 Run = Callable[..., Any]
@@ -89,6 +91,7 @@ def build_subgraph(
     low: DType,
     names: Names | None = None,
     stages: Stages | None = None,
+    called: str = "a compiled graph",
 ) -> Subgraph:
     """Plan, rewrite and compile one of Dynamo's graphs.
 
@@ -99,6 +102,7 @@ def build_subgraph(
         low: the 16-bit type.
         names: of the model.
         stages: takes the text behind each pass; new ones where it is `None`.
+        called: how messages call the graph.
 
     Raises:
         CaptureError: it cannot be traced.
@@ -109,18 +113,26 @@ def build_subgraph(
     with generators_kept(), no_saved_tensor_hooks():
         captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
         plan = plan_captured(captured, settings, low, stages)
+        rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
+        protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
         if torch.is_grad_enabled():
-            emulated = rewrite(captured.graph_module, plan, settings, stages)
+            emulated = rewrite(captured.graph_module, plan, settings, stages, protected=protected)
         else:
             held = (Source.PARAMETER, Source.BUFFER)
             kept = tuple(entry.name for entry in captured.inputs if entry.source in held)
-            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept)
+            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept, protected)
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
+        run = run if rerun is None else rerun.around(run)
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
+
+
+def _protected(captured: Captured) -> tuple[str, ...]:
+    buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
+    return written_placeholders(captured.graph_module.graph, buffers)
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -270,10 +282,11 @@ class Subgraphs:
 
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stages, began = Stages(), time.perf_counter()
-        low = self._settings.low(device_of([*inputs, *self._model.parameters()]))
+        low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
+        names, called = Names.of(self._model), f"{name} of {self._name}"
         try:
             with telling(self._name, stages):
-                subgraph = build_subgraph(graph_module, inputs, self._settings, low, Names.of(self._model), stages)
+                subgraph = build_subgraph(graph_module, inputs, self._settings, low, names, stages, called)
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):
@@ -283,10 +296,9 @@ class Subgraphs:
             return graph_module.forward
         self.made.append(subgraph)
         self._breaks |= subgraph.broken is not None
-        name = f"graph{len(self.made) - 1}"
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
-            warn_of_static(f"{name} of {self._name}")
+            warn_of_static(called)
         inner = self._around(name, subgraph.graph_module, subgraph.run)
 
         def run(*values: Any) -> Any:

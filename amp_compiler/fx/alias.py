@@ -18,8 +18,8 @@ _MAY_RETURN_OPERAND = frozenset(
     {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "pad", "einsum", "atleast_1d",
      "atleast_2d", "atleast_3d", "data", "meshgrid", "broadcast_tensors", "sum_to_size", "type_as"}
 )  # fmt: skip
-# Written without a mark in the schema: batch_norm and instance_norm update their running statistics.
-_STATISTICS = frozenset({"batch_norm", "instance_norm"})
+# Written without a mark in the schema: these update their running statistics where this argument is true.
+_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 
 
 class AliasGroups:
@@ -83,9 +83,16 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
     for declared in schema.arguments:
         if declared.alias_info is not None and declared.alias_info.is_write:
             written += _nodes(schema_argument(node, declared.name))
-    if schema.name.removeprefix("aten::") in _STATISTICS:
+    if takes_statistics(node):
         written += [*_nodes(schema_argument(node, "running_mean")), *_nodes(schema_argument(node, "running_var"))]
     return written
+
+
+def takes_statistics(node: fx.Node) -> bool:
+    """Whether a norm takes its statistics of its input, and updates the running ones without reading them."""
+    schema = getattr(node.target, "_schema", None)
+    told = _STATISTICS.get(schema.name.removeprefix("aten::")) if schema is not None else None
+    return told is not None and schema_argument(node, told) is not False
 
 
 def _nodes(argument: Any) -> list[fx.Node]:

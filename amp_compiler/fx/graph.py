@@ -236,7 +236,7 @@ def trace_before(
         place: the node.
         function: of the arguments' tensors; returns one tensor or several.
         arguments: nodes of the graph.
-        phase: `forward`, `backward` or `update`.
+        phase: `forward`, `backward` or `update`; empty in a graph of one phase.
     """
     values = [node.meta["val"] for node in arguments]
     traced = traced_graph(lambda *inputs: function(*inputs), *values, _allow_non_fake_inputs=True)
@@ -251,7 +251,8 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
         for node in traced.graph.nodes:
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
-                environment[node].meta[Key.PHASE] = phase
+                if phase:
+                    environment[node].meta[Key.PHASE] = phase
     return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
 
 

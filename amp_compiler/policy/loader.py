@@ -98,6 +98,7 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
         weights={**(base.weights if base is not None else {}), **_present(model.weights)},
         keep=keep,
         reduce={**(base.reduce if base is not None else {}), **_present(model.reduce)},
+        buffers=model.buffers or (base.buffers if base is not None else "always"),
     )
 
 

@@ -306,6 +306,7 @@ class RuleSet:
         weights: the `weights` section, merged over `extends`.
         keep: the `keep` section, merged over `extends`: what stays as captured whatever the rules say.
         reduce: the `reduce` section, merged over `extends`: how gradients are summed over processes.
+        buffers: when a forward writes its buffers: `always` or `skip_nonfinite`.
     """
 
     name: str
@@ -315,6 +316,7 @@ class RuleSet:
     weights: dict[str, object] = field(default_factory=dict)
     keep: dict[str, bool] = field(default_factory=dict)
     reduce: dict[str, object] = field(default_factory=dict)
+    buffers: str = "always"
 
     def keeps(self, what: str) -> bool:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.

@@ -142,6 +142,10 @@ class RuleFileModel(Strict):
     loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
     weights: WeightsModel = _optional("weights, merged over the extended file's")
     keep: KeepModel = _optional("numbers that stay as captured, merged over the extended file's")
+    buffers: Literal["always", "skip_nonfinite"] = _optional(
+        "amp.compile: whether a forward writes its buffers (the statistics of BatchNorm) always, or where all that it"
+        " returns and writes is finite; a training step skips them with the batch"
+    )
     reduce: ReduceModel = _optional("sums of gradients over processes, merged over the extended file's")
 
 

@@ -11,12 +11,6 @@ import torch
 from amp_compiler.errors import AmpError
 
 
-def check_enabled(enabled: Any) -> None:
-    """It is True or False."""
-    if type(enabled) is not bool:
-        raise AmpError(f"enabled={enabled!r}", hint="pass True or False")
-
-
 def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
     """The largest norm is positive or `None`, and the number of calls from 1 on."""
     if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):

@@ -12,7 +12,7 @@ from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
-from amp_compiler.forward.settings import Settings, device_of, make_settings
+from amp_compiler.forward.settings import Settings, check_enabled, device_of, make_settings
 from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DType, DTypeArgument
@@ -26,7 +26,7 @@ from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.training.arguments import check_enabled, check_loss_function, check_numbers, shapes_of_batch
+from amp_compiler.training.arguments import check_loss_function, check_numbers, shapes_of_batch
 from amp_compiler.training.build import PARALLEL, StepState, check_parameters
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule

@@ -479,3 +479,24 @@ def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, mon
 def test_the_examples_of_the_reference(module):
     found = doctest.testmod(importlib.import_module(f"amp_compiler.diagnose.tuning.{module}"))
     assert found.attempted and not found.failed
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("fp16", 0.5), ("bf16", 4.0)])
+def test_a_sum_that_cancels_is_told_with_the_step_of_16_bits_at_its_size(dtype, step):
+    class Shifted(nn.Module):
+        def forward(self, x):
+            small = (x + 1000.0) - 1000.0
+            return small, (x * 1000.0) * 1e-3 + 1.0  # small beside what it is made of, without a sum
+
+    rules = {"version": 1, "extends": "default", "allow": ["elementwise"]}
+    x = torch.linspace(-1, 1, 64)
+    found = amp.tune(Shifted(), [x], rules=rules, dtype=dtype, tolerance=2**-8)
+    details = {node.op: node.detail for node in found.nodes if "cancel" in node.detail}
+    assert list(details) == ["aten.sub"]
+    made = (x + 1000.0 - 1000.0).abs()
+    assert details["aten.sub"] == (
+        f"it makes {float(made[made > 0].min()):.2g} to {float(made.max()):.2g} of numbers up to 1e+03 that cancel,"
+        f" where 16 bits have steps of {step:.2g}"
+    )
+    one = torch.tensor(999.0, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
+    assert float((one.view(torch.int16) + 1).view(one.dtype) - one) == step  # the next number there is

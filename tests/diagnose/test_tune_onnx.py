@@ -120,3 +120,18 @@ def test_from_an_fp32_start_one_rule_is_for_all_nodes_of_an_op(tmp_path):
     low = {node.name for node in done.plan.nodes if node.precision == "low"}
     assert len(low) == found.low >= found.searched - len(found.nodes) and "block3/up" in low
     assert found.rules.count('op: "onnx.Tanh"') == 1  # all of which are low
+
+
+def test_a_difference_that_cancels_is_told_with_the_step_of_fp16_at_its_size():
+    shift = numpy_helper.from_array(np.array(1000, np.float32), "shift")
+    nodes = [
+        helper.make_node("Add", ["x", "shift"], ["h"], "away"),
+        helper.make_node("Sub", ["h", "shift"], ["y"], "back"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 4]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "shifted", ends[:1], ends[1:], [shift])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    found = amp.tune(model, [{"x": X}], dtype="fp16", rules={"version": 1, "allow": ["elementwise"]})
+    details = {node.name: node.detail for node in found.nodes}
+    assert "of numbers up to 1e+03 that cancel, where 16 bits have steps of 0.5" in details["back"]
+    assert "cancel" not in details["away"]

@@ -262,3 +262,37 @@ def test_wrong_options_are_refused_at_once(options, text):
 def test_not_a_module():
     with pytest.raises(amp.AmpError, match=r"nn\.Module"):
         amp.compile(lambda x: x)
+
+
+def test_without_mixed_precision_the_model_runs_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4))
+    off = amp.compile(model, dtype="bf16", enabled=False)
+    x = torch.randn(3, 8)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(off(x), expected) and off.execution == "as it is written: enabled=False"
+    assert off.compilations == 0 and copy.deepcopy(off).settings.enabled is False
+    with pytest.raises(amp.AmpError, match="leave enabled at True"):
+        off.plan  # noqa: B018
+    with pytest.raises(amp.AmpError, match="pass True or False"):
+        amp.compile(model, enabled="no")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        (nn.Module.half, 1),
+        (nn.Module.bfloat16, 0),
+        (lambda model: model, 0),
+        (lambda model: model.half().requires_grad_(False), 0),
+        (lambda model: model.half().eval(), 0),
+    ],
+    ids=["fp16", "bf16", "fp32", "frozen", "eval"],
+)
+def test_fp16_parameters_that_are_trained_without_masters_are_told_once(prepare, told, caplog):
+    model = amp.compile(prepare(nn.Linear(8, 4)), dtype="fp16", backend="eager")
+    for _ in range(2):
+        model(torch.randn(2, 8).to(model.weight.dtype))
+    said = [one.getMessage() for one in caplog.records if "FP32 master" in one.getMessage()]
+    assert len(said) == told and all("amp.training_step" in one and "'weight'" in one for one in said)

@@ -352,3 +352,17 @@ def test_a_model_that_is_sharded_already_is_named(alone):
 
 def test_nothing_of_a_process_group_is_left():
     assert not torch.distributed.is_initialized() and "RANK" not in os.environ
+
+
+def test_update_bn_takes_a_compiled_module_without_a_warning(compiler, caplog, recwarn):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    model, batches = amp.compile(copy.deepcopy(plain), dtype="bf16"), [torch.randn(16, 8) for _ in range(4)]
+    model(batches[0]).sum().backward()
+    recwarn.clear()
+    for one in (plain, model):
+        torch.optim.swa_utils.update_bn(batches, one)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=BF16_ERROR, atol=BF16_ERROR)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    assert [str(one.message) for one in recwarn if "amp" in str(one.filename) or "dynamo" in str(one.filename)] == []

@@ -210,12 +210,41 @@ def test_a_loss_that_runs_what_a_step_runs_is_told_to_return_the_loss():
         optimizer.step()
         return loss
 
-    before = model.weight.detach().clone()
-    for loss_fn, line in ((with_backward, "loss.backward()"), (whole, "optimizer.zero_grad()")):
+    def stepped(model, x):
+        loss = model(x).square().mean()
+        optimizer.step()
+        return loss
+
+    def twice(model, x):
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    before, model.weight.grad = model.weight.detach().clone(), torch.ones(4, 4)
+    lines = ("loss.backward()", "optimizer.zero_grad()", "optimizer.step()", "loss.backward(retain_graph=True)")
+    for loss_fn, line in zip((with_backward, whole, stepped, twice), lines, strict=True):
         with pytest.raises(amp.AmpError, match="return the loss: the step runs backward and update") as caught:
             _step_of(loss_fn, model, optimizer)(SQUARE)
         assert f"(`{line}`)" in str(caught.value) and "test_capture_errors.py:" in caught.value.where
     assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight.grad, torch.ones(4, 4))
+
+
+def test_an_update_behind_another_graph_break_is_refused_as_well():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def helped(model, x, update):
+        torch._dynamo.graph_break()
+        loss = model(x).square().mean()
+        torch.compiler.disable(optimizer.step if update else lambda: loss.backward(retain_graph=True))()
+        return loss
+
+    before = model.weight.detach().clone()
+    for update, said in ((True, "calls the step() of its optimizer"), (False, "runs a backward itself")):
+        with pytest.raises(amp.AmpError, match="return the loss: the step runs backward and update") as caught:
+            _step_of(helped, model, optimizer)(SQUARE, update)
+        assert said in str(caught.value) and torch.equal(model.weight, before)
 
 
 def test_a_derivative_within_a_loss_is_said_in_the_users_words():

@@ -90,6 +90,8 @@ OPTIONS: dict[str, Any] = {
     "legalize": {"ops": RULES.ops},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},
+    "protect_buffers": {"protected": ("count", "mean")},
+    "protect_buffers/buffers_that_are_read": {},
     "split_complex": {"trained": ("w",)},
     "split_complex/what_is_real_or_not_trained_is_left_alone": {"trained": ("r",)},
     "place_weights": {"stored": {"w": torch.float32}, "trained": ("w",)},

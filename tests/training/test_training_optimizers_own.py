@@ -139,7 +139,7 @@ def test_what_cannot_be_traced_is_refused_by_name(kind, words):
 def test_what_no_step_can_do_is_refused_at_once():
     model, _ = models()
     for optimizer, words in (
-        (O.LBFGS(model.parameters()), "LBFGS needs a closure.*such as AdamW"),
+        (O.LBFGS(model.parameters()), "LBFGS needs a closure.*amp.compile"),
         (O.SparseAdam(model.parameters()), "SparseAdam needs sparse gradients"),
         (O.RMSprop([{"params": model.parameters(), "l1_decay": 1e-3}]), "RMSprop knows no l1_decay"),
         (O.SGD([{"params": model.parameters(), "l1_decay": -1e-3}]), "l1_decay is -0.001"),
@@ -188,3 +188,47 @@ def test_l1_decay_of_a_group(kind, accumulate, builds):
     assert len(builds) == accumulate
     for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Sharpness(O.SGD):
+    """SAM: the gradient at the worst point nearby, for which its step runs forward and backward once more."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "SAM requires closure, but it was not provided"
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        moved = [0.05 * p.grad / norm for p in parameters]
+        torch._foreach_add_(parameters, moved)
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        torch._foreach_sub_(parameters, moved)
+        super().step()
+        return loss
+
+
+class CallsIt(Sharpness):
+    def step(self, closure=None):
+        return closure()
+
+
+@pytest.mark.parametrize("kind", [Sharpness, CallsIt, O.LBFGS])
+def test_an_optimizer_that_calls_a_closure_is_refused_with_a_recipe_that_runs(kind):
+    model, reference = models()
+    with pytest.raises(AmpError, match=rf"{kind.__name__} needs a closure.*model = amp\.compile\(model\)"):
+        amp.training_step(model, classes, kind(model.parameters(), 0.1), backend="eager")(X, Y)
+    compiled, losses = amp.compile(model, dtype="bf16", backend="eager"), {}
+    for trained in (compiled, reference):
+        optimizer = kind(trained.parameters(), 0.1)
+
+        def closure(trained=trained, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = classes(trained, X, Y)
+            loss.backward()
+            return loss
+
+        for _ in range(5):
+            closure()
+            optimizer.step(closure)
+        losses[trained] = closure().detach()
+    torch.testing.assert_close(losses[compiled], losses[reference], rtol=2e-2, atol=2e-2)

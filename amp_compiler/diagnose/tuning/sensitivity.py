@@ -21,6 +21,8 @@ from torch import Tensor, fx
 from amp_compiler.fx.finiteness import Finiteness, is_forward
 
 _PROJECTIONS = 4
+_ADDS = ("add", "sub", "rsub", "sum", "mean")  # of aten
+_CANCELS = 16.0  # times as large as a sum is what it adds up where that cancels: it loses four bits
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Estimate:
         zero: fraction of the nonzero numbers in it that the low type makes zero.
         subnormal: fraction that is subnormal in the low type.
         infinite: fraction that is infinite in it.
+        cancelled: of a sum or difference that cancels, the largest magnitude of what it adds up; 0 for another node.
+        step: the distance of the numbers of the low type at that magnitude.
     """
 
     name: str
@@ -44,6 +48,8 @@ class Estimate:
     zero: float = 0.0
     subnormal: float = 0.0
     infinite: float = 0.0
+    cancelled: float = 0.0
+    step: float = 0.0
 
     @property
     def summary(self) -> str:
@@ -53,6 +59,9 @@ class Estimate:
         magnitudes = f"it makes {'up' if self.least is None else f'{self.least:.2g}'} to {self.greatest:.2g}"
         if self.least is None and math.isinf(self.error):
             return f"{magnitudes}, which becomes infinite"
+        if self.cancelled:
+            added = f"numbers up to {self.cancelled:.2g} that cancel"
+            magnitudes += f" of {added}, where 16 bits have steps of {self.step:.2g}"
         return f"{magnitudes}, of which {lost}" if lost else magnitudes
 
 
@@ -104,6 +113,8 @@ class Sums:
     zero: int = 0
     subnormal: int = 0
     infinite: int = 0
+    cancelled: float = 0.0
+    step: float = 0.0
 
 
 @dataclass
@@ -157,9 +168,17 @@ class ProfiledRun(fx.Interpreter):
             low = pytree.tree_map(self._rounded, self.call_function(n.target, *rounded))  # type: ignore[arg-type]
         value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
         self.seen.note(n, value)
+        if getattr(n.target, "__name__", "").partition(".")[0] in _ADDS and isinstance(value, Tensor):
+            self._note_cancelling(self._sums.setdefault(self._watched[n], Sums()), args, value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._tapped(self._watched[n], *pair) for pair in zip(value, low, strict=True)])
         return self._tapped(self._watched[n], value, low)
+
+    def _note_cancelling(self, sums: Sums, args: Any, value: Tensor) -> None:
+        """Note that a sum is small beside what it adds up, whose rounding in 16 bits it then is made of."""
+        added = max((_largest(one) for one in pytree.tree_leaves(args) if isinstance(one, Tensor)), default=0.0)
+        if added > sums.cancelled and _largest(value) * _CANCELS <= added:
+            sums.cancelled, sums.step = added, torch.finfo(self._low).eps * 2.0 ** math.floor(math.log2(added))
 
     def _rounded(self, one: Any) -> Any:
         if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
@@ -266,6 +285,13 @@ class ProfiledRun(fx.Interpreter):
                 self._sums[place.name].spoilt = True
 
 
+def _largest(value: Tensor) -> float:
+    """The largest magnitude among the finite floating-point numbers of a tensor; 0 where there is none."""
+    sizes = value.detach().abs() if value.is_floating_point() else value.new_empty(0)
+    sizes = sizes[torch.isfinite(sizes)]
+    return float(sizes.max()) if sizes.numel() else 0.0
+
+
 def _fitting(gradients: Sequence[Tensor | None], low: torch.dtype) -> float:
     """The greatest power of two with which gradients fit into half of a type's range, but for the largest twentieth."""
     finite = [one.detach()[torch.isfinite(one.detach())] for one in gradients if one is not None]
@@ -290,5 +316,5 @@ def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
         error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
         parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
         least = one.least if math.isfinite(one.least) else 0.0
-        estimates[name] = Estimate(name, error, least, one.greatest, *parts)
+        estimates[name] = Estimate(name, error, least, one.greatest, *parts, one.cancelled, one.step)
     return estimates

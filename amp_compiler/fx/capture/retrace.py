@@ -305,6 +305,7 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
                 regions.append((str(node.args[0]), bool(node.args[2])))
             continue
         copied = graph.node_copy(node, lambda old: environment[old])
+        copied.meta.pop("grapharg", None)  # a weak reference to an input, with which torch swaps no parameter
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
             copied.target = torch.Tensor.detach
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input

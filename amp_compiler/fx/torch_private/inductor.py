@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.runtime import exchanged
 
 _PROBE = "_probe_load"
@@ -284,3 +285,53 @@ def keeps_compiled() -> bool:
     from torch.compiler import config
 
     return not getattr(config, "force_disable_caches", False)
+
+
+_INSTEAD = "amp_instead"
+
+
+def compiled_node(results: Sequence[Any]) -> Any:
+    """The node of autograd that a compiled graph has made of a call; `None` where it recorded none, or none is known.
+
+    Args:
+        results: of the call; a node that was taken over is that of an earlier call.
+    """
+    nodes = [one.grad_fn for one in results if isinstance(one, torch.Tensor) and one.requires_grad]
+    compiled = (one for one in nodes if hasattr(getattr(type(one), "_forward_cls", None), "_aot_id"))
+    return next((one for one in compiled if not hasattr(one, _INSTEAD)), None)
+
+
+def take_over_backward(node: Any, instead: Callable[[Any, Sequence[Any]], tuple[Any, ...]]) -> None:
+    """Let a function make the gradients of a call of compiled code where the compiled backward cannot.
+
+    That is where they are to be differentiated, and where a backward that uses up what it reads is to run again.
+
+    Args:
+        node: as `compiled_node` gives it.
+        instead: is given the node and the gradients of what it returned, and returns those of the inputs.
+    """
+    kind = type(node)._forward_cls
+    if not hasattr(kind, _INSTEAD):
+        setattr(kind, _INSTEAD, None)
+        kind.backward = staticmethod(_taken_over(kind.backward, getattr(kind, "boxed_grads_call", False)))
+    setattr(node, _INSTEAD, instead)
+
+
+def _taken_over(compiled: Callable[..., Any], boxed: bool) -> Callable[..., Any]:
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        instead, again = getattr(ctx, _INSTEAD, None), torch._C._autograd._get_current_graph_task_keep_graph()
+        if not again and not torch.is_grad_enabled():
+            setattr(ctx, _INSTEAD, None)  # what it holds goes with what autograd has saved
+        elif instead is not None:
+            given = [*(gradients[0] if boxed else gradients)]
+            if torch.is_grad_enabled():
+                return instead(ctx, given)
+            try:
+                return compiled(ctx, *gradients)
+            except RuntimeError as error:
+                if not needs_double_backward(error):
+                    raise
+                return instead(ctx, given)
+        return compiled(ctx, *gradients)
+
+    return torch.compiler.disable(backward)  # type: ignore[no-any-return]  # Dynamo may be around a user's own loop

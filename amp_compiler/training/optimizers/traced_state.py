@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,7 +48,21 @@ def own_step(view: Optimizer) -> None:
         view: as `view_of` gives it.
     """
     step: Callable[..., Any] = type(view).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(view)  # type: ignore[attr-defined]
+    try:
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(view)  # type: ignore[attr-defined]
+    except (AssertionError, TypeError, ValueError, RuntimeError) as cause:
+        if re.search("closure|'NoneType' object is not callable", str(cause)):  # it asks for one, or calls it
+            raise needs_closure(view) from cause
+        raise
+
+
+def needs_closure(optimizer: Optimizer) -> OptimizerError:
+    """The error of an optimizer that runs forward and backward itself, as LBFGS and sharpness-aware ones (SAM) do."""
+    return OptimizerError(
+        f"{type(optimizer).__name__} needs a closure that computes the loss again,"
+        " and a training step computes it once",
+        hint="compile the model alone, model = amp.compile(model), and call optimizer.step(closure) in your own loop",
+    )
 
 
 def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:

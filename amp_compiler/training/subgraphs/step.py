@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError, CaptureError, first_line
+from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
@@ -90,16 +90,17 @@ class SubgraphStep:
                 set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
-        except AmpError as error:
-            if self.cause.hint == RETURN_THE_LOSS:
-                raise self.cause from error
-            raise
         except Exception as error:  # the model's own code may raise anything
-            if needs_double_backward(error) and self._settings.runs_on.compiled:
+            if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
+                raise self.cause from error
+            twice = isinstance(error, DoubleBackwardError) or needs_double_backward(error)
+            if twice and self._settings.runs_on.compiled:
                 self._settings = replace(self._settings, backend="eager")  # which autograd goes through itself
                 self.subgraphs = self._new_subgraphs()
                 set_random_state(self._device, drawn)
                 return self.forward_and_backward(batch, optimizers)
+            if isinstance(error, AmpError):
+                raise
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> AmpError:
@@ -185,7 +186,10 @@ class SubgraphStep:
             _without_gradients(self.model),
             widened(self.model.parameters()),
         ):
-            loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+            with _without_steps(optimizers):
+                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+            if any(parameter.grad is not None for parameter in self.model.parameters()):
+                raise _updates_itself("runs a backward itself")
             if not loss.requires_grad:
                 raise depends_on_nothing()
             loss.backward(scale.to(loss.dtype).expand(loss.shape))
@@ -265,7 +269,7 @@ class SubgraphStep:
     def update_for(self, made: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
-        key = (owners, options.gather, options.scale, types, tuple(made.buffers))
+        key = (owners, options.gather, options.divisor, options.scale, types, tuple(made.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.compiled.groups):
             begun = update_graph(self.model, made)
@@ -298,6 +302,25 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+@contextmanager
+def _without_steps(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Within it a step of one of these optimizers is refused before it changes anything."""
+
+    def refuse(*_: Any) -> None:
+        raise _updates_itself("calls the step() of its optimizer")
+
+    handles = [optimizer.register_step_pre_hook(refuse) for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _updates_itself(what: str) -> CaptureError:
+    return CaptureError(f"the loss function {what}", hint=RETURN_THE_LOSS)
 
 
 def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -1,0 +1,148 @@
+"""`Rerun`: what is differentiated twice runs again node by node, for compiled code has no such backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.backends import find_backend
+from amp_compiler.errors import DoubleBackwardError
+from amp_compiler.forward.settings import device_of
+from amp_compiler.forward.tensor_versions import writable
+from amp_compiler.fx.alias import takes_statistics, written_operands
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.generators import random_state, set_random_state
+from amp_compiler.fx.torch_private.inductor import compiled_node, take_over_backward
+from amp_compiler.passes.step.separate_buffers import written_placeholders
+
+logger = logging.getLogger("amp_compiler")
+HINT = "use backend='eager' for this model"
+
+
+class Rerun:
+    """Makes the gradients of compiled calls where their compiled backward cannot: see `take_over_backward`.
+
+    The forward runs again on the inputs of the call, node by node under autograd. It writes no buffer again, and what
+    would draw other random numbers than the compiled call, or read what has been written since, is refused.
+
+    Args:
+        graph_module: the graph before it is rewritten, in place.
+        name: how messages call it.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, name: str) -> None:
+        self._graph_module, self._name, self._said = graph_module, name, False
+        nodes = graph_module.graph.find_nodes(op="placeholder")
+        written = written_placeholders(graph_module.graph, [node.name for node in nodes])
+        self._written = [node.name in written for node in nodes]
+        is_tensor = [isinstance(node.meta["val"], Tensor) for node in nodes]
+        self._read = [i for i, known in enumerate(is_tensor) if known and not self._written[i]]
+        read = next((node.name for node in nodes if node.name in written and not _is_unread(node)), "")
+        self._refused = f"it reads '{read}', which it writes too" if read else ""
+        self._run: Callable[..., Any] | None = None
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, each call of which notes what another run needs."""
+
+        def noting(*inputs: Any) -> Any:
+            results = run(*inputs)
+            if torch.is_grad_enabled() and (node := compiled_node(results)):
+                take_over_backward(node, _Call(self, inputs, results, node).gradients)
+            return results
+
+        return noting
+
+    def again(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results once more, differentiable.
+
+        Raises:
+            DoubleBackwardError: they would be others.
+        """
+        if self._refused:
+            raise self.error(self._refused)
+        if self._run is None:
+            self._run = find_backend("eager").build(self._graph_module, [], True)
+        given = [one.clone() if written else one for one, written in zip(inputs, self._written, strict=True)]
+        device = device_of(inputs)
+        drawn = random_state(device)
+        results: Sequence[Any] = self._run(*given)
+        if not all(map(torch.equal, drawn, random_state(device))):
+            set_random_state(device, drawn)
+            raise self.error("it draws random numbers, which would be others than those of the compiled call")
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s is differentiated twice, or its backward runs twice (create_graph=True, retain_graph=True), which"
+                " compiled code does not allow: such calls run once more, node by node",
+                self._name,
+            )
+        return results
+
+    def versions(self, inputs: Sequence[Any]) -> list[int]:
+        """Of what a call reads; what it writes has others after each call, and no result hangs on it."""
+        read = [inputs[i] for i in self._read]
+        try:
+            return [one._version for one in read]
+        except RuntimeError:  # a tensor that inference mode made has none
+            return [one._version for one in writable(read)]
+
+    def error(self, why: str) -> DoubleBackwardError:
+        """The error of a call that cannot run once more."""
+        return DoubleBackwardError(
+            f"{self._name} is compiled code, which has no backward that can be differentiated or run twice"
+            f" (create_graph=True, retain_graph=True), and it cannot run once more node by node: {why}",
+            hint=HINT,
+        )
+
+
+class _Call:
+    """One compiled call: what it read, and which gradients of its backward are those of its results."""
+
+    def __init__(self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any) -> None:
+        self._rerun, self._inputs, self._versions = rerun, inputs, rerun.versions(inputs)
+        differentiable = [(i, one) for i, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
+        self._places = [(i, one.output_nr) for i, one in differentiable if one.grad_fn is node]
+        self._fits = len(self._places) == len(differentiable)
+
+    def gradients(self, node: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Those of the inputs, differentiable where grad mode is on.
+
+        Args:
+            node: that of the call.
+            gradients: of what the compiled forward returned.
+
+        Raises:
+            DoubleBackwardError: the call cannot run once more.
+        """
+        rerun = self._rerun
+        needed = [isinstance(one, Tensor) and one.requires_grad for one in self._inputs]
+        earlier = any(isinstance(one, Tensor) and one.grad_fn is node for one in self._inputs)
+        if earlier or not self._fits or [*node.needs_input_grad] != needed:
+            raise rerun.error("what it returns shares memory with what it was given, or with one another")
+        if rerun.versions(self._inputs) != self._versions:
+            raise rerun.error("what it read was written in place since")
+        create_graph = torch.is_grad_enabled()
+        with autocast_off(), torch.enable_grad():
+            # Views, so that hooks on the inputs themselves run once, by the backward around this one.
+            read = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in self._inputs]
+            results = rerun.again(read)
+            pairs = [(results[i], gradients[number]) for i, number in self._places if gradients[number] is not None]
+            wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
+            made = iter(_differentiate(pairs, wanted, create_graph))
+        return tuple(next(made) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
+
+
+def _is_unread(node: fx.Node) -> bool:
+    """Whether all that reads a value writes it, and nothing else hangs on it: running statistics, a counter."""
+    return all(node in written_operands(user) and (takes_statistics(user) or not user.users) for user in node.users)
+
+
+def _differentiate(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], create_graph: bool) -> Any:
+    if not pairs:
+        return [None] * len(wanted)
+    results, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, wanted, gradients, create_graph=create_graph, allow_unused=True)
