@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -316,5 +316,6 @@ def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
         error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
         parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
         least = one.least if math.isfinite(one.least) else 0.0
-        estimates[name] = Estimate(name, error, least, one.greatest, *parts, one.cancelled, one.step)
+        known = Estimate(name, error, least, one.greatest, *parts)
+        estimates[name] = replace(known, cancelled=one.cancelled, step=one.step)
     return estimates
