@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.capture.export import frontend
+from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example

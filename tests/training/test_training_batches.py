@@ -15,7 +15,7 @@ from toys import classes, small
 
 import amp_compiler as amp
 from amp_compiler.forward import subgraphs
-from amp_compiler.fx.capture.export import frontend
+from amp_compiler.fx.capture import frontend
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(1, 16, 8, generator=GENERATOR)
