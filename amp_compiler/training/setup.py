@@ -141,11 +141,11 @@ def set_up(
         if shards:
             check_split(optimizers, storage.low)
         options = {
+            "enabled": enabled,
             "dtype": low.short,
             "loss_scale": scale.config,
             "clip_norm": clip_norm,
             "accumulate": accumulate,
-            "enabled": enabled,
         }
         parts = weights.parts if shards else None
         coordinator, reduction = join_ranks(
