@@ -159,6 +159,7 @@ class TrainingStep(StepReadings):
         self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
+        self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
@@ -235,6 +236,8 @@ class TrainingStep(StepReadings):
         self._log.note(
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
+        if not self._keeps_parts:
+            output.gradients = output.gradients[program.update.report.parts :]
 
     def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphProgram, StepOutput, list[Any], Any]:
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
