@@ -29,8 +29,8 @@ from amp_compiler.ranks.values import RankValues
 Shared = tuple[SharedGradient, ...]
 _SAME = "give all ranks the same model, loss function, optimizer, rules and options"
 _BATCH = (
-    "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
-    " mean over all samples would not be that of the ranks' means"
+    "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the mean"
+    " over all samples would not be that of the ranks' means, which uneven='weight' weighs by their numbers of samples"
 )
 _LOADED = "set, load and write on all ranks alike, or on none"
 MOST_AGREED = 4096  # combinations that are kept in mind
@@ -156,6 +156,21 @@ class RankCoordinator:
             RankError: one of them trains on, or calls another.
         """
         self._numbers(next(number for number, one in _REQUESTS.items() if one == request))
+
+    def samples(self, own: int) -> tuple[int, ...]:
+        """The numbers of samples of all ranks' batches.
+
+        Args:
+            own: of this one, from 1 on.
+
+        Raises:
+            RankError: one of them failed, or came for something else.
+        """
+        numbers = self._numbers(own)
+        if 0 in numbers:
+            self._open = True
+            self.ranks.exchange({})
+        return numbers
 
     def builds(self) -> None:
         """Say that this rank has to capture; `agree` follows, and `settle`."""
@@ -289,17 +304,29 @@ def _union(messages: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) 
     )
 
 
-def batch_form(leaves: Sequence[Any]) -> tuple[str, ...]:
-    """Types and shapes of the tensors of a batch, those in objects of other classes too.
+def batch_form(leaves: Sequence[Any], uneven: bool = False) -> tuple[str, ...]:
+    """Types and shapes of the tensors of a batch.
 
     Args:
         leaves: of the batch, flat.
+        uneven: whether the first size may be another on each rank.
 
     Example:
         >>> batch_form([torch.ones(2, 3), 1])
         ('fp32[2, 3]',)
+        >>> batch_form([torch.ones(2, 3), torch.ones(())], uneven=True)
+        ('fp32[:, 3]', 'fp32[]')
     """
-    return tuple(_typed(one) for leaf in leaves for one in _tensors_in(leaf, set()))
+    return tuple(_typed(one, uneven) for one in tensors_of(leaves))
+
+
+def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a batch, those in objects of other classes too.
+
+    Args:
+        leaves: of the batch, flat.
+    """
+    return [one for leaf in leaves for one in _tensors_in(leaf, set())]
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -406,5 +433,6 @@ def _sections(rules: RuleSet) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", section[key]) for key in sorted(section))
 
 
-def _typed(tensor: Tensor) -> str:
-    return f"{neutral_dtype(tensor.dtype).short}{list(tensor.shape)}"
+def _typed(tensor: Tensor, uneven: bool = False) -> str:
+    sizes = [":" if uneven and place == 0 else str(size) for place, size in enumerate(tensor.shape)]
+    return f"{neutral_dtype(tensor.dtype).short}[{', '.join(sizes)}]"

@@ -22,6 +22,7 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
 }
 _NOT_HELD = (
     "scale",
+    "samples",
     "hyper",
     "started",
     "rng",

@@ -62,6 +62,7 @@ class StepOptions:
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
         gathered: ids of the parameters that gradients of batches before were gathered of, which it uses.
+        weighs: whether batches have weights, see `Samples`.
     """
 
     settings: Settings
@@ -73,6 +74,7 @@ class StepOptions:
     gather: str = ""
     reduction: Reduction | None = None
     gathered: frozenset[int] = frozenset()
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -320,6 +322,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "scale": options.scale,
         "clip_norm": options.clip_norm,
         "divisor": options.divisor,
+        "weighs": options.weighs,
         "gather": options.gather,
         "stage": native.FORWARD,
         **_reduction_options(weights, options, begun.written, kept.weights.parts),

@@ -267,8 +267,9 @@ class ProgramChoice:
         shown = buffers if reduction is not None and reduction.broadcast_buffers else ()
         settings = settings_of(self._setup.optimizers)
         held = () if coordinator is None else coordinator.values.parameters
-        parts = self._setup.state.kept.weights.parts.names
-        return RankState(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
+        kept = self._setup.state.kept
+        batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
+        return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
     def _subgraph_program(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> SubgraphProgram:
         options, coordinator = self.options(gather, leaves), self._setup.coordinator
@@ -316,6 +317,7 @@ class ProgramChoice:
             setup.accumulate,
             gather,
             gathered=self._gathered_before(gather),
+            weighs=leaves is not None and setup.state.kept.samples is not None,
         )
         coordinator, reduction = setup.coordinator, setup.reduction
         if coordinator is None or reduction is None or leaves is None:

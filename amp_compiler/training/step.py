@@ -21,7 +21,7 @@ from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.ranks.group import ranks_of
-from amp_compiler.training.arguments import check_call
+from amp_compiler.training.arguments import Uneven, check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.log import STEPS_KEY, StepLog
@@ -56,6 +56,7 @@ def training_step(
     process_group: Any = None,
     mesh: Any = None,
     broadcast_buffers: bool = True,
+    uneven: Uneven = "refuse",
     callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
@@ -104,6 +105,10 @@ def training_step(
         mesh: a `DeviceMesh` of one dimension, in the place of a group.
         broadcast_buffers: all ranks take the first one's buffers, such as BatchNorm's statistics, at every update; else
             each has its own.
+        uneven: `"refuse"`: several ranks must have batches of one shape, and all batches of `accumulate=` count alike.
+            `"weight"`: each counts by its number of samples, over ranks and over `accumulate=`, so that gradients are
+            those of all samples as one batch, where the loss is a mean over samples. That number is the size of the
+            first dimension of the batch's tensors; a batch whose tensors differ in it is refused.
         callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
             numbers of every so many steps; other steps are not read from.
 
@@ -140,6 +145,7 @@ def training_step(
             mode=mode,
             process_group=process_group,
             broadcast_buffers=broadcast_buffers,
+            uneven=uneven,
             ranks=ranks,
         )
         return TrainingStep(setup, callbacks)
@@ -231,6 +237,8 @@ class TrainingStep(StepReadings):
             self._warned = True
             if self._setup.speaks:
                 warn_of_unused(program.plan.unused_rules, "the training step")
+        if kept.samples is not None:
+            kept.samples.left()
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
         self._log.note(
@@ -250,6 +258,8 @@ class TrainingStep(StepReadings):
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
+        if self._state.kept.samples is not None:
+            self._state.kept.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
         program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))

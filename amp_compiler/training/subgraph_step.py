@@ -180,7 +180,9 @@ class SubgraphStep:
     def _run(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
     ) -> Made:
-        scale = self.state.kept.scale().scale if scale is None else scale
+        if scale is None:
+            samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+            scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
             self._buffers.watched() as take_written,
