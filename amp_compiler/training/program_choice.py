@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.subgraph_program import SubgraphProgram
 from amp_compiler.training.subgraph_step import SubgraphStep
+from amp_compiler.training.subgraph_update import Made
 
 
 @dataclass(eq=False)
@@ -83,6 +85,7 @@ class ProgramChoice:
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
         self._told: list[SubgraphStep] = []
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
+        self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
         self.subgraph_step: SubgraphStep | None = None
 
     @property
@@ -136,6 +139,38 @@ class ProgramChoice:
         program = self._subgraph_program(step, spec, gather, leaves)
         output = self._guarded(lambda: program(leaves))
         return program, replace(output, inputs=leaves)
+
+    def flush(
+        self, count: int, last: tuple[StepProgram | SubgraphProgram, StepOutput] | None
+    ) -> tuple[StepProgram, StepOutput]:
+        """Update the weights by the gradients that were gathered, which are zero behind it.
+
+        Args:
+            count: of how many batches they are.
+            last: what ran last and what it gave, whose loss and plan are told on.
+
+        Raises:
+            AmpError: a weight of which there are gradients is trained no more.
+        """
+        sums = self._setup.state.kept.sums
+        weights = {n: p for n, p in self._setup.module.named_parameters() if id(p) in sums.gathered}
+        if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
+            raise AmpError(
+                f"'{frozen}' does not require a gradient, and gradients of it were gathered (accumulate=)",
+                hint="freeze it behind step.flush()",
+            )
+        if self._flushing is None:
+            self._flushing = self._subgraph_step(CaptureError("gathered gradients are used up"))
+        gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
+        made = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
+        with building():
+            options = replace(self.options(""), divisor=count)
+            program = self._flushing.update_for(made, options, self._detector.owners)
+        program.report = replace(program.report, plan=None if last is None else last[0].plan)
+        output = program(made.given())
+        for one in weights.values():
+            sums.get(one).zero_()
+        return program, output
 
     def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""

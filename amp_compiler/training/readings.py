@@ -202,7 +202,8 @@ class StepReadings(StepInspection):
             cure: look for rules that cure it, for which the loss is captured a few times more.
         """
         program, output, scale = self._seen()
-        leaves = output.inputs if self._scale_config.checks_finite else None
+        flushed = not output.inputs  # it ran no batch
+        leaves = output.inputs if self._scale_config.checks_finite and not flushed else None
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, _flags(output), leaves, scale)
@@ -217,7 +218,7 @@ class StepReadings(StepInspection):
             if cure and report.repeated:
                 found = trials.cure(nodes)
                 report = replace(report, rule=found.rule, cure=found.told)
-        if report.parameters and not report.repeated and leaves is not None and self._accumulate > 1:
+        if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
             report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
         if bool(output.loss.isfinite()):
             return report

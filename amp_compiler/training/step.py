@@ -30,7 +30,7 @@ from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
-from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
+from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.subgraph_program import SubgraphProgram
 from amp_compiler.training.weights import OWN_KEY
 
@@ -87,7 +87,8 @@ def training_step(
             `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
             optimizers of a GAN.
         clip_norm: largest global L2 norm of the unscaled gradients.
-        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
+        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated;
+            `step.flush()` updates them by fewer.
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
             differs becomes dynamic. `None`: every new shape is captured anew. Any other form that
             `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
@@ -199,11 +200,40 @@ class TrainingStep(StepReadings):
                 with self._coordinator.call():
                     program, output, leaves, spec = self._run(batch)
         self._note(program, output, leaves, spec)
-        if hooks is not None and self._gathered == 0:
-            hooks.run(self._scale_config, self._scale)
-        if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
-            self.check()
+        if self._gathered == 0:
+            self._behind_update(hooks)
         return output.loss if output.aux is None else (output.loss, output.aux)
+
+    def flush(self) -> None:
+        """Update the weights by what was gathered where that is less than `accumulate` batches: behind an epoch's last.
+
+        The gradients are averaged over the batches that were gathered. Where there is none nothing is done.
+
+        Raises:
+            AmpError: several processes train the model, or a weight was frozen since.
+        """
+        if self._coordinator is not None:
+            raise AmpError(
+                "step.flush() of several ranks is not there",
+                hint="give each rank a number of batches that accumulate= divides",
+            )
+        if not self._gathered:
+            return
+        hooks = hooks_behind(self._optimizers)
+        if hooks is not None:
+            hooks.begin(self._scale_config, self._scale)
+        with autocast_off():
+            self._look()
+            program, output = self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
+        self._gathered = self._accumulate - 1  # as if all were there
+        self._note(program, output, self._leaves, self._spec)
+        self._behind_update(hooks)
+
+    def _behind_update(self, hooks: PostHooks | None) -> None:
+        if hooks is not None:
+            hooks.run(self._scale_config, self._scale)
+        if self._watch.note(self._scale_config, self._scale):
+            self.check()
 
     def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""

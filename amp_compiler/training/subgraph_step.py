@@ -269,7 +269,7 @@ class SubgraphStep:
     def update_for(self, made: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
-        key = (owners, options.gather, options.scale, types, tuple(made.buffers))
+        key = (owners, options.gather, options.divisor, options.scale, types, tuple(made.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.compiled.groups):
             begun = update_graph(self.model, made)

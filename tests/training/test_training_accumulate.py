@@ -193,3 +193,80 @@ def test_a_batch_of_which_the_number_of_samples_is_not_known_is_refused():
     with pytest.raises(amp.AmpError, match="not known of a batch that has no tensor with a dimension"):
         step(torch.tensor(1.0), 2.0)
     step(torch.ones(3, 4), torch.tensor(0.5))
+
+
+def in_two(model, x):
+    loss = model(x).square().mean()
+    return loss * 2 if float(loss.detach()) > 1e9 else loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (lambda m, x: m(x).square().mean(), {"dtype": "fp16", "clip_norm": 0.1}),
+        (
+            lambda m, x: m(x).square().mean(),
+            {"dtype": "bf16", "rules": {"extends": "default", "weights": {"master": "low"}, "version": 1}},
+        ),
+        (in_two, {"dtype": "bf16"}),
+        (lambda m, x: m(x).square().mean(), {"enabled": False}),
+    ],
+    ids=["clipped", "low weights", "subgraphs", "fp32"],
+)
+def test_a_flush_updates_by_what_was_gathered(loss_fn, options):
+    batches = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
+    weights, steps = [], []
+    for accumulate in (4, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        kept = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [kept]})
+        step = amp.training_step(model, loss_fn, optimizer, accumulate=accumulate, backend="eager", **options)
+        steps.append(step)
+        step.flush()  # nothing was gathered
+        for batch in batches[:2]:
+            step(batch)
+        if accumulate == 4:
+            step.flush()
+        weights.append([one.detach().clone() for one in model.parameters()])
+        assert float(step.grad_norm) > 0 and int(step.skipped_steps) == 0
+    for mine, theirs in zip(*weights, strict=True):
+        assert torch.equal(mine, theirs)
+    four, two = steps
+    assert torch.equal(four.grad_norm, two.grad_norm)
+    for name, mine in four.gradients().items():
+        assert torch.equal(mine, two.gradients()[name])
+    if "enabled" not in options:
+        assert four.plan.casts
+    for batch in batches[2:4]:  # the next round begins anew, and its flush finds the same program
+        before = [one.clone() for one in four.model.parameters()]
+        four(batch)
+        two(batch)
+        assert all(map(torch.equal, before, four.model.parameters()))
+    four.flush()
+    for mine, theirs in zip(four.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do(monkeypatch):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), optimizer, dtype="fp16", accumulate=3, backend="eager"
+    )
+    before = [one.detach().clone() for one in model.parameters()]
+    step(torch.full((1, 4), 1e30))
+    step.flush()
+    assert int(step.skipped_steps) == 1 and all(map(torch.equal, before, model.parameters()))
+    assert step.nonfinite_report().parameters
+    step(torch.ones(1, 4))
+    step.flush()
+    assert int(step.skipped_steps) == 1 and not torch.equal(before[0], model[0].weight)
+    step(torch.ones(1, 4))
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(amp.AmpError, match=r"'model\.0\.weight' does not require a gradient.*freeze it behind"):
+        step.flush()
+    monkeypatch.setattr(step, "_coordinator", object())
+    with pytest.raises(amp.AmpError, match="of several ranks.*accumulate= divides"):
+        step.flush()
