@@ -1,10 +1,11 @@
 """What it costs to look for weights that were written past their version counters, of a step and of a call.
 
-    python benchmarks/look_cost.py          # GPT-2 (148 parameters, 124 million elements) and an MLP of 1,000 parameters
+    python benchmarks/look_cost.py          # GPT-2 (148 parameters, 124 million elements), an MLP of 1,000 parameters
+    python benchmarks/look_cost.py --models mlp-20 --turns 5
 
-Steps and calls with the look and without it run in turns, in one process with one thread, and CPU time is counted, so that
-others on the machine take part of none. A turn is too noisy to tell one part in a hundred of a step; so the look itself is
-timed within each of them as well, with the caches as the step has left them, and that is the percentage which is printed.
+Steps and calls with the look and without it run in turns, in one process with one thread, and CPU time is counted, so
+that others on the machine take part of none. A turn is too noisy to tell one part in a hundred of a step; so the look
+itself is timed within each of them as well, with the caches as the step has left them: that is the part printed.
 """
 
 from __future__ import annotations

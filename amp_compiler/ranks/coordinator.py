@@ -32,12 +32,18 @@ _BATCH = (
     "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the mean"
     " over all samples would not be that of the ranks' means, which uneven='weight' weighs by their numbers of samples"
 )
+_CALLS = "call the step and step.flush() on all ranks alike"
 _LOADED = "set, load and write on all ranks alike, or on none"
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
-SAVING_ALL, LOADING_ALL = "amp.save_checkpoint", "amp.load_checkpoint"
-_REQUESTS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL}  # of a rank that comes for something else than a call
+SAVING_ALL, LOADING_ALL, FLUSHING = "amp.save_checkpoint", "amp.load_checkpoint", "step.flush()"
+_REQUESTS = {
+    -2: SAVING,
+    -3: SAVING_ALL,
+    -4: LOADING_ALL,
+    -5: FLUSHING,
+}  # of a rank that comes for something else than a call
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class RankCoordinator:
             goes = "goes on to train" if requests[other] is None else f"for {requests[other]}"
             raise RankError(
                 f"rank {rank} asks for {request}, and rank {other} {goes}",
-                hint=f"call {request} on all ranks: each has a part of the state only",
+                hint=f"call {request} on all ranks: each has a part only",
             )
         return numbers
 
@@ -150,7 +156,7 @@ class RankCoordinator:
         """Wait until all ranks call the same, in which they tell one another more.
 
         Args:
-            request: `SAVING`, `SAVING_ALL` or `LOADING_ALL`.
+            request: `SAVING`, `SAVING_ALL`, `LOADING_ALL` or `FLUSHING`.
 
         Raises:
             RankError: one of them trains on, or calls another.
@@ -255,7 +261,8 @@ class RankCoordinator:
                 )
             return self._now[1]
         messages = self.ranks.exchange({**state.message(), "compare": self._wants_comparison, "changes": self._changes})
-        check_equal([{"the batch": one["the batch"]} for one in messages], _BATCH)
+        for what, hint in (("the batch", _BATCH), ("the accumulated batches", _CALLS)):
+            check_equal([{what: one[what]} for one in messages], hint)
         own = {"gradients", "compare", "changes"}
         check_equal([{key: value for key, value in one.items() if key not in own} for one in messages], _SAME)
         if any(one["compare"] for one in messages) or len({one["changes"] for one in messages}) > 1:

@@ -120,7 +120,7 @@ class StepLog:
         if not self._callbacks:
             return
         due = [one for one in self._callbacks if (self.steps + 1) % one.every == 0]
-        if due:
+        if due and output.inputs:  # `step.flush()` has run no batch
             self._losses.append(output.loss)
         if not updated:
             return

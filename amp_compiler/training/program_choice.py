@@ -29,7 +29,7 @@ from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.subgraph_program import SubgraphProgram
-from amp_compiler.training.subgraph_step import SubgraphStep
+from amp_compiler.training.subgraph_step import Decide, SubgraphStep
 from amp_compiler.training.subgraph_update import Made
 
 
@@ -142,35 +142,55 @@ class ProgramChoice:
 
     def flush(
         self, count: int, last: tuple[StepProgram | SubgraphProgram, StepOutput] | None
-    ) -> tuple[StepProgram, StepOutput]:
+    ) -> tuple[StepProgram, StepOutput] | None:
         """Update the weights by the gradients that were gathered, which are zero behind it.
 
         Args:
             count: of how many batches they are.
             last: what ran last and what it gave, whose loss and plan are told on.
 
+        Returns:
+            What has run, and what it gave; `None` where nothing was gathered.
+
         Raises:
             AmpError: a weight of which there are gradients is trained no more.
+            RankError: the ranks differ, or one failed.
         """
-        sums = self._setup.state.kept.sums
-        weights = {n: p for n, p in self._setup.module.named_parameters() if id(p) in sums.gathered}
+        setup, sums = self._setup, self._setup.state.kept.sums
+        weights = {n: p for n, p in setup.module.named_parameters() if id(p) in sums.gathered}
         if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
             raise AmpError(
                 f"'{frozen}' does not require a gradient, and gradients of it were gathered (accumulate=)",
                 hint="freeze it behind step.flush()",
             )
         if self._flushing is None:
-            self._flushing = self._subgraph_step(CaptureError("gathered gradients are used up"))
+            cause = CaptureError("gathered gradients are used up")
+            self._flushing = SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         made = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
+        options = self.options("", [])
+        options = replace(options, divisor=options.divisor // setup.accumulate * count)
+        if setup.coordinator is not None and options.reduction is not None:
+            options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
+            made = self._flushing.shared(made, self._decide([], f"step.flush() of {count}"), "")
+        if not count:
+            return None
         with building():
-            options = replace(self.options(""), divisor=count)
             program = self._flushing.update_for(made, options, self._detector.owners)
         program.report = replace(program.report, plan=None if last is None else last[0].plan)
-        output = program(made.given())
+        output = self._guarded(lambda: program(made.given()))
         for one in weights.values():
             sums.get(one).zero_()
         return program, output
+
+    def _decide(self, leaves: list[Any], gather: str) -> Decide:
+        """As for `SubgraphStep.shared`."""
+
+        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            coordinator, state = self._setup.coordinator, self._rank_state(gradients, buffers, leaves, gather)
+            return gradients if coordinator is None else coordinator.decide(state)
+
+        return decide
 
     def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
@@ -317,12 +337,9 @@ class ProgramChoice:
                 hint="do what that says, or use BatchNorm with broadcast_buffers=",
             ) from step.cause
 
-        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
-            return coordinator.decide(self._rank_state(gradients, buffers, leaves, gather))
-
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = SubgraphProgram(step, spec, options, self._detector.owners, decide)
+        program = SubgraphProgram(step, spec, options, self._detector.owners, self._decide(leaves, gather))
         program.prepare(leaves)
         return program
 

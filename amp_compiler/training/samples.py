@@ -56,6 +56,11 @@ class Samples:
         self.weight.fill_(own / self._mean)
         self.total.fill_(self.divisor)
 
+    def flush(self) -> None:
+        """Take no batch: those that were gathered are all."""
+        self.divisor = self._before
+        self.total.fill_(self.divisor)
+
     def left(self) -> None:
         """At the end of a call: its batch counts."""
         self._before = self.divisor

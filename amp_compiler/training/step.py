@@ -20,6 +20,7 @@ from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused
+from amp_compiler.ranks.coordinator import FLUSHING
 from amp_compiler.ranks.group import ranks_of
 from amp_compiler.training.arguments import Uneven, check_call
 from amp_compiler.training.change_detector import ChangeDetector
@@ -209,25 +210,36 @@ class TrainingStep(StepReadings):
 
         The gradients are averaged over the batches that were gathered. Where there is none nothing is done.
 
+        Several ranks call it together, and average over the batches of all of them.
+
         Raises:
-            AmpError: several processes train the model, or a weight was frozen since.
+            AmpError: a weight was frozen since.
+            RankError: the ranks gathered other numbers of batches, or one of them does not call it.
         """
-        if self._coordinator is not None:
-            raise AmpError(
-                "step.flush() of several ranks is not there",
-                hint="give each rank a number of batches that accumulate= divides",
-            )
-        if not self._gathered:
-            return
         hooks = hooks_behind(self._optimizers)
         if hooks is not None:
             hooks.begin(self._scale_config, self._scale)
-        with autocast_off():
-            self._look()
-            program, output = self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
+        with autocast_off(), silent(not self._setup.speaks):
+            if self._coordinator is None:
+                ran = self._flushed() if self._gathered else None
+            else:
+                with self._coordinator.call():
+                    self._coordinator.join(FLUSHING)
+                    ran = self._flushed()
+        if ran is None:
+            return
         self._gathered = self._accumulate - 1  # as if all were there
-        self._note(program, output, self._leaves, self._spec)
+        self._note(*ran, self._leaves, self._spec)
         self._behind_update(hooks)
+
+    def _flushed(self) -> tuple[StepProgram, StepOutput] | None:
+        self._look()
+        if self._coordinator is not None:
+            self._coordinator.look(self._detector.generation)
+        samples = self._state.kept.samples
+        if samples is not None:
+            samples.flush()
+        return self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
 
     def _behind_update(self, hooks: PostHooks | None) -> None:
         if hooks is not None:

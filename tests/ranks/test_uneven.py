@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rank_harness import equal, of
-from uneven_scenarios import UNEVEN
+from uneven_scenarios import FLUSHED, UNEVEN
 
 pytestmark = pytest.mark.ranks
 
@@ -38,4 +38,25 @@ def test_what_has_no_number_of_samples_is_refused_on_each_and_all_go_on(two):
     for name, text in expected.items():
         assert text in first["told"][name] and text in second["told"][name], name
     assert first["told"]["fine"] == second["told"]["fine"] == ""
+    assert equal(first["same"], second["same"])
+
+
+@pytest.mark.parametrize("case", FLUSHED)
+def test_a_flush_updates_by_what_the_ranks_have_gathered(two, case):
+    first, second = (one[case] for one in of(two, "flushed"))
+    for key in ("weights", "own"):
+        assert equal(first["flush"][key], second["flush"][key])
+        assert equal(first["flush"][key], first["two"][key])
+    assert first["flush"]["norm"] == second["flush"]["norm"] == first["two"]["norm"]
+
+
+def test_a_flush_of_ranks_that_train_other_weights_have_other_batches_or_do_not_come(two):
+    first, second = of(two, "flushed_otherwise")
+    assert equal(first["flush"], second["flush"]) and equal(first["flush"], first["whole"])
+    assert equal(first["uneven"], second["uneven"]) and distance(first["uneven"], first["jointly"]) < 1e-6
+    for odd, texts in enumerate(zip(first["told"], second["told"], strict=True)):
+        wanted = (
+            f"rank {odd} asks for step.flush(), and rank {1 - odd} goes on to train; call step.flush() on all ranks"
+        )
+        assert all(wanted in text for text in texts), texts
     assert equal(first["same"], second["same"])

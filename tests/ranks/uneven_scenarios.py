@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_harness import Place, adagrad, adamw, dense, rows, same_everywhere, scenario, sgd, squares, told
+from rank_harness import Place, adagrad, adamw, dense, rows, same_everywhere, scenario, sgd, squares, told, weights_of
 from torch import Tensor, nn
 
 import amp_compiler as amp
@@ -100,3 +100,82 @@ def uneven_batches_refused(place: Place) -> dict[str, Any]:
         "word": told(lambda: made(uneven="mean")),
     }
     return {"told": found, "same": same_everywhere(step, model)}
+
+
+FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp32": (squares, {**FP32, "clip_norm": 0.5}),
+    "fp16": (squares, {"dtype": "fp16", "loss_scale": 1024.0}),
+    "subgraphs": (branching, {"dtype": "bf16"}),
+    "split": (squares, {"dtype": "fp16", "loss_scale": 1024.0, "rules": SPLIT}),
+}
+
+
+@scenario
+def flushed(place: Place) -> dict[str, Any]:
+    """Two batches behind a whole round of three, which a flush uses; and steps that gather three, then two."""
+    found: dict[str, Any] = {}
+    for name, (loss, options) in FLUSHED.items():
+        found[name] = {}
+        for way in ("flush", "two"):
+            torch.manual_seed(0)
+            model = dense()
+            optimizer = sgd(model.parameters())
+            options_of = {"backend": "eager", "process_group": place.group, **options}
+            step = amp.training_step(model, loss, optimizer, accumulate=3, **options_of)
+            batches = [tuple(map(place.part, batch)) for batch in rows(5)]
+            for batch in batches[:3]:
+                step(*batch)
+            if way == "two":
+                step = amp.training_step(model, loss, optimizer, accumulate=2, **options_of)
+            else:
+                step.flush()  # of nothing
+            for batch in batches[3:]:
+                step(*batch)
+            if way == "flush":
+                step.flush()
+            states = optimizer.state_dict()["state"]
+            kept = [states[number].get("master", p).detach().clone() for number, p in enumerate(model.parameters())]
+            found[name][way] = {"weights": kept, "norm": step.grad_norm.clone(), "own": weights_of(model)}
+    return found
+
+
+class Heads(nn.Module):
+    """Two heads, of which a rank trains its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.heads, self.rank = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[self.rank](self.trunk(x).tanh())
+
+
+@scenario
+def flushed_otherwise(place: Place) -> dict[str, Any]:
+    """Ranks of which each trains a head of its own; uneven batches; a flush of one rank, while the other trains on."""
+    found: dict[str, Any] = {}
+    x, y = map(place.part, rows(1)[0])
+    options = {**FP32, "backend": "eager", "process_group": place.group}
+    for name in ("flush", "whole"):
+        torch.manual_seed(0)
+        model = Heads(place.rank)
+        step = amp.training_step(
+            model, squares, sgd(model.parameters()), accumulate=3 - 2 * (name == "whole"), **options
+        )
+        step(x, y)
+        step.flush()
+        found[name] = weights_of(model)
+    torch.manual_seed(0)
+    model, counts = dense(), (2, 6)
+    step = amp.training_step(model, squares, sgd(model.parameters()), accumulate=3, uneven="weight", **options)
+    step(*(tensor.split(counts)[place.rank] for tensor in rows(1)[0]))
+    step.flush()
+    torch.manual_seed(0)
+    jointly = dense()
+    one = amp.training_step(jointly, squares, sgd(jointly.parameters()), **{**options, "process_group": place.alone})
+    one(*rows(1)[0])
+    found |= {"uneven": weights_of(model), "jointly": weights_of(jointly)}
+    step(x, y)
+    found["told"] = [told(step.flush if place.rank == odd else lambda: step(x, y)) for odd in (0, 1)]
+    step(x, y), step.flush()
+    return {**found, "same": same_everywhere(step, model)}
