@@ -229,7 +229,7 @@ class TrainingStep(StepReadings):
         if ran is None:
             return
         self._gathered = self._accumulate - 1  # as if all were there
-        self._note(*ran, self._leaves, self._spec)
+        self._note(*ran, self._leaves, self._spec, batch=False)
         self._behind_update(hooks)
 
     def _flushed(self) -> tuple[StepProgram, StepOutput] | None:
@@ -247,7 +247,14 @@ class TrainingStep(StepReadings):
         if self._watch.note(self._scale_config, self._scale):
             self.check()
 
-    def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
+    def _note(
+        self,
+        program: StepProgram | SubgraphProgram,
+        output: StepOutput,
+        leaves: list[Any],
+        spec: Any,
+        batch: bool = True,
+    ) -> None:
         """What a call has changed, and what others want to know of it."""
         self._detector.left()
         if self._coordinator is not None:
@@ -283,9 +290,8 @@ class TrainingStep(StepReadings):
             kept.samples.left()
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
-        self._log.note(
-            output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
-        )
+        updated, skipped = self._gathered == 0, self._scale.skipped_steps
+        self._log.note(output, updated, lambda: self._seen()[2], skipped, lambda: self.grad_norm, batch)
         if not self._keeps_parts:
             output.gradients = output.gradients[program.update.report.parts :]
 
