@@ -114,7 +114,7 @@ def main() -> None:
             f" {row['look_ms']:8.3f} {row['percent']:6.2f}%",
             flush=True,
         )
-    options.device, options.threads = "cpu", 1
+    options.device, options.steps, options.threads = "cpu", options.turns, 1
     write_results(options.json, "look_cost", options, rows)
 
 
