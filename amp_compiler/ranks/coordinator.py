@@ -38,12 +38,8 @@ MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
 SAVING_ALL, LOADING_ALL, FLUSHING = "amp.save_checkpoint", "amp.load_checkpoint", "step.flush()"
-_REQUESTS = {
-    -2: SAVING,
-    -3: SAVING_ALL,
-    -4: LOADING_ALL,
-    -5: FLUSHING,
-}  # of a rank that comes for something else than a call
+# Of a rank that comes for something else than a call:
+_REQUESTS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL, -5: FLUSHING}
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class RankState:
         gradients: what its graph has a gradient of, in the order of the backward.
         buffers: which buffers it writes, where all ranks take the first one's.
         batch: types and shapes of its batch's tensors.
-        gather: as for `GatherGradients`.
+        gather: as for `GatherGradients`; of a flush, how many batches were gathered.
         numbers: the values of the optimizers' `param_groups`, as `settings_of` gives them.
         parts: names of the weights that are split over the ranks.
         norms: the messages of its forward and backward, in order.
