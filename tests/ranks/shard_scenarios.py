@@ -234,6 +234,8 @@ def memory_between_steps(place: Place) -> dict[str, Any]:
         step(x, y), step(x, y)
         found[name] = {"live": live_bytes() - before, "plan": str(step.plan), "by": step.execution}
         found["elements"] = sum(p.numel() for p in model.parameters())
+        if name == "split":  # whose parts of gradients a profile counts
+            found["counted"] = str(amp.profile(step, [(x, y)]))
         del model, optimizer, step
     return found
 

@@ -104,6 +104,7 @@ def test_what_lives_between_steps_is_what_the_plan_says(two, way, sent, weights,
         assert (f"2 ranks: each keeps {kept} bytes of gradients until the next call" in plan) is (way != "split")
         assert 0 <= live - (weights + states) * elements - kept < 0.1 * elements  # of random numbers' state
         assert ("subgraph" in one[way]["by"]) is (way == "subgraphs")
+        assert "of the gradients of weights" in one["counted"]
 
 
 def test_messages_go_while_the_backward_and_the_updates_run(two):
