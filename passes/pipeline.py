@@ -356,7 +356,16 @@ STEP = Pipeline(
 )
 UPDATE = Pipeline(
     "UPDATE",
-    ("split_complex", "place_weights", "take_gradients", "gather_gradients", "reduce_gradients", "fuse_update"),
+    (
+        "split_complex",
+        "place_weights",
+        "take_gradients",
+        "gather_gradients",
+        "shard_update",
+        "reduce_gradients",
+        "fuse_update",
+        "gather_weights",
+    ),
     "The check and the update alone, where a training step runs its model in subgraphs, each with its own backward.",
 )
 DEVICE = Pipeline(

@@ -69,6 +69,19 @@ def _swapped(model: nn.Module) -> None:
         layer.bias.data.copy_(layer.bias.data.flip(0) + 1.0)
 
 
+def _in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            parameter.mul_(-2.0)
+
+
+def _exchanged(model: nn.Module) -> None:
+    """As where an average is swapped in: the memory of parameters changes hands."""
+    for parameter, other in zip(model.parameters(), _others(model), strict=True):
+        average = nn.Parameter(other)
+        parameter.data, average.data = average.data, parameter.data
+
+
 def _another_step(model: nn.Module) -> None:
     x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(5)), torch.arange(16) % 4
     low = "bf16" if next(model.parameters()).dtype is torch.bfloat16 else "fp16"
@@ -92,6 +105,11 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "add_": _each(lambda data, other: data.add_(other, alpha=0.5)),
     "fill_": _each(lambda data, other: data.fill_(WEIGHTS)),
     "index": _index,
+    "mask": _each(lambda data, other: data.masked_fill_(other > 0, WEIGHTS)),
+    "view": _each(lambda data, other: data.view(-1)[::2].neg_().sub_(0.25)),
+    "out=": _each(lambda data, other: torch.mul(data, -2, out=data)),
+    "inference_mode": _in_inference_mode,
+    "exchanged": _exchanged,
     "swapped": _swapped,
     "new data": _new_data,
     "foreach lerp": lambda model: torch._foreach_lerp_(_data(model), _others(model), 0.75),

@@ -251,7 +251,11 @@ class _StepRun(_Run):
             self.step._look()  # or it would count with 16-bit copies of weights that were written since
             rows = self.add_counts(counting, counting(leaves), shift)
         self.keep_weights()
-        self.step(*arguments)
+        self.step._keeps_parts = True
+        try:
+            self.step(*arguments)
+        finally:
+            self.step._keeps_parts = False
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(

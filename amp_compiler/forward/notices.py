@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -89,6 +90,17 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         _SILENT.reset(token)
+
+
+@contextmanager
+def silent_dynamo() -> Iterator[None]:
+    """Around a capture: Dynamo gives no warning of its own where nothing is said."""
+    if not _SILENT.get():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
+        yield
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
-from amp_compiler.forward.notices import telling, warn_of_static
+from amp_compiler.forward.notices import silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
@@ -200,7 +200,8 @@ class Subgraphs:
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
-        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1)
+        dynamic, forms = self._settings.dynamic, self._forms.most + 1
+        return Frontend(function, self._build, self._name, dynamic, whole, silent_dynamo, forms)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.

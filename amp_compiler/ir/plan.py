@@ -176,7 +176,7 @@ class PrecisionPlan:
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
         autocast: what `torch.autocast` does in the same forward, counted by `amp.explain` for a module on the device
             that it plans for; `None` where nobody counted. Plans are equal without regard to it.
-        notes: of a training step that is split over several processes: what each sends and holds.
+        notes: of a training step of several processes: what each sends and holds.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())

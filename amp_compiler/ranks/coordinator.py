@@ -29,15 +29,17 @@ from amp_compiler.ranks.values import RankValues
 Shared = tuple[SharedGradient, ...]
 _SAME = "give all ranks the same model, loss function, optimizer, rules and options"
 _BATCH = (
-    "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
-    " mean over all samples would not be that of the ranks' means"
+    "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the mean"
+    " over all samples would not be that of the ranks' means, which uneven='weight' weighs by their numbers of samples"
 )
+_CALLS = "call the step and step.flush() on all ranks alike"
 _LOADED = "set, load and write on all ranks alike, or on none"
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
-SAVING_ALL, LOADING_ALL = "amp.save_checkpoint", "amp.load_checkpoint"
-_REQUESTS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL}  # of a rank that comes for something else than a call
+SAVING_ALL, LOADING_ALL, FLUSHING = "amp.save_checkpoint", "amp.load_checkpoint", "step.flush()"
+# Of a rank that comes for something else than a call:
+_REQUESTS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL, -5: FLUSHING}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class RankState:
         gradients: what its graph has a gradient of, in the order of the backward.
         buffers: which buffers it writes, where all ranks take the first one's.
         batch: types and shapes of its batch's tensors.
-        gather: as for `GatherGradients`.
+        gather: as for `GatherGradients`; of a flush, how many batches were gathered.
         numbers: the values of the optimizers' `param_groups`, as `settings_of` gives them.
         parts: names of the weights that are split over the ranks.
         norms: the messages of its forward and backward, in order.
@@ -142,7 +144,7 @@ class RankCoordinator:
             goes = "goes on to train" if requests[other] is None else f"for {requests[other]}"
             raise RankError(
                 f"rank {rank} asks for {request}, and rank {other} {goes}",
-                hint=f"call {request} on all ranks: each has a part of the state only",
+                hint=f"call {request} on all ranks: each has a part only",
             )
         return numbers
 
@@ -150,12 +152,27 @@ class RankCoordinator:
         """Wait until all ranks call the same, in which they tell one another more.
 
         Args:
-            request: `SAVING`, `SAVING_ALL` or `LOADING_ALL`.
+            request: `SAVING`, `SAVING_ALL`, `LOADING_ALL` or `FLUSHING`.
 
         Raises:
             RankError: one of them trains on, or calls another.
         """
         self._numbers(next(number for number, one in _REQUESTS.items() if one == request))
+
+    def samples(self, own: int) -> tuple[int, ...]:
+        """The numbers of samples of all ranks' batches.
+
+        Args:
+            own: of this one, from 1 on.
+
+        Raises:
+            RankError: one of them failed, or came for something else.
+        """
+        numbers = self._numbers(own)
+        if 0 in numbers:
+            self._open = True
+            self.ranks.exchange({})
+        return numbers
 
     def builds(self) -> None:
         """Say that this rank has to capture; `agree` follows, and `settle`."""
@@ -240,7 +257,8 @@ class RankCoordinator:
                 )
             return self._now[1]
         messages = self.ranks.exchange({**state.message(), "compare": self._wants_comparison, "changes": self._changes})
-        check_equal([{"the batch": one["the batch"]} for one in messages], _BATCH)
+        for what, hint in (("the batch", _BATCH), ("the accumulated batches", _CALLS)):
+            check_equal([{what: one[what]} for one in messages], hint)
         own = {"gradients", "compare", "changes"}
         check_equal([{key: value for key, value in one.items() if key not in own} for one in messages], _SAME)
         if any(one["compare"] for one in messages) or len({one["changes"] for one in messages}) > 1:
@@ -289,17 +307,29 @@ def _union(messages: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) 
     )
 
 
-def batch_form(leaves: Sequence[Any]) -> tuple[str, ...]:
-    """Types and shapes of the tensors of a batch, those in objects of other classes too.
+def batch_form(leaves: Sequence[Any], uneven: bool = False) -> tuple[str, ...]:
+    """Types and shapes of the tensors of a batch.
 
     Args:
         leaves: of the batch, flat.
+        uneven: whether the first size may be another on each rank.
 
     Example:
         >>> batch_form([torch.ones(2, 3), 1])
         ('fp32[2, 3]',)
+        >>> batch_form([torch.ones(2, 3), torch.ones(())], uneven=True)
+        ('fp32[:, 3]', 'fp32[]')
     """
-    return tuple(_typed(one) for leaf in leaves for one in _tensors_in(leaf, set()))
+    return tuple(_typed(one, uneven) for one in tensors_of(leaves))
+
+
+def tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors of a batch, those in objects of other classes too.
+
+    Args:
+        leaves: of the batch, flat.
+    """
+    return [one for leaf in leaves for one in _tensors_in(leaf, set())]
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -406,5 +436,6 @@ def _sections(rules: RuleSet) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}.{key}", section[key]) for key in sorted(section))
 
 
-def _typed(tensor: Tensor) -> str:
-    return f"{neutral_dtype(tensor.dtype).short}{list(tensor.shape)}"
+def _typed(tensor: Tensor, uneven: bool = False) -> str:
+    sizes = [":" if uneven and place == 0 else str(size) for place, size in enumerate(tensor.shape)]
+    return f"{neutral_dtype(tensor.dtype).short}[{', '.join(sizes)}]"

@@ -22,6 +22,7 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
 }
 _NOT_HELD = (
     "scale",
+    "samples",
     "hyper",
     "started",
     "rng",
@@ -50,20 +51,23 @@ class Traffic:
     weights: int
     state: int
 
-    def notes(self, whole: Sequence[str]) -> tuple[str, ...]:
+    def notes(self, whole: Sequence[str], gradients: int) -> tuple[str, ...]:
         """In words, for a plan.
 
         Args:
-            whole: names of the parameters that are not split.
+            whole: names of the parameters that are not split, where some are.
+            gradients: bytes of the last gradients, which are kept to be read.
         """
         per = max(self.elements, 1)
         reduced = 4 * (self.ranks - 1) / self.ranks
-        notes = (
+        notes: tuple[str, ...] = (
             f"{self.ranks} ranks: each sends {self.sent / per:.2f} bytes a parameter and step in {self.messages}"
             f" messages, {self.sent:.0f} in all; an all-reduce in 16 bits sends {reduced:.2f}",
             f"{self.ranks} ranks: each holds {self.weights / per:.2f} bytes a parameter of weights and"
             f" {self.state / per:.2f} of masters and moments, {self.weights + self.state} in all",
         )
+        if gradients:
+            notes = *notes, f"{self.ranks} ranks: each keeps {gradients} bytes of gradients until the next call"
         kept = f"whole on every rank: {', '.join(whole)}"
         return (*notes, kept) if whole else notes
 
@@ -89,8 +93,8 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
         sum(_numel(node) for node in (*parameters, *under)),
         len(messages),
         sent,
-        sum(_bytes(node.meta["val"]) for node in (*parameters, *under, *low_weights)),
-        sum(_bytes(node.meta["val"]) for node in (*masters, *kept)),
+        sum(bytes_of(node.meta["val"]) for node in (*parameters, *under, *low_weights)),
+        sum(bytes_of(node.meta["val"]) for node in (*masters, *kept)),
     )
 
 
@@ -102,13 +106,14 @@ def _messages(graph: fx.Graph, ranks: int) -> Iterator[tuple[str, int, int]]:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
-            size = _bytes(node.args[0].meta["val"])
+            size = bytes_of(node.args[0].meta["val"])
             # Of two ranks that give each other all they have:
             halves = short == "all_to_all_single" and 0 in node.args[1]
             yield short, 2 * size if halves else size, among.get(node.args[-1], ranks)
 
 
-def _bytes(value: Tensor) -> int:
+def bytes_of(value: Tensor) -> int:
+    """Of all elements."""
     return int(value.numel()) * value.dtype.itemsize
 
 

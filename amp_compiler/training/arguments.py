@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from amp_compiler.errors import AmpError
+
+Uneven = Literal["refuse", "weight"]
 
 
 def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
@@ -17,6 +19,12 @@ def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
         raise AmpError(f"clip_norm={clip_norm!r}", hint="pass a positive number, or None for no clipping")
     if type(accumulate) is not int or accumulate < 1:
         raise AmpError(f"accumulate={accumulate!r}", hint="pass a whole number from 1 on")
+
+
+def check_uneven(uneven: Any) -> None:
+    """It is one of the words."""
+    if uneven not in get_args(Uneven):
+        raise AmpError(f"uneven={uneven!r}", hint=f"pass one of {', '.join(map(repr, get_args(Uneven)))}")
 
 
 def shapes_of_batch(dynamic_shapes: Any) -> Any:

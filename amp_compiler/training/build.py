@@ -31,7 +31,7 @@ from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.ranks.traffic import traffic_of
+from amp_compiler.ranks.traffic import bytes_of, traffic_of
 from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.kept import KeptTensors
@@ -62,6 +62,7 @@ class StepOptions:
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
         gathered: ids of the parameters that gradients of batches before were gathered of, which it uses.
+        weighs: whether batches have weights, see `Samples`.
     """
 
     settings: Settings
@@ -73,6 +74,7 @@ class StepOptions:
     gather: str = ""
     reduction: Reduction | None = None
     gathered: frozenset[int] = frozenset()
+    weighs: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
+    notes = _notes_on_ranks(step, weights, options, results + 3)
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     return StepProgram(
         compiled=CompiledStep(
@@ -236,7 +239,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         ),
         report=StepReport(
             graph_module=step,
-            plan=_with_traffic(begun.plan, step, weights, options),
+            plan=None if begun.plan is None else replace(begun.plan, notes=notes),
+            notes=notes,
             stages=stages,
             updated=weights.names(),
             weights=tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
@@ -318,6 +322,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "scale": options.scale,
         "clip_norm": options.clip_norm,
         "divisor": options.divisor,
+        "weighs": options.weighs,
         "gather": options.gather,
         "stage": native.FORWARD,
         **_reduction_options(weights, options, begun.written, kept.weights.parts),
@@ -348,14 +353,23 @@ def _reduction_options(
     }
 
 
-def _with_traffic(
-    plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
-) -> PrecisionPlan | None:
-    """The plan, with what a step that is split over the ranks sends and holds."""
-    if plan is None or options.reduction is None or not options.reduction.shards or options.gather == "add":
-        return plan
-    traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
-    return replace(plan, notes=(*traffic.notes(weights.names()[weights.parts :]), *plan.notes))
+def _notes_on_ranks(
+    step: fx.GraphModule, weights: TrainedWeights, options: StepOptions, before: int
+) -> tuple[str, ...]:
+    """What each of several ranks sends and holds; nothing where gradients are only gathered.
+
+    Args:
+        step: the whole graph.
+        weights: that it trains.
+        options: what it is built for.
+        before: number of its results in front of the gradients.
+    """
+    reduction = options.reduction
+    if reduction is None or options.gather == "add":
+        return ()
+    gradients = [node.meta["val"] for node in results_of(step.graph)[before + weights.parts :]]
+    whole = weights.names()[weights.parts :] if reduction.shards else ()
+    return traffic_of(step.graph, reduction.ranks, weights.updated).notes(whole, sum(map(bytes_of, gradients)))
 
 
 def _compile(

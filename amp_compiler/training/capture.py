@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.forward.notices import silent_dynamo
 from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
@@ -108,6 +110,13 @@ def join_tied(captured: Captured, model: LossModule) -> None:
             known = first.setdefault(id(tensor_getter(model, captured, entry)()), node)
             if known is not node:
                 node.replace_all_uses_with(known)
+
+
+@contextmanager
+def _around(model: LossModule) -> Iterator[None]:
+    """What its captures run within."""
+    with norms_apart(model), silent_dynamo():
+        yield
 
 
 def captured_loss(
@@ -212,7 +221,7 @@ class LossFrontend:
             NAME,
             dynamic,
             whole=True,
-            around=lambda: norms_apart(model),
+            around=lambda: _around(model),
             subject=SUBJECT,
             values=True,
         )
@@ -244,6 +253,6 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
 
     with torch.enable_grad():
         made: CapturedLoss = frontend.capture_once(
-            _marked(model), make, SUBJECT, batch, {}, around=lambda: norms_apart(model), values=True
+            _marked(model), make, SUBJECT, batch, {}, around=lambda: _around(model), values=True
         )
     return made

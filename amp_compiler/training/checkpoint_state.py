@@ -50,7 +50,12 @@ class StepContents:
 
     def about(self) -> dict[str, Any]:
         """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
-        return {**self._kind(), "step": self._step.state_dict()}
+        samples = self._kept.samples
+        return {
+            **self._kind(),
+            "step": self._step.state_dict(),
+            "samples": None if samples is None else samples.state(),
+        }
 
     def _kind(self) -> dict[str, Any]:
         optimizers = [
@@ -288,6 +293,12 @@ class StepContents:
                 where=where,
                 hint="load it as it was saved, or save behind the last of the batches",
             )
+        if about["gathered"] and about.get("samples") and self._kept.samples is None:
+            raise AmpError(
+                f"it was saved behind {about['gathered']} gathered batches that are weighed by their samples",
+                where=where,
+                hint="make the step with uneven='weight', or save behind the last of the batches",
+            )
         own, kinds = {}, ["sums"] if ranks != self._size else ["sums", "buffers"]
         for keys, entry in self._paths.items():
             if keys[:2] == ("ranks", str(self._rank)) and keys[2] in kinds:
@@ -357,6 +368,8 @@ class StepContents:
             elif parameter in sums:
                 sums.get(parameter).zero_()
         step._gathered, sums.gathered = self._about["gathered"], frozenset(gathered)
+        if self._kept.samples is not None:  # batches of a step that weighs none count alike
+            self._kept.samples.load(self._about.get("samples") or [step._gathered * self._size, 0.0])
 
 
 def _short(dtype: torch.dtype) -> str:

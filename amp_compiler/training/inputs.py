@@ -375,6 +375,8 @@ class TrainedWeights:
             return lambda leaves: getattr(kept.scale(), group)
         if column == "sum" and isinstance(group, str):  # of a weight; states are of a group's number
             return lambda leaves: kept.sums.get(self.inputs.getters[self.placed.parameter(group)]())
+        if column == "samples":
+            return lambda leaves: getattr(kept.samples, group)
         if column == "rng":
             return lambda leaves: kept.weights.rounding.tensor
         bound = self.groups[group]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from amp_compiler.ops.loss_scale import LossScaleState
+from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState
 
@@ -22,12 +23,14 @@ class KeptTensors:
         low_weights: the 16-bit weights.
         sums: sums of gradients over several batches.
         weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
+        samples: how much each batch counts; `None` where all count alike.
     """
 
     scale: Callable[[], LossScaleState]
     low_weights: LowWeights
     sums: GradientSums
     weights: WeightState
+    samples: Samples | None = None
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Make again what is kept beside a parameter that was written outside of a step.

@@ -53,7 +53,8 @@ class StepOutput:
         norm: FP32 L2 norm of the unscaled gradients; NaN where the step looked at none.
         flags: uint8 per parameter of `StepReport.updated`: 1 where its gradient was not finite; empty where the step
             looked at none.
-        gradients: raw (scaled) gradients per parameter of `StepReport.updated`.
+        gradients: raw (scaled) gradients per parameter of `StepReport.updated`; behind a call without those that are
+            split over the ranks.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
         results: all that the forward gives, the loss first.
         inputs: what it ran on; of a step in subgraphs, the batch.
@@ -73,7 +74,7 @@ class StepOutput:
     @property
     def checked(self) -> bool:
         """Whether the step looked at its gradients before the update, so that norm and flags are known."""
-        return len(self.flags) == len(self.gradients)
+        return bool(len(self.flags))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class StepReport:
     Args:
         graph_module: the step graph.
         plan: what was decided for the forward; `None` in plain FP32.
+        notes: of several ranks, what each sends and holds.
         stages: the text of the graph behind each pass.
         updated: qualified names of the updated parameters, in the order of the gradients.
         weights: gets these parameters.
@@ -113,6 +115,7 @@ class StepReport:
 
     graph_module: fx.GraphModule
     plan: PrecisionPlan | None
+    notes: tuple[str, ...]
     stages: Stages
     updated: tuple[str, ...]
     weights: tuple[Callable[[], Tensor], ...]

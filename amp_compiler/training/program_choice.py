@@ -32,7 +32,7 @@ from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.subgraphs.program import SubgraphProgram
-from amp_compiler.training.subgraphs.step import SubgraphStep
+from amp_compiler.training.subgraphs.step import Decide, SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
 
@@ -145,35 +145,55 @@ class ProgramChoice:
 
     def flush(
         self, count: int, last: tuple[StepProgram | SubgraphProgram, StepOutput] | None
-    ) -> tuple[StepProgram, StepOutput]:
+    ) -> tuple[StepProgram, StepOutput] | None:
         """Update the weights by the gradients that were gathered, which are zero behind it.
 
         Args:
             count: of how many batches they are.
             last: what ran last and what it gave, whose loss and plan are told on.
 
+        Returns:
+            What has run, and what it gave; `None` where nothing was gathered.
+
         Raises:
             AmpError: a weight of which there are gradients is trained no more.
+            RankError: the ranks differ, or one failed.
         """
-        sums = self._setup.state.kept.sums
-        weights = {n: p for n, p in self._setup.module.named_parameters() if id(p) in sums.gathered}
+        setup, sums = self._setup, self._setup.state.kept.sums
+        weights = {n: p for n, p in setup.module.named_parameters() if id(p) in sums.gathered}
         if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
             raise AmpError(
                 f"'{frozen}' does not require a gradient, and gradients of it were gathered (accumulate=)",
                 hint="freeze it behind step.flush()",
             )
         if self._flushing is None:
-            self._flushing = self._subgraph_step(CaptureError("gathered gradients are used up"))
+            cause = CaptureError("gathered gradients are used up")
+            self._flushing = self._subgraph_step(cause)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         made = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
+        options = self.options("", [])
+        options = replace(options, divisor=options.divisor // setup.accumulate * count)
+        if setup.coordinator is not None and options.reduction is not None:
+            options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
+            made = self._flushing.shared(made, self._decide([], f"step.flush() of {count}"), "")
+        if not count:
+            return None
         with building():
-            options = replace(self.options(""), divisor=count)
             program = self._flushing.update_for(made, options, self._detector.owners)
         program.report = replace(program.report, plan=None if last is None else last[0].plan)
-        output = program(made.given())
+        output = self._guarded(lambda: program(made.given()))
         for one in weights.values():
             sums.get(one).zero_()
         return program, output
+
+    def _decide(self, leaves: list[Any], gather: str) -> Decide:
+        """As for `SubgraphStep.shared`."""
+
+        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            coordinator, state = self._setup.coordinator, self._rank_state(gradients, buffers, leaves, gather)
+            return gradients if coordinator is None else coordinator.decide(state)
+
+        return decide
 
     def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
@@ -305,8 +325,9 @@ class ProgramChoice:
         shown = buffers if reduction is not None and reduction.broadcast_buffers else ()
         settings = settings_of(self._setup.optimizers)
         held = () if coordinator is None else coordinator.values.parameters
-        parts = self._setup.state.kept.weights.parts.names
-        return RankState(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
+        kept = self._setup.state.kept
+        batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
+        return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
     def _subgraph_program(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> SubgraphProgram:
         options, coordinator = self.options(gather, leaves), self._setup.coordinator
@@ -319,12 +340,9 @@ class ProgramChoice:
                 hint="do what that says, or use BatchNorm with broadcast_buffers=",
             ) from step.cause
 
-        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
-            return coordinator.decide(self._rank_state(gradients, buffers, leaves, gather))
-
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = SubgraphProgram(step, spec, options, self._detector.owners, decide)
+        program = SubgraphProgram(step, spec, options, self._detector.owners, self._decide(leaves, gather))
         program.prepare(leaves)
         return program
 
@@ -354,6 +372,7 @@ class ProgramChoice:
             setup.accumulate,
             gather,
             gathered=self._gathered_before(gather),
+            weighs=leaves is not None and setup.state.kept.samples is not None,
         )
         coordinator, reduction = setup.coordinator, setup.reduction
         if coordinator is None or reduction is None or leaves is None:

@@ -26,12 +26,19 @@ from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.training.arguments import check_loss_function, check_numbers, shapes_of_batch
+from amp_compiler.training.arguments import (
+    Uneven,
+    check_loss_function,
+    check_numbers,
+    check_uneven,
+    shapes_of_batch,
+)
 from amp_compiler.training.build import PARALLEL, StepState, check_parameters
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
 from amp_compiler.training.reporting.events import events_on
+from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, weight_storage
 
@@ -110,6 +117,7 @@ def set_up(
     mode: Mode,
     process_group: Any,
     broadcast_buffers: bool = True,
+    uneven: Uneven = "refuse",
     ranks: Ranks | None = None,
 ) -> StepSetup:
     """Check the arguments of `amp.training_step`, which has their meaning, and make what a step holds.
@@ -120,6 +128,7 @@ def set_up(
     check_enabled(enabled)
     model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
     check_numbers(clip_norm, accumulate)
+    check_uneven(uneven)
     settings = make_settings(rules, dtype, backend, shapes_of_batch(dynamic_shapes), passes, RUN, mode)
     module = LossModule(model, loss_fn)
     refuse_spread(module, PARALLEL)
@@ -131,8 +140,6 @@ def set_up(
     check_storage(optimizers, storage.low)
     weights = WeightState(storage, device, optimizers, Parts(ranks))
     graphs = GraphSettings(TorchGraphs())
-    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights)
-    state = StepState(kept, graphs, events_on(device))
     low = settings.low(device)
     check_parameters(module, optimizers, torch_dtype(low), enabled)
     coordinator, reduction = None, None
@@ -141,16 +148,21 @@ def set_up(
         if shards:
             check_split(optimizers, storage.low)
         options = {
+            "enabled": enabled,
             "dtype": low.short,
             "loss_scale": scale.config,
             "clip_norm": clip_norm,
             "accumulate": accumulate,
-            "enabled": enabled,
+            "uneven": uneven,
         }
         parts = weights.parts if shards else None
         coordinator, reduction = join_ranks(
             ranks, module, ROOT, optimizers, scale, weights.rounding, parts, settings, options, broadcast_buffers
         )
+    samples = None
+    if uneven == "weight" and (coordinator is not None or accumulate > 1):
+        samples = Samples(device, (lambda own: (own,)) if coordinator is None else coordinator.samples)
+    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights, samples)
     return StepSetup(
         model=model,
         module=module,
@@ -162,7 +174,7 @@ def set_up(
         enabled=enabled,
         device=device,
         low=low,
-        state=state,
+        state=StepState(kept, graphs, events_on(device)),
         group=process_group,
         coordinator=coordinator,
         reduction=reduction,

@@ -20,8 +20,9 @@ from amp_compiler.fx.torch_private.tracing import TENSORS
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused
+from amp_compiler.ranks.coordinator import FLUSHING
 from amp_compiler.ranks.group import ranks_of
-from amp_compiler.training.arguments import check_call
+from amp_compiler.training.arguments import Uneven, check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -56,6 +57,7 @@ def training_step(
     process_group: Any = None,
     mesh: Any = None,
     broadcast_buffers: bool = True,
+    uneven: Uneven = "refuse",
     callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
@@ -105,6 +107,10 @@ def training_step(
         mesh: a `DeviceMesh` of one dimension, in the place of a group.
         broadcast_buffers: all ranks take the first one's buffers, such as BatchNorm's statistics, at every update; else
             each has its own.
+        uneven: `"refuse"`: several ranks must have batches of one shape, and all batches of `accumulate=` count alike.
+            `"weight"`: each counts by its number of samples, over ranks and over `accumulate=`, so that gradients are
+            those of all samples as one batch, where the loss is a mean over samples. That number is the size of the
+            first dimension of the batch's tensors; a batch whose tensors differ in it is refused.
         callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
             numbers of every so many steps; other steps are not read from.
 
@@ -141,6 +147,7 @@ def training_step(
             mode=mode,
             process_group=process_group,
             broadcast_buffers=broadcast_buffers,
+            uneven=uneven,
             ranks=ranks,
         )
         return TrainingStep(setup, callbacks)
@@ -160,6 +167,7 @@ class TrainingStep(StepReadings):
         self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
+        self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
@@ -202,25 +210,36 @@ class TrainingStep(StepReadings):
 
         The gradients are averaged over the batches that were gathered. Where there is none nothing is done.
 
+        Several ranks call it together, and average over the batches of all of them.
+
         Raises:
-            AmpError: several processes train the model, or a weight was frozen since.
+            AmpError: a weight was frozen since.
+            RankError: the ranks gathered other numbers of batches, or one of them does not call it.
         """
-        if self._coordinator is not None:
-            raise AmpError(
-                "step.flush() of several ranks is not there",
-                hint="give each rank a number of batches that accumulate= divides",
-            )
-        if not self._gathered:
-            return
         hooks = hooks_behind(self._optimizers)
         if hooks is not None:
             hooks.begin(self._scale_config, self._scale)
-        with autocast_off():
-            self._look()
-            program, output = self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
+        with autocast_off(), silent(not self._setup.speaks):
+            if self._coordinator is None:
+                ran = self._flushed() if self._gathered else None
+            else:
+                with self._coordinator.call():
+                    self._coordinator.join(FLUSHING)
+                    ran = self._flushed()
+        if ran is None:
+            return
         self._gathered = self._accumulate - 1  # as if all were there
-        self._note(program, output, self._leaves, self._spec)
+        self._note(*ran, self._leaves, self._spec, batch=False)
         self._behind_update(hooks)
+
+    def _flushed(self) -> tuple[StepProgram, StepOutput] | None:
+        self._look()
+        if self._coordinator is not None:
+            self._coordinator.look(self._detector.generation)
+        samples = self._state.kept.samples
+        if samples is not None:
+            samples.flush()
+        return self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
 
     def _behind_update(self, hooks: PostHooks | None) -> None:
         if hooks is not None:
@@ -228,7 +247,14 @@ class TrainingStep(StepReadings):
         if self._watch.note(self._scale_config, self._scale):
             self.check()
 
-    def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
+    def _note(
+        self,
+        program: StepProgram | SubgraphProgram,
+        output: StepOutput,
+        leaves: list[Any],
+        spec: Any,
+        batch: bool = True,
+    ) -> None:
         """What a call has changed, and what others want to know of it."""
         self._detector.left()
         if self._coordinator is not None:
@@ -260,11 +286,14 @@ class TrainingStep(StepReadings):
             self._warned = True
             if self._setup.speaks:
                 warn_of_unused(program.plan.unused_rules, "the training step")
+        if kept.samples is not None:
+            kept.samples.left()
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
-        self._log.note(
-            output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
-        )
+        updated, skipped = self._gathered == 0, self._scale.skipped_steps
+        self._log.note(output, updated, lambda: self._seen()[2], skipped, lambda: self.grad_norm, batch)
+        if not self._keeps_parts:
+            output.gradients = output.gradients[program.update.report.parts :]
 
     def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphProgram, StepOutput, list[Any], Any]:
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
@@ -277,6 +306,8 @@ class TrainingStep(StepReadings):
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
+        if self._state.kept.samples is not None:
+            self._state.kept.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
         program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))

@@ -14,6 +14,7 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
 
 SCALE = "loss_scale"
+WEIGHT, TOTAL = ("samples", "weight", 0), ("samples", "total", 0)  # marks of what a step keeps, see `Samples`
 aten = torch.ops.aten
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
@@ -62,10 +63,18 @@ class FoldLossScale(InPlacePass):
         _to_copy: "f16[]" = aten._to_copy.default(div, dtype = torch.float16)
         expand: "f16[64, 10]" = aten.expand.default(_to_copy, [64, 10])
 
+    With `weighs`, the seed is the loss scale times the weight of the batch among others (`Samples`)::
+
+        mul: "f32[]" = aten.mul.Tensor(loss_scale, samples_weight_0)
+
     Left alone: a graph without a seed (the loss depends on nothing that is differentiated), and a derivative that is a
     product with the seed, as that of binary cross-entropy: `mul(sigmoid - target, loss_scale)`.
+
+    Args:
+        weighs: whether the batch has a weight.
     """
 
+    weighs: bool = False
     name: ClassVar[str] = "fold_loss_scale"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
@@ -100,6 +109,8 @@ class FoldLossScale(InPlacePass):
         with graph.inserting_after(placeholders[-1]):
             scale = graph.placeholder(SCALE)
         scale.meta["val"] = _like(loss, torch.float32, ())  # type: ignore[arg-type]
+        if self.weighs:
+            scale = _weighed(graph, scale, seed)
         source = scale
         if loss is not None and (loss.dtype is not torch.float32 or loss.dim()):
             source = _fit(graph, scale, seed, loss)
@@ -109,6 +120,16 @@ class FoldLossScale(InPlacePass):
         widen_seed(graph, scale)
         subject.recompile()
         return PassResult(subject, True)
+
+
+def _weighed(graph: fx.Graph, scale: fx.Node, seed: fx.Node) -> fx.Node:
+    with graph.inserting_after(scale):
+        weight = graph.placeholder("_".join(map(str, WEIGHT)))
+    weight.meta = {"val": torch.empty_like(scale.meta["val"]), Key.STATE: WEIGHT}
+    with graph.inserting_before(seed):
+        product = graph.call_function(aten.mul.Tensor, (scale, weight))
+    product.meta = {"val": torch.empty_like(scale.meta["val"]), Key.PHASE: "backward"}
+    return product
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

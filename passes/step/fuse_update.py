@@ -19,7 +19,7 @@ from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS, overflow
 from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
-from amp_compiler.passes.step.fold_loss_scale import SCALE
+from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL
 from amp_compiler.passes.step.gather_gradients import is_sum, sums_of
 from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
@@ -76,6 +76,7 @@ class FuseUpdate(InPlacePass):
         scale: the loss scale.
         clip_norm: largest global norm, `None` for no clipping.
         divisor: what gradients are divided by besides the scale: of how many batches, and ranks, they are the sums.
+        weighs: whether batches have weights, whose sum then is the divisor.
         gather: `"add"` updates nothing but buffers, `"use"` updates; sums that `GatherGradients` left to be made are
             made together with the check. Empty where no batches are gathered.
         skips_overflow: see above; without it the update stores the largest finite number there.
@@ -90,6 +91,7 @@ class FuseUpdate(InPlacePass):
     scale: LossScale
     clip_norm: float | None = None
     divisor: int = 1
+    weighs: bool = False
     gather: str = ""
     skips_overflow: bool = False
     parts: int = 0
@@ -131,9 +133,7 @@ class _Builder:
         gradients_of_outputs = self.outputs[options.results + len(options.buffers) :]
         gradients: dict[str, fx.Node] = dict(zip(options.updated, gradients_of_outputs, strict=True))
         at_once = bool(options.gather) and not any(is_sum(node) for node in self.placeholders.values())
-        (inverse,) = self._inline(
-            lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
-        )
+        inverse = self._inverse(state)
         if at_once:
             check, gradients = self._gathered_at_once(gradients, inverse)
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
@@ -162,6 +162,18 @@ class _Builder:
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
             self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+
+    def _inverse(self, state: list[fx.Node]) -> fx.Node:
+        """What gradients are multiplied by."""
+        options = self.options
+        weights = options.weighs and options.gather != "add"  # else they are only looked at
+        total = [self._placeholder(TOTAL, torch.empty_like(state[0].meta["val"]))] if weights else []
+
+        def inverse(*fields: Tensor) -> Tensor:
+            scale = options.scale.inverse(LossScaleState(*fields[: len(state)]))
+            return scale / (fields[-1] if weights else options.divisor)
+
+        return self._inline(inverse, [*state, *total])[0]
 
     def _looks_at_gradients(self) -> bool:
         """Whether the step needs a pass over the gradients in front of the update."""

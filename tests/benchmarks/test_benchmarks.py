@@ -209,6 +209,18 @@ def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_cost_of_looking_for_writes_from_the_command_line(tmp_path):
+    found, printed = run("look_cost.py", tmp_path / "r.json", "--models", "mlp-2", "--turns", "3")
+    assert set(found) == FACTS
+    assert [(row["model"], row["parameters"], row["kind"]) for row in found["rows"]] == [
+        ("mlp-2", 4, "step"), ("mlp-2", 4, "call")
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert 0 < row["look_ms"] < row["ms"] and row["percent"] == pytest.approx(100 * row["look_ms"] / row["ms"])
+    assert found["cpu"] in printed
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_the_step_of_one_rank_among_many_from_the_command_line(tmp_path):
     arguments = ("--layers", "1", "--ranks", "8", "64", "--rules", "fast", "--tokens", "512")

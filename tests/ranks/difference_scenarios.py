@@ -96,12 +96,14 @@ def differences(place: Place) -> dict[str, Any]:
     case, odd = CASES["sgd"], place.rank == 1
 
     def made(**options: Any) -> str:
-        return told(lambda: case.made(0, process_group=place.group, dtype="bf16", **options))
+        return told(lambda: case.made(0, process_group=place.group, **{"dtype": "bf16", **options}))
 
     found = {
         "rules": made(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
         "preset": made(rules="fast" if odd else "default"),
         "options": made(clip_norm=1.0 if odd else None),
+        "enabled": made(enabled=not odd),
+        "dtype": made(dtype="fp16" if odd else "bf16"),
         "fails": made(backend="nonsense" if odd else "eager"),
     }
     other = replace(case, model=lambda: dense(17 if odd else 16))

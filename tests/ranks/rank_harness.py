@@ -109,6 +109,7 @@ def _run(rank: int, size: int, names: list[Any], folder: str) -> None:
     import norm_scenarios  # noqa: F401
     import shard_scenarios  # noqa: F401
     import training_scenarios  # noqa: F401
+    import uneven_scenarios  # noqa: F401
 
     gc.freeze()  # garbage is looked for seldom, and not in what was imported: see conftest.py
     gc.set_threshold(400_000, 20, 50)

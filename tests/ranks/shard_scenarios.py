@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,18 @@ from unittest import mock
 
 import rank_harness as ranks
 import torch
-from rank_harness import CASES, Case, Place, overflowing, rows, scenario, told, trained_together, weights_of
+from rank_harness import (
+    CASES,
+    Case,
+    Place,
+    overflowing,
+    rows,
+    scenario,
+    squares,
+    told,
+    trained_together,
+    weights_of,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_scenarios import Forked, Judging
@@ -194,6 +206,38 @@ def bytes_of_a_step(place: Place) -> dict[str, Any]:
         "again": amp.PrecisionPlan.from_dict(step.plan.to_dict()) == step.plan,
         "stages": step.stages["gather_weights"].text,
     }
+
+
+def live_bytes() -> int:
+    """Of the memory of all tensors that this process holds."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@scenario
+def memory_between_steps(place: Place) -> dict[str, Any]:
+    """Bytes that live behind a step beside its batch, and the plan, of weights that fill most of them."""
+    found: dict[str, Any] = {}
+    x, y = torch.randn(1, 128), torch.randn(1, 64)
+    for name, section, loss in (
+        ("whole", {"shard": "none"}, squares),
+        ("split", {"shard": "update"}, squares),
+        ("subgraphs", {"shard": "none"}, lambda m, x, y: squares(m, x, y) * (1 if bool(x[0, 0] == x[0, 0]) else 2)),
+    ):
+        before = live_bytes()
+        model = nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 64, bias=False))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = amp.training_step(
+            model, loss, optimizer, backend="eager", process_group=place.group, **BF16, rules=rules(**section)
+        )
+        step(x, y), step(x, y)
+        found[name] = {"live": live_bytes() - before, "plan": str(step.plan), "by": step.execution}
+        found["elements"] = sum(p.numel() for p in model.parameters())
+        if name == "split":  # whose parts of gradients a profile counts
+            found["counted"] = str(amp.profile(step, [(x, y)]))
+        del model, optimizer, step
+    return found
 
 
 def copied(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:

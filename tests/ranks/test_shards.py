@@ -92,6 +92,21 @@ def test_bytes_are_those_of_the_formula(two):
         assert "each holds 2.00 bytes a parameter of weights and 6.00 of masters and moments" in one["plan"]
 
 
+@pytest.mark.parametrize(
+    ("way", "sent", "weights", "states"), [("whole", 2, 6, 8), ("split", 2, 2, 6), ("subgraphs", 4, 4, 8)]
+)
+def test_what_lives_between_steps_is_what_the_plan_says(two, way, sent, weights, states):
+    for one in of(two, "memory_between_steps"):
+        live, plan, elements = one[way]["live"], one[way]["plan"], one["elements"]
+        assert f"2 ranks: each sends {sent}.00 bytes a parameter and step" in plan
+        assert f"each holds {weights}.00 bytes a parameter of weights and {states}.00 of masters and moments" in plan
+        kept = 0 if way == "split" else 4 * elements
+        assert (f"2 ranks: each keeps {kept} bytes of gradients until the next call" in plan) is (way != "split")
+        assert 0 <= live - (weights + states) * elements - kept < 0.1 * elements  # of random numbers' state
+        assert ("subgraph" in one[way]["by"]) is (way == "subgraphs")
+        assert "of the gradients of weights" in one["counted"]
+
+
 def test_messages_go_while_the_backward_and_the_updates_run(two):
     for one in of(two, "bytes_of_a_step"):
         lines = one["stages"].splitlines()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,9 +82,16 @@ def seeds(place: Place) -> dict[str, Any]:
     return found
 
 
+class Checksummed(nn.Linear):
+    """Its forward calls a function of C of which Dynamo gives a warning, once in a process."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + zlib.adler32(b"") - 1
+
+
 @scenario
 def notices(place: Place) -> dict[str, Any]:
-    """What each rank says of captures, of a step in subgraphs and of a rule that matches nothing."""
+    """What each rank says of captures, of a step in subgraphs and of a rule that matches nothing; torch's warnings."""
     said: list[str] = []
     logger, handler = logging.getLogger("amp_compiler"), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -95,12 +104,16 @@ def notices(place: Place) -> dict[str, Any]:
         for length in (4, 3):
             x, y = map(place.part, rows(1)[0])
             step(x[:length], y[:length])
-        _, step = replace(CASES["sgd"], model=Judging).made(0, process_group=place.group, dtype="bf16")
-        step(x, y)
+        _, step = replace(CASES["sgd"], model=lambda: Checksummed(8, 4)).made(
+            0, process_group=place.group, dtype="bf16"
+        )
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            step(x, y)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return {"said": said}
+    return {"said": said, "warned": [str(one.message) for one in warned], "plan": str(step.plan)}
 
 
 @scenario

@@ -151,6 +151,50 @@ def test_tied_weights_have_one_sum(tasks):
     torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_uneven_batches_are_weighed_by_their_samples(tmp_path, backend):
+    """As all samples in one batch, from a checkpoint in the midst of them on too; else each batch counts alike."""
+    parts = [torch.randn(count, 4, generator=torch.Generator().manual_seed(count)) for count in (7, 1, 2)]
+
+    def made(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        options = {"enabled": False, "clip_norm": 0.2, "backend": backend, **options}
+        return model, amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, **options)
+
+    (jointly, one), (means, other) = made(), made(accumulate=3)
+    (model, step), (again, resumed) = (made(accumulate=3, uneven="weight") for _ in range(2))
+    one(torch.cat(parts))
+    for number, part in enumerate(parts):
+        step(part), other(part)
+        if number == 1:
+            amp.save_checkpoint(step, tmp_path, 1)
+            with pytest.raises(amp.AmpError, match="gathered batches that are weighed by their samples; make the step"):
+                amp.load_checkpoint(other, tmp_path)
+    amp.load_checkpoint(resumed, tmp_path)
+    resumed(parts[-1])
+    for name, wanted in jointly.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(again.state_dict()[name], wanted, rtol=1e-6, atol=1e-7)
+    for ours in (step, resumed):
+        torch.testing.assert_close(ours.grad_norm, one.grad_norm)
+        torch.testing.assert_close(ours.gradients(), one.gradients())
+    assert not torch.allclose(means[0].weight, jointly[0].weight, rtol=1e-3)
+
+
+def test_a_batch_of_which_the_number_of_samples_is_not_known_is_refused():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    options = {"enabled": False, "accumulate": 2, "backend": "eager", "uneven": "weight"}
+    step = amp.training_step(model, lambda m, x, w: (m(x) * w).mean(), optimizer, **options)
+    with pytest.raises(amp.AmpError, match="not known of a batch that has tensors of 2 and 3 rows"):
+        step(torch.ones(3, 4), torch.ones(2))
+    with pytest.raises(amp.AmpError, match="not known of a batch that has no tensor with a dimension"):
+        step(torch.tensor(1.0), 2.0)
+    step(torch.ones(3, 4), torch.tensor(0.5))
+
+
 def in_two(model, x):
     loss = model(x).square().mean()
     return loss * 2 if float(loss.detach()) > 1e9 else loss
@@ -205,7 +249,7 @@ def test_a_flush_updates_by_what_was_gathered(loss_fn, options):
         assert torch.equal(mine, theirs)
 
 
-def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do(monkeypatch):
+def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp.training_step(
@@ -222,7 +266,4 @@ def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do(monkeypa
     step(torch.ones(1, 4))
     model[0].weight.requires_grad_(False)
     with pytest.raises(amp.AmpError, match=r"'model\.0\.weight' does not require a gradient.*freeze it behind"):
-        step.flush()
-    monkeypatch.setattr(step, "_coordinator", object())
-    with pytest.raises(amp.AmpError, match=r"of several ranks.*accumulate= divides"):
         step.flush()

@@ -17,9 +17,14 @@ template <class L>
 bool differs(const Pair& pair, int64_t start, int64_t count, uint16_t infinity) {
   L rounded[kRun];
   uint16_t wanted[kRun], alike = 1;
-  narrow(reinterpret_cast<const float*>(pair.wide) + start, rounded, count);
-  std::memcpy(wanted, rounded, sizeof(L) * static_cast<size_t>(count));
+  const float* wide = reinterpret_cast<const float*>(pair.wide) + start;
+  if (count == kRun)  // a number that the compiler knows
+    narrow(wide, rounded, kRun);
+  else
+    narrow(wide, rounded, count);
   const uint16_t* held = reinterpret_cast<const uint16_t*>(pair.low) + start;
+  if (std::memcmp(rounded, held, sizeof(L) * static_cast<size_t>(count)) == 0) return false;
+  std::memcpy(wanted, rounded, sizeof(L) * static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i)
     alike &= (wanted[i] == held[i]) | (((wanted[i] & 0x7fff) > infinity) & ((held[i] & 0x7fff) > infinity));
   return alike == 0;

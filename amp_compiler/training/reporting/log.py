@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -107,6 +108,7 @@ class StepLog:
         scale: Callable[[], Tensor],
         skipped: Tensor,
         norm: Callable[[], Tensor],
+        batch: bool = True,
     ) -> None:
         """Take notice of a call; nothing is read where no callback wants to know.
 
@@ -116,11 +118,12 @@ class StepLog:
             scale: gives the loss scale that it ran with, scalar on the device.
             skipped: number of skipped steps, scalar on the device.
             norm: gives the norm of the gradients, scalar on the device.
+            batch: whether it ran one, and did not only use what was gathered.
         """
         if not self._callbacks:
             return
         due = [one for one in self._callbacks if (self.steps + 1) % one.every == 0]
-        if due:
+        if due and batch:
             self._losses.append(output.loss)
         if not updated:
             return
@@ -134,7 +137,7 @@ class StepLog:
             self._since, self._timed = time.perf_counter(), 0
 
     def _read(self, output: StepOutput, scale: Tensor, skipped: Tensor, norm: Tensor) -> StepRecord:
-        losses, self._losses = self._losses, []
+        losses, self._losses = self._losses or [torch.full_like(output.norm, math.nan)], []
         single = _single(output.aux)
         on_device = {name: value for name, value in single.items() if isinstance(value, Tensor)}
         with torch.no_grad():

@@ -41,6 +41,7 @@ class StepReadings(StepInspection):
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
+    _gathered: int
     _enabled: bool
     _state: StepState
     _held: HeldScale
@@ -58,6 +59,11 @@ class StepReadings(StepInspection):
         if output.scale is not None:
             return program, output, output.scale
         return program, output, state.clone() if constant is None else torch.full_like(state, constant)
+
+    def _divisor(self, program: StepProgram | SubgraphProgram) -> float:
+        """What its gradients are the sum of, in batches or their weights."""
+        samples = self._state.kept.samples
+        return program.update.report.divisor if samples is None or self._gathered else samples.divisor
 
     @property
     def _scale_config(self) -> LossScale:
@@ -102,7 +108,7 @@ class StepReadings(StepInspection):
         with torch.no_grad():
             # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
             made = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * program.update.report.divisor)
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * self._divisor(program))
             return norm.float()
 
     @property
@@ -180,7 +186,7 @@ class StepReadings(StepInspection):
         if program.update.report.parts:
             raise AmpError("each rank has a part of the gradients only, as the update is split", hint=UNSPLIT)
         return {
-            name: gradient.float() / (scale * program.update.report.divisor)
+            name: gradient.float() / (scale * self._divisor(program))
             for name, gradient in zip(program.update.report.updated, output.gradients, strict=True)
         }
 

@@ -82,7 +82,7 @@ class SubgraphProgram:
     def plan(self) -> PrecisionPlan | None:
         """The plans of all subgraphs together; `None` where there is none."""
         subgraphs = self._ran()
-        return plan_of(subgraphs) if subgraphs else None
+        return replace(plan_of(subgraphs), notes=self.update.report.notes) if subgraphs else None
 
     @property
     def stages(self) -> Stages:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line
+from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
@@ -55,6 +55,8 @@ class SubgraphStep:
 
     def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
         self.model, self.state, self.cause = model, state, cause
+        for one in with_causes(cause):
+            one.__traceback__ = None  # its frames hold the first batch and its gradients
         self._settings, self._device = settings, device_of(model.parameters())
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
@@ -179,7 +181,9 @@ class SubgraphStep:
     def _run(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
     ) -> Made:
-        scale = self.state.kept.scale().scale if scale is None else scale
+        if scale is None:
+            samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+            scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
             self._buffers.watched() as take_written,

@@ -1,0 +1,181 @@
+"""Scenarios in which ranks have batches of other numbers of samples; see `rank_harness`, which runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_harness import Place, adagrad, adamw, dense, rows, same_everywhere, scenario, sgd, squares, told, weights_of
+from torch import Tensor, nn
+
+import amp_compiler as amp
+
+COUNTS = (
+    (2, 6),
+    (6, 2),
+    (3, 5),
+    (2, 6),
+    (5, 3),
+    (4, 4),
+)  # rows of each rank, of eight; a SyncBatchNorm takes no single one
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def branching(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """No one graph."""
+    return squares(model, x, y) * (1 if bool(x[0, 0] == x[0, 0]) else 2)
+
+
+FP32: dict[str, Any] = {"enabled": False}
+FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": 1024.0, "accumulate": 2}
+SPLIT = {"version": 1, "extends": "default", "reduce": {"shard": "update"}}
+UNEVEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "clipping": (dense, squares, adamw, {**FP32, "clip_norm": 0.1}),
+    "accumulated": (dense, squares, adagrad, {**FP32, "accumulate": 2, "clip_norm": 0.5}),
+    "subgraphs": (dense, branching, sgd, {**FP32, "accumulate": 3}),
+    "norms": (normed, squares, sgd, FP32),
+    "fp16": (dense, squares, sgd, FP16),
+    "split": (dense, squares, sgd, {**FP16, "rules": SPLIT, "clip_norm": 0.5}),
+}
+
+
+@scenario
+def uneven_batches(place: Place) -> dict[str, Any]:
+    """Weights of ranks, of one process on all rows at once, and of one that takes the mean of the ranks' means."""
+    return {name: _trained(place, *case) for name, case in UNEVEN.items()}
+
+
+def _trained(place: Place, make: Any, loss: Any, optimize: Any, options: dict[str, Any]) -> dict[str, Any]:
+    gathered, found = options.get("accumulate", 1), dict[str, Any]()
+
+    def made(group: Any, synchronized: bool = False, **changed: Any) -> tuple[nn.Module, amp.TrainingStep]:
+        torch.manual_seed(0)
+        model = make()
+        if synchronized:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        options_of = {"backend": "eager", "process_group": group, **options, **changed}
+        return model, amp.training_step(model, loss, optimize(model.parameters()), **options_of)
+
+    model, step = made(place.group, synchronized=True, uneven="weight")
+    jointly, one = made(place.alone, accumulate=1, enabled=False)
+    means, other = made(place.alone, accumulate=2 * gathered, enabled=False)
+    norms, joined = [], list[tuple[Tensor, ...]]()
+    for counts, batch in zip(COUNTS, rows(len(COUNTS)), strict=True):
+        parts = [tensor.split(counts) for tensor in batch]
+        step(*(part[place.rank] for part in parts))
+        for part in zip(*parts, strict=True):
+            other(*part)
+        joined.append(batch)
+        if len(joined) == gathered:
+            one(*map(torch.cat, zip(*joined, strict=True)))
+            joined.clear()
+            norms.append((float(step.grad_norm), float(one.grad_norm)))
+    found |= {"same": same_everywhere(step, model), "norms": norms, "by": step.execution}
+    found["weights"], found["jointly"], found["means"] = (
+        [p.detach().float().clone() for p in net.parameters()] for net in (model, jointly, means)
+    )
+    return found
+
+
+@scenario
+def uneven_batches_refused(place: Place) -> dict[str, Any]:
+    """Batches of which the second rank cannot say how many samples they have; behind each error all go on."""
+    x, y = map(place.part, rows(1)[0])
+    odd, model = place.rank == 1, dense()
+
+    def made(**options: Any) -> amp.TrainingStep:
+        options = {"dtype": "bf16", "backend": "eager", "process_group": place.group, **options}
+        return amp.training_step(model, squares, sgd(model.parameters()), **options)
+
+    step = made(uneven="weight")
+    found = {
+        "rows": told(lambda: step(x, y[:3] if odd else y)),
+        "none": told(lambda: step(x[:0], y[:0]) if odd else step(x, y)),
+        "shape": told(lambda: step(x, y[:, :1] if odd else y)),
+        "fine": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4])),
+        "options": told(lambda: made(uneven="weight" if odd else "refuse")),
+        "word": told(lambda: made(uneven="mean")),
+    }
+    return {"told": found, "same": same_everywhere(step, model)}
+
+
+FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp32": (squares, {**FP32, "clip_norm": 0.5}),
+    "fp16": (squares, {"dtype": "fp16", "loss_scale": 1024.0}),
+    "subgraphs": (branching, {"dtype": "bf16"}),
+    "split": (squares, {"dtype": "fp16", "loss_scale": 1024.0, "rules": SPLIT}),
+}
+
+
+@scenario
+def flushed(place: Place) -> dict[str, Any]:
+    """Two batches behind a whole round of three, which a flush uses; and steps that gather three, then two."""
+    found: dict[str, Any] = {}
+    for name, (loss, options) in FLUSHED.items():
+        found[name] = {}
+        for way in ("flush", "two"):
+            torch.manual_seed(0)
+            model = dense()
+            optimizer = sgd(model.parameters())
+            options_of = {"backend": "eager", "process_group": place.group, **options}
+            step = amp.training_step(model, loss, optimizer, accumulate=3, **options_of)
+            batches = [tuple(map(place.part, batch)) for batch in rows(5)]
+            for batch in batches[:3]:
+                step(*batch)
+            if way == "two":
+                step = amp.training_step(model, loss, optimizer, accumulate=2, **options_of)
+            else:
+                step.flush()  # of nothing
+            for batch in batches[3:]:
+                step(*batch)
+            if way == "flush":
+                step.flush()
+            states = optimizer.state_dict()["state"]
+            kept = [states[number].get("master", p).detach().clone() for number, p in enumerate(model.parameters())]
+            found[name][way] = {"weights": kept, "norm": step.grad_norm.clone(), "own": weights_of(model)}
+    return found
+
+
+class Heads(nn.Module):
+    """Two heads, of which a rank trains its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.trunk, self.heads, self.rank = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[self.rank](self.trunk(x).tanh())
+
+
+@scenario
+def flushed_otherwise(place: Place) -> dict[str, Any]:
+    """Ranks of which each trains a head of its own; uneven batches; a flush of one rank, while the other trains on."""
+    found: dict[str, Any] = {}
+    x, y = map(place.part, rows(1)[0])
+    options = {**FP32, "backend": "eager", "process_group": place.group}
+    for name in ("flush", "whole"):
+        torch.manual_seed(0)
+        model = Heads(place.rank)
+        step = amp.training_step(
+            model, squares, sgd(model.parameters()), accumulate=3 - 2 * (name == "whole"), **options
+        )
+        step(x, y)
+        step.flush()
+        found[name] = weights_of(model)
+    torch.manual_seed(0)
+    model, counts = dense(), (2, 6)
+    step = amp.training_step(model, squares, sgd(model.parameters()), accumulate=3, uneven="weight", **options)
+    step(*(tensor.split(counts)[place.rank] for tensor in rows(1)[0]))
+    step.flush()
+    torch.manual_seed(0)
+    jointly = dense()
+    one = amp.training_step(jointly, squares, sgd(jointly.parameters()), **{**options, "process_group": place.alone})
+    one(*rows(1)[0])
+    found |= {"uneven": weights_of(model), "jointly": weights_of(jointly)}
+    step(x, y)
+    found["told"] = [told(step.flush if place.rank == odd else lambda: step(x, y)) for odd in (0, 1)]
+    step(x, y), step.flush()
+    return {**found, "same": same_everywhere(step, model)}
