@@ -78,7 +78,11 @@ def documented(text: str, provider: str) -> Kernels:
             first, last = _range(cells[2].strip("[]").replace(", ", "-"))
             types = dict(re.findall(r"\*\*(\w+)\*\* = ([^*]*)", cells[3]))
             kernels[DOMAINS[domain], op].append(
-                Kernel(first, last, {name: set(re.findall(r"[a-z(]*tensor\(\w+\)+", known)) for name, known in types.items()})
+                Kernel(
+                    first,
+                    last,
+                    {name: set(re.findall(r"[a-z(]*tensor\(\w+\)+", known)) for name, known in types.items()},
+                )
             )
     return kernels
 
@@ -126,7 +130,7 @@ def schemas(domain: str, op: str) -> list[OpSchema]:
 def takes(kernels: Kernels, domain: str, schema: OpSchema, type_name: str) -> bool:
     """Whether there is a kernel of one version of an op with its data in a type.
 
-    All type variables of its inputs that may have the type must have it, or those of its outputs where it reads no data.
+    All type variables of its inputs that may have the type must have it; those of its outputs where it reads no data.
     An op without a kernel is run by ONNX's definition of it in other ops, where it has one.
     """
     limits = {one.type_param_str: one.allowed_type_strs for one in schema.type_constraints}
@@ -180,9 +184,13 @@ def main(target: str, source: str = "", version: str = "") -> None:
     elif target == "webgpu":
         folder = Path(source)
         kernels = of_webgpu((folder / "docs/webgpu-operators.md").read_text(encoding="utf-8"))
-        where = f"docs/webgpu-operators.md of onnxruntime-web {json.loads((folder / 'package.json').read_text())['version']}"
+        version = json.loads((folder / "package.json").read_text(encoding="utf-8"))["version"]
+        where = f"docs/webgpu-operators.md of onnxruntime-web {version}"
     elif target == "tensorrt":
-        kernels, where = of_tensorrt(Path(source).read_text(encoding="utf-8")), f"docs/operators.md of onnx-tensorrt {version}"
+        kernels, where = (
+            of_tensorrt(Path(source).read_text(encoding="utf-8")),
+            f"docs/operators.md of onnx-tensorrt {version}",
+        )
     else:
         provider = {"cuda": "CUDAExecutionProvider", "directml": "DmlExecutionProvider"}[target]
         kernels = documented(Path(source).read_text(encoding="utf-8"), provider)

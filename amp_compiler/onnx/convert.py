@@ -174,7 +174,7 @@ def convert_onnx(
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=kept)
             if changed:
                 guard_norms(lowered)
-                unify_batch_norms(lowered, plan)
+                unify_batch_norms(lowered, plan, runners)
             if written is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)

@@ -37,8 +37,9 @@ def added_by_runtime(
 ) -> tuple[Counter[str], int]:
     """What ONNX Runtime does about nodes that its provider has no kernel for in the type that a plan gives them.
 
-    Where no other provider has one either, it runs an FP16 node in FP32 between casts of its own: one for each value
-    that such nodes read and none of them makes, and one for each that they make and another node reads in FP16.
+    Where no other provider has one either, it runs an FP16 node in FP32 between casts of its own, and takes a node with
+    a kernel along that stands alone between such nodes. Two casts in a row that undo each other vanish, a cast of the
+    plan with them.
 
     Args:
         lowered: the lowered model, with the graph that was planned.
@@ -53,24 +54,37 @@ def added_by_runtime(
     typing = TypingRules(graph, ops, low)
     types = typing.results(labels)
     missing: Counter[str] = Counter()
-    cast_in: set[str] = set()
-    cast_out: set[str] = set()
-    read = set(graph.outputs)
+    reads: dict[str, set[str]] = {}  # by node, what it reads in the low type, itself or by a cast of the plan
+    widened: dict[str, None] = {}  # the nodes that run in FP32 between casts
     for name, node in graph.nodes.items():
-        needs = typing.needs(node, labels.get(name, KEEP))
-        reads = {one.value: need or types[one.value] for one, need in zip(node.inputs, needs, strict=True)}
-        makes = {value: types[value] for value in node.outputs}
-        floats = {low, DType.FLOAT32} & {*reads.values(), *makes.values()}
-        if typing[name].is_cast:
-            if DType.FLOAT32 not in makes.values():
-                read |= reads.keys()
+        if typing[name].is_cast or node.op in _BODIES:
             continue
-        if not floats or node.op in _BODIES:
+        needs = typing.needs(node, labels.get(name, KEEP))
+        read = {one.value: need or types[one.value] for one, need in zip(node.inputs, needs, strict=True)}
+        floats = {low, DType.FLOAT32} & {*read.values(), *(types[value] for value in node.outputs)}
+        if not floats:
             continue
         kind = low if low in floats else DType.FLOAT32
-        if not providers.tables[0].has(node.op, versions[name], kind):
-            missing[node.op] += 1
-        casts = kind is DType.FLOAT16 and providers.obstacle(node.op, versions[name], low) is not None
-        (cast_in if casts else read).update(value for value, dtype in reads.items() if dtype is low)
-        cast_out.update(value for value, dtype in makes.items() if casts and dtype is low)
-    return missing, len(cast_in - cast_out) + len(cast_out & read)
+        reads[name] = {value for value, dtype in read.items() if dtype is low}
+        missing[node.op] += not providers.tables[0].has(node.op, versions[name], kind)
+        if kind is DType.FLOAT16 and reads[name] and providers.obstacle(node.op, versions[name], low) is not None:
+            widened[name] = None
+    returned = {value.name for value in lowered.model.ir.graph.outputs}
+    made = {name: {value for value in graph.nodes[name].outputs if types[value] is low} for name in reads}
+    for name, node in graph.nodes.items():
+        firsts = {one.value for one in node.inputs if one.slot.partition(".")[2] in ("", "0")}  # of a list, all it asks
+        makers = {value: graph.producer(value) for value in reads.get(name, set()) & firsts}
+        readers = {user for value in made.get(name, ()) for user, _ in graph.readers(value)}
+        if name in widened or not any(makers.values()) or not readers or returned & {*node.outputs}:
+            continue
+        if readers <= widened.keys() and all(
+            maker is None or (types[value] is low and maker.name in widened) for value, maker in makers.items()
+        ):
+            widened[name] = None
+    inward = {value for name in widened for value in reads[name] if types[value] is low or graph.is_folded(value)}
+    outward = {value for name in widened for value in made[name]}
+    kept = {value for name, read in reads.items() if name not in widened for value in read}
+    kept |= {value for value in outward if not graph.readers(value) and value not in returned}  # cast all the same
+    kept |= {value for value in returned & outward if graph.values[value].dtype is low or value not in graph.outputs}
+    undone = {value for value in inward if (maker := graph.producer(value)) is not None and typing[maker.name].is_cast}
+    return +missing, len(inward - outward - undone) + len(outward & kept)

@@ -123,7 +123,8 @@ def parse_table(text: str, file: str) -> KernelTable:
         RuleError: an unknown key, op or type, or ranges of opsets that overlap.
     """
     root = parse_yaml(text, file)
-    if not isinstance(root.value, dict) or tuple(root.value) != _KEYS or not isinstance(root.value["kernels"].value, dict):
+    keys = tuple(root.value) if isinstance(root.value, dict) else ()
+    if keys != _KEYS or not isinstance(root.value["kernels"].value, dict):
         raise _wrong(f"a table of kernels has the keys {', '.join(_KEYS)}", file, root, "see rules/README.md")
     source, types, kernels = root.value.values()
     known = _types(types, file, _TYPES, "names no type of a table")
@@ -133,8 +134,9 @@ def parse_table(text: str, file: str) -> KernelTable:
         key = kernels.keys[op]
         check_op(op, Mark(file, key.line, key.column, op), op_table())
         if not isinstance(entry.value, dict):
-            raise _wrong(f"'{op}' needs its types by range of opsets", file, entry, "write {7-12: fp32, 13-: fp32 fp16}")
-        ops[op] = tuple(_kernels(range_, entry.keys[range_], tree, file, shorts) for range_, tree in entry.value.items())
+            hint = "write {7-12: fp32, 13-: fp32 fp16}"
+            raise _wrong(f"'{op}' needs its types by range of opsets", file, entry, hint)
+        ops[op] = tuple(_kernels(text, entry.keys[text], tree, file, shorts) for text, tree in entry.value.items())
         for before, after in zip(ops[op], ops[op][1:], strict=False):
             if after.first <= before.last:
                 raise _wrong(f"a range of '{op}' begins before the one in front of it ends", file, key, "part them")

@@ -24,7 +24,7 @@ class PinKernels(PinPass):
 
     After:
 
-        y = onnx.MatMul(A=x, B=w) -> fp32[2, 8]  pin=fp32 "cpu has no fp16 kernel of onnx.MatMul at opset 17 (cpu.yaml:162)"
+        y = onnx.MatMul(A=x, B=w) -> fp32[2, 8]  pin=fp32 "cpu has no fp16 kernel of onnx.MatMul … (cpu.yaml:162)"
 
     Left alone: all without a target; what has a kernel, and what no label moves.
 

@@ -1,8 +1,8 @@
 """Golden text of the neutral passes: `tests/golden/<pass>/*.txt`, what goes in and what comes out.
 
-For `classify`: rules, a graph, and the decisions. For ONNX_PLAN: a graph, perhaps ranges or the target with
-its opset, and the graph. For the others: a graph, perhaps decisions, and the outcome. Decisions come from the small table in `planning.py`; lines
-`node: precision` after `--- decisions` override them.
+For `classify`: rules, a graph, and the decisions. For ONNX_PLAN: a graph, perhaps ranges or the target with its opset,
+and the graph. For the others: a graph, perhaps decisions, and the outcome. Decisions come from the small table in
+`planning.py`; lines `node: precision` after `--- decisions` override them.
 `AMP_REGENERATE=1 pytest tests/test_golden.py` writes the expected part anew: read the diff before you keep it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from graph_reading import parse_graph
@@ -63,7 +64,12 @@ def pin(name: str, text: str, _: dict[str, str]) -> str:
     ranges = {key: float(largest) for key, largest in (line.split(": ") for line in lines.splitlines())}
     draft = Draft(parse_graph(graph), load_rules("default"), Context(FP16, "onnx"), ranges=ranges)
     assert draft.to_text() == graph, "the text does not read back as itself"
-    run = find_pass(name)(**({"target": load_target(target.split()[0]), "versions": dict.fromkeys(draft.graph.nodes, int(target.split()[1]))} if target else {}))
+    options: dict[str, Any] = {}
+    if target:
+        provider, opset = target.split()
+        options = {"target": load_target(provider), "versions": dict.fromkeys(draft.graph.nodes, int(opset))}
+    cls = find_pass(name)
+    run = cls(**{key: value for key, value in options.items() if key in cls.__dataclass_fields__})
     found = run(draft).subject
     again = run(found)
     assert not again.modified and again.subject is found

@@ -54,7 +54,10 @@ def test_why_a_node_must_not_have_a_type_names_the_line_of_the_table():
 def test_where_a_provider_has_no_kernel_at_all_the_next_one_is_asked():
     webgpu = load_target("webgpu")
     assert webgpu.obstacle("onnx.Identity", 17, FP16) is None  # the CPU runs it, and has the kernel
-    assert re.search(r"falls from webgpu \(webgpu.yaml\): cpu has no fp16 kernel.*\(cpu.yaml:\d+\)", webgpu.obstacle("onnx.Sum", 17, FP16))
+    assert re.search(
+        r"falls from webgpu \(webgpu.yaml\): cpu has no fp16 kernel.*\(cpu.yaml:\d+\)",
+        webgpu.obstacle("onnx.Sum", 17, FP16),
+    )
     assert "own.Op" in load_target("cuda").obstacle("own.Op", 1, FP16)
 
 

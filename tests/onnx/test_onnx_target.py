@@ -1,0 +1,167 @@
+"""`target=`: no node gets a type for which its provider has no kernel; ONNX Runtime itself says so of its CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx_corpus import MADE, QUICK_BF16, built
+from onnx_models import LOW
+from test_onnx_corpus import both, over
+from test_onnx_quantized import qdq
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import LOW_TYPES
+from amp_compiler.onnx.convert import Conversion, convert_onnx
+from amp_compiler.onnx.model.infer import infer
+from amp_compiler.onnx.model.model import proto_bodies
+from amp_compiler.policy.targets import TARGETS, load_target
+
+QUICK = [case.name for case in MADE]
+BF16 = ("cpu", "cuda", "tensorrt")
+PARTED = (
+    "if",
+    "loop",
+    "double_part",
+    "vit",
+)  # casts at the borders of bodies, and of another type, are not counted as well
+EVERY = both(lambda case: True, slow=lambda case: case.name not in QUICK_BF16)
+
+
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph, those of bodies before the node that holds them."""
+    for node in graph.node:
+        for body in proto_bodies(node).values():
+            yield from nodes_of(body)
+        yield node
+
+
+def inserted(model: onnx.ModelProto, folder: Path) -> int:
+    """The casts that ONNX Runtime inserts itself, by the graph that it writes."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    written = onnx.load(folder / "optimized.onnx")
+    return sum(node.name.startswith("InsertedPrecisionFreeCast_") for node in nodes_of(written.graph))
+
+
+def counted(done: Conversion) -> tuple[int, ...]:
+    """What the note says: nodes without a kernel and casts, with the target and without."""
+    (note,) = (note for note in done.notes if note.startswith("target "))
+    match = re.search(r": (\d+) nodes .*?, (\d+) casts .* without a target (\d+) and (\d+)$", note)
+    assert match is not None, note
+    return tuple(map(int, match.groups()))
+
+
+@EVERY
+def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dtype, tmp_path):
+    done = convert_onnx(built(name)[0], dtype=dtype, target="cpu")
+    assert done.refusal is None and inserted(done.model, tmp_path) == 0
+    assert counted(done)[:2] == (0, 0)
+
+
+@over(lambda case: case.name not in PARTED, slow=lambda case: case.name not in QUICK_BF16)
+def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
+    plain = convert_onnx(built(name)[0])
+    missing, casts = counted(convert_onnx(built(name)[0], target="cpu"))[2:]
+    assert casts == inserted(plain.model, tmp_path)
+    assert missing > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", QUICK)
+def test_every_node_has_a_kernel_in_its_type(name, target):
+    """By the file that is written: what reads or makes the low type has a kernel for it in one of the tables."""
+    providers = load_target(target)
+    for dtype in LOW if target in BF16 else ("fp16",):
+        model = convert_onnx(built(name)[0], dtype=dtype, target=target).model
+        opset = {one.domain: one.version for one in model.opset_import}
+        types = types_of(model)
+        for node in nodes_of(model.graph):
+            if node.op_type in ("Cast", "CastLike", "If", "Loop", "Scan", "Constant", "ConstantOfShape"):
+                continue
+            if LOW[dtype] in {types.get(value) for value in (*node.input, *node.output)}:
+                op = f"{node.domain or 'onnx'}.{node.op_type}"
+                assert providers.obstacle(op, opset[node.domain], LOW_TYPES[dtype]) is None, (node.name, op)
+
+
+def types_of(model: onnx.ModelProto) -> dict[str, int]:
+    """The element type of every value, in bodies too."""
+    inferred = infer(model, strict=True)
+    types: dict[str, int] = {}
+
+    def add(graph: onnx.GraphProto) -> None:
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            types[value.name] = value.type.tensor_type.elem_type
+        types.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
+        for node in graph.node:
+            for body in proto_bodies(node).values():
+                add(body)
+
+    add(inferred.graph)
+    return types
+
+
+def test_a_plan_names_the_line_of_the_table_and_the_tables_differ():
+    source = built("mlp")[0]
+    plans = {target: amp.explain(source, target=target) for target in TARGETS}
+    assert plans["cpu"].low_nodes == 0 and plans["cuda"].low_nodes == amp.explain(source).low_nodes
+    node = next(node for node in plans["cpu"].nodes if node.op == "onnx.MatMul")
+    assert re.search(r"cpu has no fp16 kernel of onnx.MatMul at opset \d+ \(cpu.yaml:\d+\)", node.reason)
+
+
+def test_an_opset_is_not_raised_for_a_type_that_the_target_has_no_kernel_for():
+    """BF16 convolutions come with opset 22: CUDA has them there, the CPU in no opset."""
+    source = built("convolutions_with_batch_norm")[0]
+    before = {one.domain: one.version for one in source.opset_import}[""]
+    opsets = {
+        target: convert_onnx(source, dtype="bf16", target=target).model.opset_import[0].version for target in BF16
+    }
+    assert before < 22 and opsets["cpu"] == before and opsets["cuda"] >= 22
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_tensorrt_keeps_quantised_pairs_whatever_the_rules_say(dtype):
+    source = qdq(21)
+    plain = convert_onnx(source, rules="quantized", dtype=dtype)
+    done = convert_onnx(source, rules="quantized", dtype=dtype, target="tensorrt")
+    pairs = [
+        node for node in source.graph.node if node.op_type.endswith("quantizeLinear") or "Quantize" in node.op_type
+    ]
+    assert plain.changed and len(pairs) == 8
+    written = {node.name: node for node in done.model.graph.node}
+    assert all(written[node.name] == node for node in pairs)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_for_tensorrt_every_node_reads_one_floating_point_type(name):
+    """A strongly typed network casts nothing by itself, so that what is FP32 has a cast on each of its borders."""
+    for dtype in LOW:
+        model = convert_onnx(built(name)[0], dtype=dtype, target="tensorrt").model
+        types = types_of(model)
+        for node in nodes_of(model.graph):
+            floats = {types.get(value) for value in node.input} & {onnx.TensorProto.FLOAT, LOW[dtype]}
+            assert len(floats) <= 1 or node.op_type in ("Resize", "Dropout", "If", "Loop", "Scan"), (
+                node.name,
+                node.op_type,
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"target": "gpu"}, "'gpu' is no target"),
+        ({"target": "webgpu", "dtype": "bf16"}, "the target webgpu has no bf16"),
+        ({"target": "directml", "dtype": "bf16"}, "the target directml has no bf16"),
+    ],
+)
+def test_what_is_refused(options, what):
+    with pytest.raises(AmpError, match=what) as error:
+        convert_onnx(built("mlp")[0], **options)
+    assert error.value.hint
