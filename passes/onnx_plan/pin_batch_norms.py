@@ -31,7 +31,7 @@ class PinBatchNorms(PinPass):
         n = onnx.BatchNormalization(…) -> fp32[2, 8]  pin=fp32 "ONNX Runtime merges it into the MatMul before it, …"
 
     Left alone: one that reads anything else, such as a convolution, unless there is a target: kernels of execution
-    providers have one type for all that a norm reads. Parameters that are computed, or that fit.
+    providers have one type for all that a norm reads. Parameters that fit, and without a target such as are computed.
 
     Args:
         target: the execution provider that is to run the model, where it is known.
@@ -47,20 +47,25 @@ class PinBatchNorms(PinPass):
         for node in norms_in_one_type(walker, self.target):
             unfit = next((name for name in _parameters(node) if not walker.fits(name)), None)
             if unfit is not None:
-                name = "" if self.target is None else self.target.name
-                why = f"its {name} kernel has" if name else "ONNX Runtime merges it into the MatMul before it, in"
-                reason = f"{why} one type, and '{unfit}' holds numbers that {walker.low.short} does not hold"
+                reason = (
+                    f"ONNX Runtime merges it into the MatMul before it, in one type, and '{unfit}' holds numbers that"
+                    f" {walker.low.short} does not hold"
+                )
+                if self.target is not None:
+                    reason = (
+                        f"{self.target.name} has it in one type, and '{unfit}' is not known to fit {walker.low.short}"
+                    )
                 walker.pin(node, reason)
         return walker.pins
 
 
 def norms_in_one_type(walker: Walker, target: Providers | None) -> Iterator[Node]:
-    """The batch norms with stored parameters; without a target those that read a `MatMul`, moves looked through."""
+    """Without a target, the batch norms of stored parameters that read a `MatMul`, moves of elements looked through."""
     for node in walker.graph.nodes.values():
         if node.op == "onnx.BatchNormalization":
-            maker = walker.behind(node, 0) if target is None else None
-            behind = target is not None or (maker is not None and maker.op == "onnx.MatMul")
-            if behind and all(map(walker.holds_data, _parameters(node))):
+            maker = walker.behind(node, 0)
+            merged = maker is not None and maker.op == "onnx.MatMul" and all(map(walker.holds_data, _parameters(node)))
+            if merged or target is not None:
                 yield node
 
 
