@@ -52,9 +52,8 @@ class PinBatchNorms(PinPass):
                     f" {walker.low.short} does not hold"
                 )
                 if self.target is not None:
-                    reason = (
-                        f"{self.target.name} has it in one type, and '{unfit}' is not known to fit {walker.low.short}"
-                    )
+                    provider, low = self.target.name, walker.low.short
+                    reason = f"{provider} has it in one type, and '{unfit}' is not known to fit {low}"
                 walker.pin(node, reason)
         return walker.pins
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from onnx_corpus import MADE, QUICK_BF16, built
 from onnx_models import LOW
 from test_onnx_corpus import both, over
 from test_onnx_quantized import qdq
+from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -151,6 +153,26 @@ def test_for_tensorrt_every_node_reads_one_floating_point_type(name):
                 node.name,
                 node.op_type,
             )
+
+
+CNN = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 4))
+LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "module", "shape"), [("fp16", LAYER, (2, 5, 16)), ("bf16", CNN, (2, 3, 8, 8))])
+def test_an_export_for_the_cpu_loads_and_gets_no_cast(dtype, module, shape, tmp_path):
+    """Nodes that the exporter writes in other ops, such as attention, are traced back to those of the plan."""
+    done = amp.export_onnx(module.eval(), (torch.randn(shape),), dtype=dtype, target="cpu")
+    assert inserted(done.model, tmp_path) == 0
+    assert any("(cpu.yaml:" in node.reason for node in done.plan.nodes)
+
+
+@pytest.mark.long
+def test_an_export_for_cuda_has_a_batch_norm_in_one_type():
+    done = amp.export_onnx(CNN.eval(), (torch.randn(2, 3, 8, 8),), target="cuda")
+    precisions = {node.op: node.precision for node in done.plan.nodes}
+    assert precisions["aten.batch_norm"] == "fp32" and precisions["aten.conv2d"] == precisions["aten.linear"] == "low"
 
 
 @pytest.mark.parametrize(

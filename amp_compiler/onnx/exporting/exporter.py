@@ -60,8 +60,6 @@ def _note_origins(model: ir.Model) -> None:
         if mark:
             node.meta[ORIGIN] = name
             node.metadata_props[_TRACE] = trace
-            if not trace:
-                del node.metadata_props[_TRACE]
 
 
 def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[str]) -> None:
