@@ -69,7 +69,7 @@ def added_by_runtime(
         missing[node.op] += not providers.tables[0].has(node.op, versions[name], kind)
         if kind is DType.FLOAT16 and reads[name] and providers.obstacle(node.op, versions[name], low) is not None:
             widened[name] = None
-    returned = {value.name for value in lowered.model.ir.graph.outputs}
+    returned = {value.name or "" for value in lowered.model.ir.graph.outputs}
     made = {name: {value for value in graph.nodes[name].outputs if types[value] is low} for name in reads}
     for name, node in graph.nodes.items():
         firsts = {one.value for one in node.inputs if one.slot.partition(".")[2] in ("", "0")}  # of a list, all it asks

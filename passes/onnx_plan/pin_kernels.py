@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import networkx as nx
+
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.targets import Providers
@@ -16,7 +18,8 @@ class PinKernels(PinPass):
     """Pin to FP32 what the provider that is to run the model has no kernel for in the low type.
 
     Such a node would be cast back by the runtime, node by node, or fall to the CPU. A node without an FP32 kernel falls
-    in any case, and is asked of the provider that takes it.
+    in any case, and is asked of the provider that takes it. What stands among such nodes and holds no product runs in
+    FP32 as well: casts around it would cost more than 16 bits save.
 
     Before (target cpu, low type fp16):
 
@@ -26,7 +29,7 @@ class PinKernels(PinPass):
 
         y = onnx.MatMul(A=x, B=w) -> fp32[2, 8]  pin=fp32 "cpu has no fp16 kernel of onnx.MatMul … (cpu.yaml:162)"
 
-    Left alone: all without a target; what has a kernel, and what no label moves.
+    Left alone: all without a target; other nodes that have a kernel, and what no label moves.
 
     Args:
         target: the providers; `None` for a file that is to run anywhere.
@@ -40,11 +43,23 @@ class PinKernels(PinPass):
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of all nodes that a rule may move."""
-        low = draft.context.low
-        walker = Walker(draft.graph, low)
-        for name, node in draft.graph.nodes.items() if self.target is not None else ():
-            if node.pin is None and draft.typing[name].movable:
-                reason = self.target.obstacle(node.op, self.versions[name], low)
-                if reason is not None:
-                    walker.pin(node, reason)
+        if self.target is None:
+            return {}
+        graph, low = draft.graph, draft.context.low
+        walker = Walker(graph, low)
+        free = {name for name, node in graph.nodes.items() if node.pin is None and draft.typing[name].movable}
+        for name in graph.nodes:
+            reason = self.target.obstacle(graph.nodes[name].op, self.versions[name], low) if name in free else None
+            if reason is not None:
+                walker.pin(graph.nodes[name], reason)
+        lacking = dict(walker.pins)
+        whole = graph.to_networkx()
+        for part in nx.weakly_connected_components(whole.subgraph(free - lacking.keys())):
+            nodes = [graph.nodes[name] for name in part]
+            around = {other for name in part for other in (*whole.pred[name], *whole.succ[name])}
+            made = {graph.values[value].dtype for node in nodes for value in node.outputs}
+            product = any(walker.info(node).factors for node in nodes)
+            if not product and low not in made and not around.isdisjoint(lacking):
+                for node in nodes:
+                    walker.pin(node, f"it is among nodes that {self.target.name} has no {low.short} kernel for")
         return walker.pins

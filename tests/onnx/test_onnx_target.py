@@ -66,6 +66,8 @@ def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dty
     done = convert_onnx(built(name)[0], dtype=dtype, target="cpu")
     assert done.refusal is None and inserted(done.model, tmp_path) == 0
     assert counted(done)[:2] == (0, 0)
+    own = [sum(node.op_type == "Cast" for node in nodes_of(model.graph)) for model in (built(name)[0], done.model)]
+    assert own[0] == own[1], "what has a kernel among nodes without one gets no casts"
 
 
 @over(lambda case: case.name not in PARTED, slow=lambda case: case.name not in QUICK_BF16)
