@@ -10,7 +10,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx_corpus import MADE, QUICK_BF16, built
+from onnx_corpus import MADE, built
+from onnx_corpus.case import Case
 from onnx_models import LOW
 from test_onnx_corpus import both, over
 from test_onnx_quantized import qdq
@@ -25,14 +26,20 @@ from amp_compiler.onnx.model.model import proto_bodies
 from amp_compiler.policy.targets import TARGETS, load_target
 
 QUICK = [case.name for case in MADE]
-BF16 = ("cpu", "cuda", "tensorrt")
-PARTED = (
-    "if",
-    "loop",
-    "double_part",
-    "vit",
-)  # casts at the borders of bodies, and of another type, are not counted as well
-EVERY = both(lambda case: True, slow=lambda case: case.name not in QUICK_BF16)
+PARTED = ("if", "loop", "double_part", "vit")  # a cast at the border of a body, or of another type, is not foreseen
+ON_EACH = [
+    ("cpu", "bf16"),
+    ("cuda", "fp16"),
+    ("cuda", "bf16"),
+    ("tensorrt", "bf16"),
+    ("directml", "fp16"),
+    ("webgpu", "fp16"),
+]
+
+
+def is_slow(case: Case) -> bool:
+    """Of the models that are exported one is quick."""
+    return case not in MADE and case.name != "vit"
 
 
 def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -61,7 +68,7 @@ def counted(done: Conversion) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
-@EVERY
+@both(lambda case: True, slow=is_slow)
 def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dtype, tmp_path):
     done = convert_onnx(built(name)[0], dtype=dtype, target="cpu")
     assert done.refusal is None and inserted(done.model, tmp_path) == 0
@@ -70,7 +77,7 @@ def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dty
     assert own[0] == own[1], "what has a kernel among nodes without one gets no casts"
 
 
-@over(lambda case: case.name not in PARTED, slow=lambda case: case.name not in QUICK_BF16)
+@over(lambda case: case.name not in PARTED, slow=is_slow)
 def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
     plain = convert_onnx(built(name)[0])
     missing, casts = counted(convert_onnx(built(name)[0], target="cpu"))[2:]
@@ -78,21 +85,20 @@ def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
     assert missing > 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "dtype"), ON_EACH)
 @pytest.mark.parametrize("name", QUICK)
-def test_every_node_has_a_kernel_in_its_type(name, target):
+def test_every_node_has_a_kernel_in_its_type(name, target, dtype):
     """By the file that is written: what reads or makes the low type has a kernel for it in one of the tables."""
     providers = load_target(target)
-    for dtype in LOW if target in BF16 else ("fp16",):
-        model = convert_onnx(built(name)[0], dtype=dtype, target=target).model
-        opset = {one.domain: one.version for one in model.opset_import}
-        types = types_of(model)
-        for node in nodes_of(model.graph):
-            if node.op_type in ("Cast", "CastLike", "If", "Loop", "Scan", "Constant", "ConstantOfShape"):
-                continue
-            if LOW[dtype] in {types.get(value) for value in (*node.input, *node.output)}:
-                op = f"{node.domain or 'onnx'}.{node.op_type}"
-                assert providers.obstacle(op, opset[node.domain], LOW_TYPES[dtype]) is None, (node.name, op)
+    model = convert_onnx(built(name)[0], dtype=dtype, target=target).model
+    opset = {one.domain: one.version for one in model.opset_import}
+    types = types_of(model)
+    for node in nodes_of(model.graph):
+        if node.op_type in ("Cast", "CastLike", "If", "Loop", "Scan", "Constant", "ConstantOfShape"):
+            continue
+        if LOW[dtype] in {types.get(value) for value in (*node.input, *node.output)}:
+            op = f"{node.domain or 'onnx'}.{node.op_type}"
+            assert providers.obstacle(op, opset[node.domain], LOW_TYPES[dtype]) is None, (node.name, op)
 
 
 def types_of(model: onnx.ModelProto) -> dict[str, int]:
@@ -124,9 +130,8 @@ def test_an_opset_is_not_raised_for_a_type_that_the_target_has_no_kernel_for():
     """BF16 convolutions come with opset 22: CUDA has them there, the CPU in no opset."""
     source = built("convolutions_with_batch_norm")[0]
     before = {one.domain: one.version for one in source.opset_import}[""]
-    opsets = {
-        target: convert_onnx(source, dtype="bf16", target=target).model.opset_import[0].version for target in BF16
-    }
+    done = {target: convert_onnx(source, dtype="bf16", target=target) for target in ("cpu", "cuda")}
+    opsets = {target: result.model.opset_import[0].version for target, result in done.items()}
     assert before < 22 and opsets["cpu"] == before and opsets["cuda"] >= 22
 
 
