@@ -21,7 +21,7 @@ from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import raised_as_onnx
-from amp_compiler.onnx.target import added_by_runtime, note_of, versions_of
+from amp_compiler.onnx.target import added_by_runtime, drop_useless_opsets, note_of, versions_of
 from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.draft import Draft
@@ -125,10 +125,8 @@ def plan_onnx(
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
         result = lower(model, low, **options)
-        if target is not None:  # no later opset helps where it brings no kernel
-            nodes = result.graph.nodes
-            result.late = {name: late for name, late in result.late.items()
-                           if target.obstacle(nodes[name].op, late, low) is None}  # fmt: skip
+        if target is not None:
+            drop_useless_opsets(result, target)
         return result, fusion
 
     with raised_as_onnx(opened.name, "it cannot be planned"):

@@ -21,6 +21,18 @@ def versions_of(lowered: Lowered) -> dict[str, int]:
     return {name: node.version or opset(canonical_domain(node.domain)) for name, node in lowered.nodes.items()}
 
 
+def drop_useless_opsets(lowered: Lowered, providers: Providers) -> None:
+    """Forget later opsets that bring no kernel for a node (`Lowered.late`), or in which others have none any more."""
+    first, nodes, now = providers.tables[0], lowered.graph.nodes, lowered.model.opset("")
+    ops = {node.op for node in nodes.values() if first.has(node.op, now, DType.FLOAT32)}
+    loses = {late: not all(first.has(op, late, DType.FLOAT32) for op in ops) for late in {*lowered.late.values()}}
+    lowered.late = {
+        name: late
+        for name, late in lowered.late.items()
+        if not loses[late] and providers.obstacle(nodes[name].op, late, lowered.low) is None
+    }
+
+
 def note_of(providers: Providers, after: tuple[Counter[str], int], before: tuple[Counter[str], int]) -> str:
     """What ONNX Runtime adds to a model, beside what it would add to the one that is planned for no target."""
     missing, casts = after

@@ -10,9 +10,10 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
+from onnx import helper
 from onnx_corpus import MADE, built
 from onnx_corpus.case import Case
-from onnx_models import LOW
+from onnx_models import LOW, info, weight
 from test_onnx_corpus import both, over
 from test_onnx_quantized import qdq
 from torch import nn
@@ -128,11 +129,34 @@ def test_a_plan_names_the_line_of_the_table_and_the_tables_differ():
 
 def test_an_opset_is_not_raised_for_a_type_that_the_target_has_no_kernel_for():
     """BF16 convolutions come with opset 22: CUDA has them there, the CPU in no opset."""
-    source = built("convolutions_with_batch_norm")[0]
-    before = {one.domain: one.version for one in source.opset_import}[""]
-    done = {target: convert_onnx(source, dtype="bf16", target=target) for target in ("cpu", "cuda")}
+    source = built("resize_with_shared_initializers")[0]
+    before = source.opset_import[0].version
+    done = {target: convert_onnx(source, dtype="bf16", target=target) for target in ("cpu", "tensorrt")}
     opsets = {target: result.model.opset_import[0].version for target, result in done.items()}
-    assert before < 22 and opsets["cpu"] == before and opsets["cuda"] >= 22
+    assert before < 22 and opsets["cpu"] == before and opsets["tensorrt"] >= 22
+
+
+def test_an_opset_is_not_raised_where_other_nodes_lose_their_kernels():
+    """CUDA has BF16 convolutions from opset 22 on, and no pooling of that opset."""
+    source = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
+                helper.make_node("GlobalAveragePool", ["c"], ["y"], name="pool"),
+            ],
+            "pooled",
+            [info("x", 1, 3, 8, 8)],
+            [info("y", 1, 4, 1, 1)],
+            [weight("w", 4, 3, 3, 3)],
+        ),
+        opset_imports=[helper.make_opsetid("", 20)],
+        ir_version=10,
+    )
+    done = convert_onnx(source, dtype="bf16", target="cuda")
+    assert done.model.opset_import[0].version == 20 and counted(done)[0] == 0
+    asked = convert_onnx(source, dtype="bf16", target="cuda", opset=22)
+    assert {node.name: node.precision for node in asked.plan.nodes} == {"conv": "low", "pool": "fp32"}
+    assert counted(asked)[0] == 1, "the pool falls to the CPU"
 
 
 @pytest.mark.parametrize("dtype", LOW)
