@@ -293,6 +293,7 @@ ONNX_PLAN = Pipeline(
         "pin_running_sums",
         "pin_norms",
         "pin_means",
+        "pin_kernels",
     ),
     "What an ONNX model demands of its nodes, before PLAN: `amp.convert_onnx`, and `amp.explain` of a file.",
 )

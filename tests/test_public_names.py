@@ -17,9 +17,11 @@ import pytest
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, BackendArgument
 from amp_compiler.backends.backend import DEFAULT, Mode
+from amp_compiler.cli.options import Target
 from amp_compiler.ir import dtypes
 from amp_compiler.ops.loss_scale import make
 from amp_compiler.policy.schema import LossScaleModel
+from amp_compiler.policy.targets import TARGETS
 
 SOURCE = Path(amp.__file__)
 
@@ -47,6 +49,7 @@ DECLARED = {
     "dtype": {"DTypeArgument", "LowArgument"},
     "backend": {"BackendArgument"},
     "mode": {"Mode"},
+    "target": {"Target | None"},
     "loss_scale": {"LossScaleArgument", "float"},
 }
 
@@ -60,7 +63,7 @@ def test_choices_are_declared_in_every_signature():
             if parameter.name in DECLARED:
                 assert parameter.annotation in DECLARED[parameter.name], f"{parameter} of amp.{name}"
                 found.add((name, parameter.name))
-    assert {("compile", "backend"), ("training_step", "loss_scale"), ("convert_onnx", "dtype")} < found
+    assert {("compile", "backend"), ("training_step", "loss_scale"), ("convert_onnx", "target")} < found
 
 
 def test_what_is_declared_is_what_is_taken():
@@ -71,6 +74,7 @@ def test_what_is_declared_is_what_is_taken():
     assert get_args(get_args(BackendArgument)[0]) == tuple(BACKENDS)
     assert set(get_args(Mode)) == {DEFAULT}.union(*(backend.modes for backend in BACKENDS.values()))
     assert get_args(make.LossScaleMode) == tuple(make._KINDS)
+    assert tuple(Target) == TARGETS
     assert get_args(LossScaleModel.model_fields["mode"].annotation) == get_args(make.LossScaleMode)
 
 

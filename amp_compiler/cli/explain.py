@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.options import ArgsOption, Device, EvalOption, OutputOption, RulesOption, TypeOption
+from amp_compiler.cli.options import ArgsOption, Device, EvalOption, OutputOption, RulesOption, TargetOption, TypeOption
 from amp_compiler.cli.usage import (
     ALL,
     CAPTURED,
@@ -85,6 +85,7 @@ def explain(
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
+    target: TargetOption = None,
 ) -> None:
     """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
@@ -104,6 +105,7 @@ def explain(
     of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
         "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
+        "--target": target is not None,
     }  # fmt: skip
     for option, value in (of_plan if show else of_stages).items():
         if value and show:
@@ -133,7 +135,10 @@ def explain(
     from amp_compiler.report.table import plan_text, print_plan
 
     planned_for = None if device == Device.AUTO else device.value
-    plan = api.explain(loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset)
+    plan = api.explain(
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset,
+        target=None if target is None else target.value,
+    )  # fmt: skip
     if html is not None:
         plan.to_html(html)
     if svg is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from amp_compiler.cli.explain import diff, explain
-from amp_compiler.cli.options import Device, JsonOption, RulesOption
+from amp_compiler.cli.options import Device, JsonOption, RulesOption, TargetOption
 from amp_compiler.cli.rules import rules_app
 from amp_compiler.cli.tune import tune
 from amp_compiler.cli.usage import UsageError, check_pass, check_place, print_error, read_stored_type
@@ -125,6 +125,7 @@ def convert(
             "By default none. An RMSNorm has an op from opset 23 on.",
         ),
     ] = False,
+    target: TargetOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -140,6 +141,7 @@ def convert(
         source, output, dtype=dtype, calibrate=calibrate, verify=verify, tolerance=tolerance, report=report,
         providers=provider, custom_ops=custom_ops, rules=rules, keep_io_types=keep_io_type or keep_io_types,
         raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+        target=None if target is None else target.value,
     )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)

@@ -34,6 +34,7 @@ from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, sho
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
+from amp_compiler.policy.targets import Target
 
 logger = logging.getLogger("amp_compiler")
 DEVICES = ("cpu", "cuda")  # that can be planned for without being there
@@ -142,6 +143,7 @@ def explain(
     device: str | None = None,
     fuse: bool = False,
     opset: int | None = None,
+    target: Target | None = None,
 ) -> PrecisionPlan:
     """Plan the precision of a model without compiling or running it.
 
@@ -157,6 +159,7 @@ def explain(
             meta device, for one). `"auto"` is BF16 for a GPU that is not there: all have it since capability 8.0.
         fuse: of an ONNX model: the plan that `convert_onnx` has with this.
         opset: the same.
+        target: the same.
 
     Returns:
         The plan; `print(plan)` shows every node and cast.
@@ -180,8 +183,8 @@ def explain(
         if dtype == AUTO:
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
-    if (fuse or opset is not None) and not is_onnx(model):
-        told = "fuse=True" if fuse else f"opset={opset!r}"
+    if (fuse or opset is not None or target is not None) and not is_onnx(model):
+        told = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
         raise AmpError(f"{told} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
@@ -193,7 +196,7 @@ def explain(
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")
         low = low_type("fp16" if dtype == AUTO else dtype)
-        return _explain_onnx(model, example_args, settings, low, fuse=fuse, opset=opset)
+        return _explain_onnx(model, example_args, settings, low, fuse=fuse, opset=opset, target=target)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",

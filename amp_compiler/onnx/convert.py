@@ -34,6 +34,7 @@ from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.passes.onnx_plan.find_masks import mask_floors
 from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.targets import Target, load_target
 from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
@@ -81,6 +82,7 @@ def convert_onnx(
     custom_ops: Sequence[str | Path] | None = None,
     as_fp32: Iterable[str] | str = (),
     fuse: bool = False,
+    target: Target | None = None,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -116,11 +118,15 @@ def convert_onnx(
             `RMSNormalization` (23) or `Gelu` (20), where that computes the same. By default all stay in parts: a norm
             in FP32, with casts around it. No opset is raised for it: name one with `opset`. The plan says of each what
             was done, or why it stays in parts.
+        target: `"cpu"`, `"cuda"`, `"directml"`, `"webgpu"` or `"tensorrt"`: no node gets a type for which this
+            execution provider has no kernel. `Conversion.notes` counts the nodes without a kernel and the casts that
+            ONNX Runtime inserts, with the target and without. By default a file is to run anywhere.
 
     Returns:
         The plan, with the model or its path.
 
     Raises:
+        AmpError: there is no such target, or it does not know the type.
         OnnxError: the model cannot be read, converted or written.
         RuleError: the rules cannot be loaded.
 
@@ -131,9 +137,10 @@ def convert_onnx(
         ```
     """
     low = low_type(dtype)
+    runners = None if target is None else load_target(target, low)
     rule_set = load_rules(rules)
     opened = open_model(source)
-    target = None if output is None else _target(opened, output)
+    written = None if output is None else _target(opened, output)
     kept = kept_types(keep_io_types, opened.proto.graph)
     engine = make_engine(providers, custom_ops)
     loading = _Loading(opened, engine) if check else None
@@ -157,6 +164,7 @@ def convert_onnx(
             sizes=sizes.known,
             as_fp32=as_fp32,
             fused=fuse,
+            target=runners,
         )
         late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -166,21 +174,21 @@ def convert_onnx(
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=kept)
             if changed:
                 guard_norms(lowered)
-                unify_batch_norms(lowered, plan)
-            if target is None:
+                unify_batch_norms(lowered, plan, runners)
+            if written is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)
             else:
-                save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
+                save(lowered.model, written, lambda proto, folder: _check(lowered, proto, folder, loading))
     report = None
-    result: Path | onnx.ModelProto | None = target or converted
+    result: Path | onnx.ModelProto | None = written or converted
     if verify is not None and result is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
         report = compare(opened, result, verify, engine=engine)
     refusal = loading.refusal if loading is not None else None
     if refusal is not None and not refusal.kernel:
-        logger.warning("%s: %s", target or opened.name, refusal)
+        logger.warning("%s: %s", written or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
     notes = (
@@ -189,7 +197,7 @@ def convert_onnx(
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
-    return Conversion(plan, converted, target, changed or lowered.fused > 0, report, refusal, notes)
+    return Conversion(plan, converted, written, changed or lowered.fused > 0, report, refusal, notes)
 
 
 def _unconverted(plan: PrecisionPlan) -> Iterator[str]:

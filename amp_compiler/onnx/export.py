@@ -41,6 +41,7 @@ from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.targets import Target, load_target
 from amp_compiler.policy.unused import warn_of_unused
 
 DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
@@ -76,6 +77,7 @@ def export_onnx(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     calibration: Iterable[Any] | None = None,
+    target: Target | None = None,
 ) -> Export:
     """Export a torch model to ONNX in mixed precision.
 
@@ -101,11 +103,13 @@ def export_onnx(
             so on.
         calibration: batches, each as `example_args`: the FP32 model runs over them, and the magnitudes that its values
             reach decide too, as with `convert_onnx`.
+        target: as for `convert_onnx`.
 
     Returns:
         The plan, with the model or its path.
 
     Raises:
+        AmpError: there is no such target, or it does not know the type.
         CaptureError: the model cannot be captured as one graph, or changes its buffers.
         OnnxError: torch's exporter cannot export it, or the file cannot be written.
         RuleError: the rules cannot be loaded.
@@ -117,6 +121,7 @@ def export_onnx(
         ```
     """
     low, rule_set = low_type(dtype), load_rules(rules)
+    providers = None if target is None else load_target(target, low)
     if isinstance(model, StandIn):
         model = model.original
     if not isinstance(model, nn.Module):
@@ -126,7 +131,7 @@ def export_onnx(
         )
     if not isinstance(keep_io_types, bool):
         raise OnnxError("names are for amp.convert_onnx alone", where="keep_io_types", hint="give True or False")
-    target = None if output is None else Path(output)
+    path = None if output is None else Path(output)
     if output is not None:
         output_file(output, OnnxError)
     args, kwargs = split_example(example_args)
@@ -144,12 +149,12 @@ def export_onnx(
             ranges = measure(program, calibration, example_kwargs or {})
         plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
         exported = run_exporter(program, version, input_names, output_names or _output_names(program))
-        unfit = {name: why for name, why in unfit_nodes(exported, low, plan).items() if name not in pins}
+        unfit = {name: why for name, why in unfit_nodes(exported, low, plan, providers).items() if name not in pins}
         if not unfit:
             break
         pins.update(unfit)
     warn_of_unused(plan.unused_rules, type(model).__name__)
-    return _deliver(plan, exported, target)
+    return _deliver(plan, exported, path)
 
 
 def _prepare(program: torch.export.ExportedProgram, low: DType, opset: int) -> None:

@@ -21,11 +21,13 @@ from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import raised_as_onnx
+from amp_compiler.onnx.target import added_by_runtime, drop_useless_opsets, note_of, versions_of
 from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import Context, RuleSet
+from amp_compiler.policy.targets import Providers, Target, load_target
 
 
 def explain_onnx(
@@ -40,6 +42,7 @@ def explain_onnx(
     as_fp32: Iterable[str] | str = (),
     opset: int | None = None,
     fuse: bool = False,
+    target: Target | None = None,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -54,14 +57,17 @@ def explain_onnx(
         as_fp32: types whose parts of the model are made FP32 first: `fp64`, `fp16`, `bf16`.
         opset: as for `convert_onnx`.
         fuse: as for `convert_onnx`.
+        target: as for `convert_onnx`.
 
     Raises:
+        AmpError: there is no such target, or it does not know the type.
         OnnxError: the model cannot be read, or its opset not be raised.
     """
     low = low_type(dtype)
     plan, _ = plan_onnx(
         open_model(source), load_rules(rules), low, ranges,
         stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
+        target=None if target is None else load_target(target, low),
     )  # fmt: skip
     return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
 
@@ -80,6 +86,7 @@ def plan_onnx(
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
     fused: bool = False,
+    target: Providers | None = None,
 ) -> tuple[PrecisionPlan, Lowered]:
     """The plan of a model, and the lowered model that `lowering.apply` carries it out on.
 
@@ -98,6 +105,8 @@ def plan_onnx(
         sizes: as for `explain_onnx`.
         as_fp32: as for `explain_onnx`.
         fused: as `fuse` of `convert_onnx`.
+        target: the execution provider that is to run the model; `None` where any may. TensorRT builds Q/DQ pairs and
+            what stands beside them into kernels of its own, whatever the rules say of them.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
@@ -106,7 +115,8 @@ def plan_onnx(
         opened = at_opset(opened, opset, raising)
     wide = types_of(as_fp32)
     options: dict[str, Any] = {
-        "named": names_ops(rules), "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
+        "named": names_ops(rules), "keep_io_types": keep_io_types,
+        "keep_quantized": rules.keeps("quantized") or (target is not None and target.name == "tensorrt"),
     }  # fmt: skip
 
     def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
@@ -114,7 +124,10 @@ def plan_onnx(
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
-        return lower(model, low, **options), fusion
+        result = lower(model, low, **options)
+        if target is not None:
+            drop_useless_opsets(result, target)
+        return result, fusion
 
     with raised_as_onnx(opened.name, "it cannot be planned"):
         lowered, fusion = lowered_from(opened, check)
@@ -128,11 +141,16 @@ def plan_onnx(
         if reshaped:
             named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
             lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")
-        return _decide(lowered, fusion, rules, ranges, stages), lowered
+        return _decide(lowered, fusion, rules, ranges, stages, target), lowered
 
 
 def _decide(
-    lowered: Lowered, fusion: Fusion | None, rules: RuleSet, ranges: Mapping[str, float] | None, stages: Stages | None
+    lowered: Lowered,
+    fusion: Fusion | None,
+    rules: RuleSet,
+    ranges: Mapping[str, float] | None,
+    stages: Stages | None,
+    target: Providers | None,
 ) -> PrecisionPlan:
     """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
     mark_compounds(lowered)
@@ -143,8 +161,18 @@ def _decide(
     if stages is not None:
         stages.note("capture", format_graph(graph))
     draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=known)
-    lowered.graph = ONNX_PLAN.run(draft, {}, stages).graph
-    plan = make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
+
+    def planned(options: dict[str, Any], stages: Stages | None) -> PrecisionPlan:
+        lowered.graph = ONNX_PLAN.run(draft, options, stages).graph
+        return make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
+
+    if target is None:
+        plan = planned({}, stages)
+    else:
+        before = added_by_runtime(lowered, rules.ops, planned({}, None).labels, target)
+        plan = planned({"target": target, "versions": versions_of(lowered)}, stages)
+        after = added_by_runtime(lowered, rules.ops, plan.labels, target)
+        lowered.notes.append(note_of(target, after, before))
     return plan if fusion is None else _with_fusion(plan, lowered, fusion)
 
 

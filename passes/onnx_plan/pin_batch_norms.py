@@ -9,6 +9,7 @@ from typing import ClassVar
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.targets import Providers
 
 
 @dataclass(frozen=True)
@@ -29,32 +30,41 @@ class PinBatchNorms(PinPass):
 
         n = onnx.BatchNormalization(…) -> fp32[2, 8]  pin=fp32 "ONNX Runtime merges it into the MatMul before it, …"
 
-    Left alone: one that reads anything else, such as a convolution; parameters that are computed, or that fit.
+    Left alone: one that reads anything else, such as a convolution, unless there is a target: kernels of execution
+    providers have one type for all that a norm reads. Parameters that fit, and without a target such as are computed.
+
+    Args:
+        target: the execution provider that is to run the model, where it is known.
     """
 
+    target: Providers | None = None
     name: ClassVar[str] = "pin_batch_norms"
     idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of the norms that are not pinned."""
         walker = Walker(draft.graph, draft.context.low)
-        for node in norms_behind_products(walker):
+        for node in norms_in_one_type(walker, self.target):
             unfit = next((name for name in _parameters(node) if not walker.fits(name)), None)
             if unfit is not None:
                 reason = (
                     f"ONNX Runtime merges it into the MatMul before it, in one type, and '{unfit}' holds numbers that"
                     f" {walker.low.short} does not hold"
                 )
+                if self.target is not None:
+                    provider, low = self.target.name, walker.low.short
+                    reason = f"{provider} has it in one type, and '{unfit}' is not known to fit {low}"
                 walker.pin(node, reason)
         return walker.pins
 
 
-def norms_behind_products(walker: Walker) -> Iterator[Node]:
-    """The batch norms that read a `MatMul`, moves of elements looked through, and whose parameters are stored."""
+def norms_in_one_type(walker: Walker, target: Providers | None) -> Iterator[Node]:
+    """Without a target, the batch norms of stored parameters that read a `MatMul`, moves of elements looked through."""
     for node in walker.graph.nodes.values():
         if node.op == "onnx.BatchNormalization":
             maker = walker.behind(node, 0)
-            if maker is not None and maker.op == "onnx.MatMul" and all(map(walker.holds_data, _parameters(node))):
+            merged = maker is not None and maker.op == "onnx.MatMul" and all(map(walker.holds_data, _parameters(node)))
+            if merged or target is not None:
                 yield node
 
 

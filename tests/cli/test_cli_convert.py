@@ -205,3 +205,18 @@ def test_fuse_and_what_a_later_opset_would_give(run, tmp_path):
     code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--opset", "23")
     assert code == 0 and "note: fused what was written out in parts: 1 RMSNormalization" in text
     assert "RMSNormalization" in {entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node}
+
+
+def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, tmp_path):
+    out = tmp_path / "out.onnx"
+    code, text, err = run(benign, out, "--target", "cpu", "--json")
+    assert code == 0, err
+    (note,) = json.loads(text)["notes"]
+    assert (
+        note.startswith("target cpu: 0 nodes without a kernel in their type, 0 casts")
+        and json.loads(text)["casts"] == 0
+    )
+    assert "fp16 kernel of onnx.MatMul" in shell("explain", benign, "--target", "cpu", "--format", "text")[1]
+    code, _, err = run(benign, out, "--target", "webgpu", "--dtype", "bf16")
+    assert code == 1 and "the target webgpu has no bf16" in err and "fp16" in err
+    assert run(benign, out, "--target", "gpu")[0] == 2

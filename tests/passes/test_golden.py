@@ -1,8 +1,8 @@
 """Golden text of the neutral passes: `tests/golden/<pass>/*.txt`, what goes in and what comes out.
 
-For `classify`: rules, a graph, and the decisions. For ONNX_PLAN: a graph, perhaps ranges, and the graph. For the
-others: a graph, perhaps decisions, and the outcome. Decisions come from the small table in `planning.py`; lines
-`node: precision` after `--- decisions` override them.
+For `classify`: rules, a graph, and the decisions. For ONNX_PLAN: a graph, perhaps ranges or the target with its opset,
+and the graph. For the others: a graph, perhaps decisions, and the outcome. Decisions come from the small table in
+`planning.py`; lines `node: precision` after `--- decisions` override them.
 `AMP_REGENERATE=1 pytest tests/test_golden.py` writes the expected part anew: read the diff before you keep it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from graph_reading import parse_graph
@@ -25,9 +26,11 @@ from amp_compiler.passes.plan.make_plan import plan_of
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import Context
+from amp_compiler.policy.targets import load_target
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MARK, DECISIONS, GRAPH, RANGES = "---\n", "--- decisions\n", "--- graph\n", "--- ranges\n"
+TARGET = "--- target\n"
 
 
 def classify(text: str, _: dict[str, str]) -> str:
@@ -56,11 +59,17 @@ def place(graph: str, decisions: dict[str, str]) -> str:
 
 def pin(name: str, text: str, _: dict[str, str]) -> str:
     """The graph behind a pass of ONNX_PLAN, for FP16 and the preset `default`; magnitudes stand behind the graph."""
+    text, _, target = text.partition(TARGET)
     graph, _, lines = text.partition(RANGES)
     ranges = {key: float(largest) for key, largest in (line.split(": ") for line in lines.splitlines())}
     draft = Draft(parse_graph(graph), load_rules("default"), Context(FP16, "onnx"), ranges=ranges)
     assert draft.to_text() == graph, "the text does not read back as itself"
-    run = find_pass(name)()
+    options: dict[str, Any] = {}
+    if target:
+        provider, opset = target.split()
+        options = {"target": load_target(provider), "versions": dict.fromkeys(draft.graph.nodes, int(opset))}
+    cls = find_pass(name)
+    run = cls(**{key: value for key, value in options.items() if key in cls.__dataclass_fields__})
     found = run(draft).subject
     again = run(found)
     assert not again.modified and again.subject is found
@@ -91,7 +100,8 @@ def test_golden(path: Path) -> None:
 @pytest.mark.parametrize("name", ONNX_PLAN.names)
 def test_a_pass_that_pins_has_a_case_that_changes_and_one_that_is_left_alone(name: str) -> None:
     texts = [path.read_text(encoding="utf-8").rpartition(MARK) for path in FILES if path.parent.name == name]
-    assert {given.partition(RANGES)[0] != expected for given, _, expected in texts} == {True, False}
+    graphs = [(given.partition(TARGET)[0].partition(RANGES)[0], expected) for given, _, expected in texts]
+    assert {given != expected for given, expected in graphs} == {True, False}
 
 
 def test_every_pass_with_golden_files_has_a_runner() -> None:

@@ -14,6 +14,9 @@ import torch
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.edit import unique
 
+ORIGIN = "amp_compiler.origin"
+_TRACE, _NAME = "pkg.torch.onnx.stack_trace", "\nnode of the program: "
+
 
 def run_exporter(
     program: torch.export.ExportedProgram, opset: int, inputs: Sequence[str] | None, outputs: Sequence[str]
@@ -29,12 +32,15 @@ def run_exporter(
     Raises:
         OnnxError: the exporter cannot export it, or the names do not fit.
     """
+    for node in program.graph.nodes:  # its name is changed when the exporter traces the program anew, and this is kept
+        node.meta["stack_trace"] = f"{node.meta.get('stack_trace', '')}{_NAME}{node.name}"
     with quiet_exporter():
         try:
             # The exporter's optimizer merges a batch norm into a convolution without heed of their types.
             exported = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False, opset_version=opset)
             if exported is not None:
                 _tidy(exported.model)
+                _note_origins(exported.model)
         except Exception as cause:  # the exporter raises its own errors, and whatever its translations raise
             lines = [line for line in str(cause).splitlines() if line.strip()]
             raise OnnxError(
@@ -45,6 +51,15 @@ def run_exporter(
             raise OnnxError("torch.onnx.export gave no model", hint="use a torch with the dynamo exporter")
     _name_ends(exported.model, inputs, outputs)
     return exported.model
+
+
+def _note_origins(model: ir.Model) -> None:
+    """Say of each node which one of the program it comes from (`meta[ORIGIN]`)."""
+    for node in model.graph.all_nodes():
+        trace, mark, name = node.metadata_props.get(_TRACE, "").rpartition(_NAME)
+        if mark:
+            node.meta[ORIGIN] = name
+            node.metadata_props[_TRACE] = trace
 
 
 def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[str]) -> None:

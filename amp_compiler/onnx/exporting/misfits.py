@@ -1,4 +1,4 @@
-"""Nodes of an exported model whose types ONNX does not admit, and the FX nodes that they come from."""
+"""Nodes of an exported model whose types ONNX, or the target, does not take, and the FX nodes that they come from."""
 
 from __future__ import annotations
 
@@ -7,31 +7,43 @@ import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.model.types import ir_type
+from amp_compiler.onnx.exporting.exporter import ORIGIN
+from amp_compiler.onnx.model.types import canonical_op, ir_type
 from amp_compiler.planner.typing import LOW
+from amp_compiler.policy.targets import Providers
 
-_ORIGIN = "pkg.torch.onnx.fx_node"
 
-
-def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan) -> dict[str, str]:
+def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Providers | None) -> dict[str, str]:
     """By FX node in the low type, why it must run in FP32: an ONNX op that it became takes no such operand.
 
     Args:
         model: the exported model.
         low: the 16-bit type.
         plan: the plan that was carried out.
+        target: the execution provider that is to run it, where it is known: it must have a kernel.
     """
     lows = {node.name for node in plan.nodes if node.precision == LOW}
     version = model.opset_imports[""]
     reasons: dict[str, str] = {}
     for node in model.graph:
-        if node.domain not in ("", "ai.onnx") or not _refuses(node, version, low):
+        if node.domain not in ("", "ai.onnx"):
             continue
-        origin = node.metadata_props.get(_ORIGIN, "")
-        name = origin.partition(" ")[0].removeprefix("%")
-        if name in lows:
-            reasons[name] = f"onnx.{node.op_type} takes no {low.short} at opset {version}"
+        op, reason = canonical_op("", node.op_type), None
+        if _refuses(node, version, low):
+            reason = f"{op} takes no {low.short} at opset {version}"
+        elif target is not None and _touches(node, low):
+            reason = target.obstacle(op, version, low)
+            if node.op_type == "BatchNormalization" and _touches(node, DType.FLOAT32):
+                reason = f"{target.name} has it in one type, and its parameters are FP32"
+        if reason is not None and node.meta.get(ORIGIN) in lows:
+            reasons[node.meta[ORIGIN]] = reason
     return reasons
+
+
+def _touches(node: ir.Node, dtype: DType) -> bool:
+    """Whether it computes in a type: reads or makes such a value, and is neither a cast nor a constant."""
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    return node.op_type not in ("Cast", "Constant") and any(value.dtype is ir_type(dtype) for value in values)
 
 
 def _refuses(node: ir.Node, version: int, low: DType) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters of batch norms behind products are rounded with them: `passes/onnx_plan/pin_batch_norms.py` says why."""
+"""Parameters of batch norms that must have one type: `passes/onnx_plan/pin_batch_norms.py` says which, and why."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import convert, tensor_of
 from amp_compiler.onnx.model.edit import names_of, unique, with_data
 from amp_compiler.onnx.model.types import ir_type, neutral_type
-from amp_compiler.passes.onnx_plan.pin_batch_norms import norms_behind_products
+from amp_compiler.passes.onnx_plan.pin_batch_norms import norms_in_one_type
 from amp_compiler.passes.onnx_plan.pinning import Walker
 from amp_compiler.planner.typing import LOW
+from amp_compiler.policy.targets import Providers
 
 
-def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
-    """Round the FP32 parameters of the low batch norms behind a `MatMul`. Changes the model.
+def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan, target: Providers | None) -> None:
+    """Round the FP32 parameters of the low batch norms behind a `MatMul`, with a target of all. Changes the model.
 
     Args:
         lowered: the model, on which the plan has been carried out.
         plan: the plan.
+        target: the execution provider that is to run the model, where it is known.
     """
     labels = plan.labels
     taken: set[str] = set()
     rounded: dict[ir.Value, ir.Value] = {}
-    for neutral in norms_behind_products(Walker(lowered.graph, lowered.low)):
+    for neutral in norms_in_one_type(Walker(lowered.graph, lowered.low), target):
         node = lowered.nodes[neutral.name]
         if labels.get(neutral.name) != LOW:
             continue
