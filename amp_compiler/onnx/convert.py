@@ -202,7 +202,7 @@ def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
         yield f"{much}: for {len(unknown)} types of values {UNKNOWN_TYPE}, from node '{first.name}' ({first.op}) on"
     if unnamed:
         listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
-        yield f"{much}: {listed} stay as they are, for no rule names these ops of custom domains"
+        yield f"{much}: {listed} stay as they are, for neither the op table nor a rule names them"
 
 
 class _Loading:

@@ -168,13 +168,13 @@ def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> Preci
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
-    """Whether some rule names an op, or a node, of a custom domain: by a glob that says more than `*`."""
+    """Whether the op table names an op of a custom domain, or a rule the op or its node, by more than `*`."""
     globs = [glob for rule in rules.rules for glob in rule.match.get("op") if glob.strip("*")]
     patterns = [pattern for rule in rules.rules for pattern in rule.match.get("node")]
 
     def named(op: str, node: str) -> bool:
-        if op.startswith("onnx."):
-            return False
+        if op in rules.ops.ops:
+            return True
         return any(fnmatch.fnmatchcase(op, glob) for glob in globs) or any(pattern.search(node) for pattern in patterns)
 
     return named

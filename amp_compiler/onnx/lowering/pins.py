@@ -23,7 +23,7 @@ _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
 _LISTING = frozenset({*(f"onnx.{name}" for name in LIST_OPS), "onnx.Identity"})
 UNKNOWN_TYPE = "cannot be inferred, and is not guessed"
-UNNAMED_OP = "an op of a custom domain that no rule names"
+UNNAMED_OP = "an op of a custom domain that neither the op table nor a rule names"
 _FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
