@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
-_SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
-_GROWING = _SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
+SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
+_GROWING = SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
-_REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
+REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
 class Squares(Walker):
@@ -21,13 +21,17 @@ class Squares(Walker):
     def sums_of_squares(self) -> Iterator[tuple[str, ...]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
         for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
-            squared = self._squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
-            if squared and self._is_summed(node):
+            if self.squares(node) and self._is_summed(node):
                 yield (node.name, *self.to_end(node))
 
     def sums_squares(self, node: Node) -> bool:
         """True for a product of a value with itself that is summed, or ends under a root, a logarithm or a quotient."""
         return self._squares(node) and (self._is_summed(node) or self._ends_steeply(node))
+
+    def squares(self, node: Node) -> bool:
+        """True for a square, or a sum of squares."""
+        power = node.op == "onnx.Pow" and self.scalar(node, 1) == 2
+        return power or node.op == "onnx.ReduceSumSquare" or self._squares(node)
 
     def _squares(self, node: Node) -> bool:
         return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value
@@ -45,7 +49,7 @@ class Squares(Walker):
         mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm alone is an end
         ends: list[str] = []
         frontier = [seed]
-        for _ in range(_REACH):
+        for _ in range(REACH):
             following: list[Node] = []
             for node in frontier:
                 for user in self.users(node):
@@ -57,7 +61,7 @@ class Squares(Walker):
                         came[user.name] = node.name
                         ends.append(user.name)
                         ends += self._after_root(user, came)
-                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self._weighs(user):
+                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self.weighs(user):
                         came[user.name] = node.name
                         following.append(user)
             frontier = following
@@ -88,13 +92,13 @@ class Squares(Walker):
 
     def _is_summed(self, node: Node) -> bool:
         frontier = [node]
-        for _ in range(_REACH):
+        for _ in range(REACH):
             users = [user for current in frontier for user in self.users(current)]
-            if any(user.op in _SUMS for user in users):
+            if any(user.op in SUMS for user in users):
                 return True
-            frontier = [user for user in users if self.passes(user) or self.scales(user) or self._weighs(user)]
+            frontier = [user for user in users if self.passes(user) or self.scales(user) or self.weighs(user)]
         return False
 
-    def _weighs(self, node: Node) -> bool:
+    def weighs(self, node: Node) -> bool:
         """True for a product that is summed: that of squares with weights or a mask."""
-        return node.op == "onnx.Mul" and any(user.op in _SUMS for user in self.users(node))
+        return node.op == "onnx.Mul" and any(user.op in SUMS for user in self.users(node))
