@@ -33,7 +33,7 @@ from amp_compiler.onnx.exporting.from_fx import (
     stored_numbers,
     value_kinds,
 )
-from amp_compiler.onnx.exporting.misfits import unfit_nodes
+from amp_compiler.onnx.exporting.misfits import pinned_nodes, unfit_nodes
 from amp_compiler.onnx.lowering.lower import FILE
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
@@ -144,7 +144,8 @@ def export_onnx(
             ranges = measure(program, calibration, example_kwargs or {})
         plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
         exported = run_exporter(program, version, input_names, output_names or _output_names(program))
-        unfit = {name: why for name, why in unfit_nodes(exported, low, plan).items() if name not in pins}
+        found = {**pinned_nodes(exported, low, rule_set, plan), **unfit_nodes(exported, low, plan)}
+        unfit = {name: why for name, why in found.items() if name not in pins}
         if not unfit:
             break
         pins.update(unfit)

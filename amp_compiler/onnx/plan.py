@@ -135,17 +135,36 @@ def _decide(
     lowered: Lowered, fusion: Fusion | None, rules: RuleSet, ranges: Mapping[str, float] | None, stages: Stages | None
 ) -> PrecisionPlan:
     """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
+    known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
+    pin_nodes(lowered, rules, known, fusion, stages)
+    plan = make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
+    return plan if fusion is None else _with_fusion(plan, lowered, fusion)
+
+
+def pin_nodes(
+    lowered: Lowered,
+    rules: RuleSet,
+    ranges: Mapping[str, float],
+    fusion: Fusion | None = None,
+    stages: Stages | None = None,
+) -> None:
+    """Run the pipeline ONNX_PLAN on a lowered model, which gets the graph of its pins.
+
+    Args:
+        lowered: the model.
+        rules: the rules.
+        ranges: calibrated largest magnitude by name of a value of its graph.
+        fusion: what was fused in it.
+        stages: as for `explain_onnx`.
+    """
     mark_compounds(lowered)
     if fusion is not None:
         _mark_fused(lowered, fusion)
     graph = lowered.graph
-    known = {name: largest for name, largest in (ranges or {}).items() if name in graph.values}
     if stages is not None:
         stages.note("capture", format_graph(graph))
-    draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=known)
+    draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=ranges)
     lowered.graph = ONNX_PLAN.run(draft, {}, stages).graph
-    plan = make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
-    return plan if fusion is None else _with_fusion(plan, lowered, fusion)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:

@@ -34,7 +34,19 @@ class Squares(Walker):
         return power or node.op == "onnx.ReduceSumSquare" or self._squares(node)
 
     def _squares(self, node: Node) -> bool:
-        return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value
+        factors = [operand.value for operand in node.inputs]
+        return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(*factors)
+
+    def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
+        """True for one value, and for two that nodes of one kind make of the same: exporters repeat slices."""
+        first, second = self.graph.producer(one), self.graph.producer(other)
+        if one == other or first is None or second is None or not depth:
+            numbers = self.graph.stored_numbers(one) if self.holds_data(one) and self.holds_data(other) else None
+            return one == other or (numbers is not None and numbers == self.graph.stored_numbers(other))
+        alike = first.op == second.op and first.attrs == second.attrs and len(first.inputs) == len(second.inputs)
+        places = first.outputs.index(one) == second.outputs.index(other)
+        pairs = zip(first.inputs, second.inputs, strict=True) if alike and places else ()
+        return alike and places and all(self._are_same(a.value, b.value, depth - 1) for a, b in pairs)
 
     def _ends_steeply(self, node: Node) -> bool:
         """True where a root, a logarithm, or a quotient by it lies behind a square."""

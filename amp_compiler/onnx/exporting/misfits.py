@@ -1,4 +1,4 @@
-"""Nodes of an exported model whose types ONNX does not admit, and the FX nodes that they come from."""
+"""FX nodes that must run in FP32 for what they become in an ONNX model: by its types, or by the pins of ONNX_PLAN."""
 
 from __future__ import annotations
 
@@ -7,10 +7,43 @@ import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.model.types import ir_type
+from amp_compiler.onnx.lowering.lower import lower
+from amp_compiler.onnx.model.model import OnnxModel, ValueType
+from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.onnx.plan import pin_nodes
 from amp_compiler.planner.typing import LOW
+from amp_compiler.policy.rules import RuleSet
 
 _ORIGIN = "pkg.torch.onnx.fx_node"
+
+
+def pinned_nodes(model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPlan) -> dict[str, str]:
+    """By FX node in the low type, why it must run in FP32: the pipeline ONNX_PLAN pins an ONNX op that it became.
+
+    Args:
+        model: the exported model, which is read as if nothing in it had the low type.
+        low: the 16-bit type.
+        rules: the rules.
+        plan: the plan that was carried out.
+    """
+    known = OnnxModel(onnx.ModelProto(), model)
+    values = [value for node in model.graph.all_nodes() for value in node.outputs]
+    for value in (*model.graph.inputs, *model.graph.initializers.values(), *values):
+        if value.dtype is not None:
+            dtype = DType.FLOAT32 if value.dtype is ir_type(low) else neutral_type(value.dtype.value)
+            sizes = (
+                None if value.shape is None else [size if isinstance(size, int) else str(size) for size in value.shape]
+            )
+            known.types[value] = ValueType(dtype, None if sizes is None else tuple(sizes))
+    lowered = lower(known, low)
+    pin_nodes(lowered, rules, {})
+    lows = {node.name for node in plan.nodes if node.precision == LOW}
+    found = {_origin(lowered.nodes[name]): node.pin for name, node in lowered.graph.nodes.items()}
+    return {name: pin.reason for name, pin in found.items() if pin and pin.precision == "fp32" and name in lows}
+
+
+def _origin(node: ir.Node) -> str:
+    return node.metadata_props.get(_ORIGIN, "").partition(" ")[0].removeprefix("%")
 
 
 def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan) -> dict[str, str]:
@@ -27,8 +60,7 @@ def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan) -> dict[str, s
     for node in model.graph:
         if node.domain not in ("", "ai.onnx") or not _refuses(node, version, low):
             continue
-        origin = node.metadata_props.get(_ORIGIN, "")
-        name = origin.partition(" ")[0].removeprefix("%")
+        name = _origin(node)
         if name in lows:
             reasons[name] = f"onnx.{node.op_type} takes no {low.short} at opset {version}"
     return reasons
