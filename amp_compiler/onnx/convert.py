@@ -37,6 +37,11 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
+_SEEN = {  # what calibration sees, by the words of `pin_calibrated` and `pin_differences`
+    "beside values beyond half of the range": "; fp16 ends at",
+    "beside values that become subnormal or zero": "; the normal numbers",
+    "for sums and differences that cancel": "they cancel",
+}
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,9 @@ class Conversion:
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
-        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, what was
-            fused and what a later opset would let be, that the model is too long to be loaded, and how much stays as
-            it is for types that are not known and for ops of custom domains.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, or for what
+            calibration has seen, what was fused and what a later opset would let be, that the model is too long to be
+            loaded, and how much stays as it is for types that are not known and for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -185,11 +190,21 @@ def convert_onnx(
         logger.warning("%s", late)
     notes = (
         *([late] if late else []),
+        *_calibrated(plan),
         *_unconverted(plan),
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
     return Conversion(plan, converted, target, changed or lowered.fused > 0, report, refusal, notes)
+
+
+def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
+    """How many nodes are FP32 for what calibration has seen, by cause."""
+    reasons = [node.reason for node in plan.nodes if " in calibration" in node.reason]
+    counts = {cause: sum(words in reason for reason in reasons) for cause, words in _SEEN.items()}
+    told = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
+    if told:
+        yield f"by calibration {len(reasons)} of {len(plan.nodes)} nodes are FP32: {told}"
 
 
 def _unconverted(plan: PrecisionPlan) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 import onnx_ir as ir
 
@@ -17,7 +19,9 @@ from amp_compiler.policy.rules import RuleSet
 _ORIGIN = "pkg.torch.onnx.fx_node"
 
 
-def pinned_nodes(model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPlan) -> dict[str, str]:
+def pinned_nodes(
+    model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPlan, ranges: Mapping[str, float]
+) -> dict[str, str]:
     """By FX node in the low type, why it must run in FP32: the pipeline ONNX_PLAN pins an ONNX op that it became.
 
     Args:
@@ -25,6 +29,7 @@ def pinned_nodes(model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPla
         low: the 16-bit type.
         rules: the rules.
         plan: the plan that was carried out.
+        ranges: calibrated largest magnitude by name of the FX node, which the exporter gives to its value.
     """
     known = OnnxModel(onnx.ModelProto(), model)
     values = [value for node in model.graph.all_nodes() for value in node.outputs]
@@ -36,7 +41,7 @@ def pinned_nodes(model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPla
             )
             known.types[value] = ValueType(dtype, None if sizes is None else tuple(sizes))
     lowered = lower(known, low)
-    pin_nodes(lowered, rules, {})
+    pin_nodes(lowered, rules, {name: most for name, most in ranges.items() if name in lowered.graph.values})
     lows = {node.name for node in plan.nodes if node.precision == LOW}
     found = {_origin(lowered.nodes[name]): node.pin for name, node in lowered.graph.nodes.items()}
     return {name: pin.reason for name, pin in found.items() if pin and pin.precision == "fp32" and name in lows}
