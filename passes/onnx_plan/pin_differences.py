@@ -10,6 +10,7 @@ from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.passes.onnx_plan.pinning import PinPass
 from amp_compiler.passes.onnx_plan.summed_squares import REACH, SUMS, Squares
 from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.numbers import find_numbers
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
 _TAKING = frozenset({"onnx.Add", "onnx.Sub"})
@@ -19,6 +20,7 @@ _CENTRING = frozenset({"onnx.LayerNormalization", "onnx.InstanceNormalization", 
 _CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
 _PRODUCTS = ("matmul", "convolution")
 _ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
+_FAR = 16.0  # a place in cells of a grid, whose rounding in FP16 is beyond 1 in 100 of a cell
 _CANCELLED = 8.0  # how many times smaller than both operands a difference is that has lost too many digits
 
 
@@ -33,6 +35,9 @@ class PinDifferences(PinPass):
       `E[x²] - E[x]²`, a distance as `a² - 2ab + b²`;
     - an input of the model less stored numbers, another input or its own mean, and a norm of an input: it costs no
       cast, which stands behind it then;
+    - sums of data and a place in a grid that leave the model (boxes), and differences of two with the same place;
+    - the phases of sines, of which the whole turns do not count, where a product with an input of the model makes them
+      (Fourier features);
     - in a calibration, what stays 8 times smaller than both of its operands.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -65,10 +70,15 @@ class PinDifferences(PinPass):
                 finder.expanded(node)
             if node.op in _ADDING and len(node.inputs) == 2 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
+            if node.op in _TAKING:
+                finder.places(node)
+            if finder.info(node).periodic:
+                finder.phases(node)
         for name, value in draft.graph.values.items():
             if value.kind is ValueKind.INPUT and value.dtype.is_float:
                 finder.centred(name)
-        return finder.pins
+        kept = find_numbers(draft.graph, draft.rules).kept if finder.pins else {}
+        return {name: reason for name, reason in finder.pins.items() if name not in kept}
 
 
 class _Finder(Squares):
@@ -201,6 +211,54 @@ class _Finder(Squares):
         maker = self.graph.producer(origin)
         reduces = maker is not None and maker.op in SUMS and self._origin(maker.inputs[0].value) == source
         return [maker] if maker is not None and reduces and not added else None
+
+    # ---- boxes
+
+    def places(self, node: Node) -> None:
+        """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
+        makers = [self._maker(operand.value) for operand in node.inputs]
+        if node.op == "onnx.Sub" and all(maker is not None and maker.op in _TAKING for maker in makers):
+            one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
+            for part in (*makers, node) if one & other else ():
+                if part is not None:
+                    self.pin(
+                        part, f"part of '{node.name}', a difference of sums with '{min(one & other)}', which cancels"
+                    )
+        onward = {node.name: node} if any(self._is_grid(operand.value) for operand in node.inputs) else {}
+        pending = list(onward.values())
+        while pending:
+            for user in self.users(pending.pop()):
+                if user.name not in onward and (self.passes(user) or user.op in _TAKING | _SCALING):
+                    onward[user.name] = user
+                    pending.append(user)
+        if any(name in self.graph.outputs for part in onward.values() for name in part.outputs):
+            for part in onward.values():
+                self.pin(part, f"it leaves the model, and is made of the places that '{node.name}' adds data to")
+
+    def phases(self, sine: Node) -> None:
+        """Pin a product of an input of the model with stored numbers that a sine takes, scaled and shifted."""
+        names, between = [operand.value for operand in sine.inputs], list[Node]()
+        while names and (maker := self._maker(names[0])) is not None:
+            names = [operand.value for operand in maker.inputs if not self.holds_data(operand.value)]
+            product = self.info(maker).family in _PRODUCTS
+            if len(names) != 1 or not (product or maker.op in _TAKING | _SCALING):
+                return
+            between.append(maker)
+            if product and self.graph.values[self._origin(names[0])].kind is ValueKind.INPUT:
+                for node in (*between, sine):
+                    self.pin(
+                        node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
+                    )
+
+    def _maker(self, name: str) -> Node | None:
+        return self.graph.producer(self._origin(name))
+
+    def _is_grid(self, name: str) -> bool:
+        """True for many stored numbers, none of them negative, that reach 16: a grid of places."""
+        numbers = (
+            self.graph.stored_numbers(name) if self.holds_data(name) and self.graph.values[name].numel > 1 else None
+        )
+        return numbers is not None and numbers.least >= 0 and numbers.most >= _FAR
 
     # ---- calibration
 
