@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,8 @@ _TAKING = frozenset({"onnx.Add", "onnx.Sub"})
 _SCALING = frozenset({"onnx.Mul", "onnx.Div"})
 _LINEAR = _ADDING | SUMS | {"onnx.Neg", "onnx.Mean"}
 _CENTRING = frozenset({"onnx.LayerNormalization", "onnx.InstanceNormalization", "onnx.GroupNormalization"})
+_BOUNDING = frozenset({"onnx.Clip", "onnx.Max", "onnx.Min", "onnx.Relu"})
+_REDUCING = SUMS | {"onnx.ReduceMin", "onnx.ReduceMax"}
 _CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
 _PRODUCTS = ("matmul", "convolution")
 _ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
@@ -66,7 +68,7 @@ class PinDifferences(PinPass):
             return {}
         finder = _Finder(draft.graph, draft.context.low)
         for node in draft.graph.nodes.values():
-            if finder.squares(node):
+            if finder.squares(node) or finder.is_moment(node):
                 finder.expanded(node)
             if node.op in _ADDING and len(node.inputs) == 2 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
@@ -84,9 +86,15 @@ class PinDifferences(PinPass):
 class _Finder(Squares):
     # ---- squares and products of the same data
 
+    def is_moment(self, node: Node) -> bool:
+        """True for a product of two computed values that is summed, as for a covariance."""
+        computed = len(node.inputs) == 2 and not any(self.holds_data(operand.value) for operand in node.inputs)
+        return node.op == "onnx.Mul" and computed and self.is_summed(node)
+
     def expanded(self, square: Node) -> None:
         """Pin the differences of a square, or sums of it, and other products with the same data."""
-        data = self._origin(square.inputs[0].value)
+        factors = square.inputs if square.op == "onnx.Mul" else square.inputs[:1]
+        data = tuple(dict.fromkeys(self._origin(factor.value) for factor in factors))
         came = {square.name: ""}
         frontier = [square]
         for _ in range(REACH):
@@ -100,19 +108,19 @@ class _Finder(Squares):
                         following.append(user)
             frontier = following
 
-    def _compare(self, node: Node, index: int, before: str, came: Mapping[str, str], data: str) -> None:
+    def _compare(self, node: Node, index: int, before: str, came: Mapping[str, str], data: Sequence[str]) -> None:
         """Pin a sum that takes products with the data away from what squares of them made."""
         path = []
         while before:
             path.append(before)
             before = came[before]
         others = [operand.value for place, operand in enumerate(node.inputs) if place != index]
-        made = [self._made_of(name, data, came) for name in others]
-        if not any(one is not None for one in made):
+        made = [[self._made_of(name, one, came) for name in others] for one in data]
+        if not all(any(way is not None for way in ways) for ways in made):
             return
-        between = [*path, *(name for one in made for name in one or ())]
+        between = [*path, *(name for ways in made for way in ways for name in way or ())]
         if any(self._takes_away(self.graph.nodes[name]) for name in (node.name, *between)):
-            reason = f"part of '{node.name}', a difference of squares of '{data}' and products with it: nearly equal"
+            reason = f"part of '{node.name}', a difference of squares of '{data[0]}' and products with it: nearly equal"
             for name in (*between, node.name, *self._curves_behind(node), *self.to_end(node)):
                 self.pin(self.graph.nodes[name], reason)
 
@@ -191,9 +199,9 @@ class _Finder(Squares):
                     self._pin_centred(source, [*scaled, user])
                 elif mean is not None:
                     self._pin_centred(source, [*scaled, *mean, user])
-                elif (self._moves(user) and index == 0) or (user.op in _SCALING and stored):
+                elif self.passes(user) or user.op in _BOUNDING or (user.op in _SCALING and stored):
                     seen.update(user.outputs)
-                    beside = [] if self._moves(user) else [user]
+                    beside = [] if self.passes(user) else [user]
                     pending += [(output, [*scaled, *beside]) for output in user.outputs]
 
     def _pin_centred(self, source: str, nodes: list[Node]) -> None:
@@ -209,7 +217,7 @@ class _Finder(Squares):
         if self.graph.values[origin].kind is ValueKind.INPUT and not added:
             return []
         maker = self.graph.producer(origin)
-        reduces = maker is not None and maker.op in SUMS and self._origin(maker.inputs[0].value) == source
+        reduces = maker is not None and maker.op in _REDUCING and self._origin(maker.inputs[0].value) == source
         return [maker] if maker is not None and reduces and not added else None
 
     # ---- boxes

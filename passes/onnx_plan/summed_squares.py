@@ -21,12 +21,12 @@ class Squares(Walker):
     def sums_of_squares(self) -> Iterator[tuple[str, ...]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
         for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
-            if self.squares(node) and self._is_summed(node):
+            if self.squares(node) and self.is_summed(node):
                 yield (node.name, *self.to_end(node))
 
     def sums_squares(self, node: Node) -> bool:
         """True for a product of a value with itself that is summed, or ends under a root, a logarithm or a quotient."""
-        return self._squares(node) and (self._is_summed(node) or self._ends_steeply(node))
+        return self._squares(node) and (self.is_summed(node) or self._ends_steeply(node))
 
     def squares(self, node: Node) -> bool:
         """True for a square, or a sum of squares."""
@@ -40,7 +40,7 @@ class Squares(Walker):
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
         """True for one value, and for two that nodes of one kind make of the same: exporters repeat slices."""
         first, second = self.graph.producer(one), self.graph.producer(other)
-        if one == other or first is None or second is None or not depth:
+        if one == other or first is None or second is None or not self.passes(first) or not depth:
             numbers = self.graph.stored_numbers(one) if self.holds_data(one) and self.holds_data(other) else None
             return one == other or (numbers is not None and numbers == self.graph.stored_numbers(other))
         alike = first.op == second.op and first.attrs == second.attrs and len(first.inputs) == len(second.inputs)
@@ -102,7 +102,8 @@ class Squares(Walker):
                         following.append(user)
         return names
 
-    def _is_summed(self, node: Node) -> bool:
+    def is_summed(self, node: Node) -> bool:
+        """True for what a sum or mean reads, moves of elements, scales and weights between."""
         frontier = [node]
         for _ in range(REACH):
             users = [user for current in frontier for user in self.users(current)]

@@ -162,6 +162,8 @@ INPUTS = {
     "mean of moved data": [node("Transpose", ["x"], ["t"]), node("Transpose", ["t"], ["u"]),
                            node("Sub", ["u", "mu"], ["d"]), SCALED],
     "its own mean": [node("ReduceMean", ["x"], ["m"], axes=[-1]), node("Sub", ["x", "m"], ["d"]), SCALED],
+    "its least number": [node("ReduceMin", ["x"], ["m"], axes=[-1]), node("Sub", ["x", "m"], ["d"]), SCALED],
+    "clipped": [node("Max", ["x", "one"], ["c"]), node("Sub", ["c", "mu"], ["d"]), SCALED],
     "batch norm": [node("BatchNormalization", ["x", "ones", "zeros", "mus", "vars"], ["n"])],
     "instance norm": [node("InstanceNormalization", ["x", "ones", "zeros"], ["n"])],
     "another input": [node("Sub", ["x", "z"], ["d"]), SCALED],
