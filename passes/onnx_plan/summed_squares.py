@@ -35,7 +35,7 @@ class Squares(Walker):
 
     def _squares(self, node: Node) -> bool:
         factors = [operand.value for operand in node.inputs]
-        return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(*factors)
+        return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
         """True for one value, and for two that nodes of one kind make of the same: exporters repeat slices."""

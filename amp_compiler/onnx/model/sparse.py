@@ -122,4 +122,4 @@ def _declared(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
 def _holds_map(kind: onnx.TypeProto) -> bool:
     while kind.HasField("sequence_type"):
         kind = kind.sequence_type.elem_type
-    return kind.HasField("map_type")
+    return bool(kind.HasField("map_type"))
