@@ -286,6 +286,7 @@ ONNX_PLAN = Pipeline(
         "find_masks",
         "pin_stored_numbers",
         "pin_overflows",
+        "pin_differences",
         "pin_calibrated",
         "pin_whole_numbers",
         "pin_batch_norms",

@@ -38,6 +38,11 @@ from amp_compiler.policy.targets import Target, load_target
 from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
+_SEEN = {  # what calibration sees, by the words of `pin_calibrated` and `pin_differences`
+    "beside values beyond half of the range": "; fp16 ends at",
+    "beside values that become subnormal or zero": "; the normal numbers",
+    "for sums and differences that cancel": "they cancel",
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class Conversion:
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
-        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, what was
-            fused and what a later opset would let be, that the model is too long to be loaded, and how much stays as
-            it is for types that are not known and for ops of custom domains.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, or for what
+            calibration has seen, what was fused and what a later opset would let be, that the model is too long to be
+            loaded, and how much stays as it is for types that are not known and for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -193,11 +198,21 @@ def convert_onnx(
         logger.warning("%s", late)
     notes = (
         *([late] if late else []),
+        *_calibrated(plan),
         *_unconverted(plan),
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
     return Conversion(plan, converted, written, changed or lowered.fused > 0, report, refusal, notes)
+
+
+def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
+    """How many nodes are FP32 for what calibration has seen, by cause."""
+    reasons = [node.reason for node in plan.nodes if " in calibration" in node.reason]
+    counts = {cause: sum(words in reason for reason in reasons) for cause, words in _SEEN.items()}
+    told = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
+    if told:
+        yield f"by calibration {len(reasons)} of {len(plan.nodes)} nodes are FP32: {told}"
 
 
 def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
@@ -210,7 +225,7 @@ def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
         yield f"{much}: for {len(unknown)} types of values {UNKNOWN_TYPE}, from node '{first.name}' ({first.op}) on"
     if unnamed:
         listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
-        yield f"{much}: {listed} stay as they are, for no rule names these ops of custom domains"
+        yield f"{much}: {listed} stay as they are, for neither the op table nor a rule names them"
 
 
 class _Loading:

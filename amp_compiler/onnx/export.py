@@ -23,7 +23,7 @@ from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.exporting.calibrate import measure, pin_calibrated
+from amp_compiler.onnx.exporting.calibrate import measure
 from amp_compiler.onnx.exporting.exporter import run_exporter
 from amp_compiler.onnx.exporting.from_fx import (
     mark_stored,
@@ -33,14 +33,16 @@ from amp_compiler.onnx.exporting.from_fx import (
     stored_numbers,
     value_kinds,
 )
-from amp_compiler.onnx.exporting.misfits import unfit_nodes
+from amp_compiler.onnx.exporting.misfits import pinned_nodes, unfit_nodes
 from amp_compiler.onnx.lowering.lower import FILE
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
+from amp_compiler.passes.onnx_plan.pin_calibrated import PinCalibrated
 from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.rules import Context, RuleSet
 from amp_compiler.policy.targets import Target, load_target
 from amp_compiler.policy.unused import warn_of_unused
 
@@ -149,7 +151,11 @@ def export_onnx(
             ranges = measure(program, calibration, example_kwargs or {})
         plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
         exported = run_exporter(program, version, input_names, output_names or _output_names(program))
-        unfit = {name: why for name, why in unfit_nodes(exported, low, plan, providers).items() if name not in pins}
+        found = {
+            **pinned_nodes(exported, low, rule_set, plan, ranges or {}),
+            **unfit_nodes(exported, low, plan, providers),
+        }
+        unfit = {name: why for name, why in found.items() if name not in pins}
         if not unfit:
             break
         pins.update(unfit)
@@ -179,10 +185,10 @@ def _rewrite(
     graph.device, graph.execution = "onnx", FILE
     graph.stored_numbers = stored_numbers(program, low)
     pin_misfits(graph, program, low, rules.ops)
-    pin_calibrated(graph, ranges, low)
+    known = {name: largest for name, largest in ranges.items() if name in graph.values}
+    graph = PinCalibrated()(Draft(graph, rules, Context(low, graph.device), ranges=known)).subject.graph
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
-    known = {name: largest for name, largest in ranges.items() if name in graph.values}
     plan = make_plan(graph, rules, low, ranges=known)
     mark_stored(program)
     pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT

@@ -153,14 +153,8 @@ def _decide(
     target: Providers | None,
 ) -> PrecisionPlan:
     """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
-    mark_compounds(lowered)
-    if fusion is not None:
-        _mark_fused(lowered, fusion)
-    graph = lowered.graph
-    known = {name: largest for name, largest in (ranges or {}).items() if name in graph.values}
-    if stages is not None:
-        stages.note("capture", format_graph(graph))
-    draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=known)
+    known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
+    draft = _draft(lowered, rules, known, fusion, stages)
 
     def planned(options: dict[str, Any], stages: Stages | None) -> PrecisionPlan:
         lowered.graph = ONNX_PLAN.run(draft, options, stages).graph
@@ -174,6 +168,34 @@ def _decide(
         after = added_by_runtime(lowered, rules.ops, plan.labels, target)
         lowered.notes.append(note_of(target, after, before))
     return plan if fusion is None else _with_fusion(plan, lowered, fusion)
+
+
+def pin_nodes(lowered: Lowered, rules: RuleSet, ranges: Mapping[str, float]) -> None:
+    """Run the pipeline ONNX_PLAN on a lowered model, which gets the graph of its pins.
+
+    Args:
+        lowered: the model.
+        rules: the rules.
+        ranges: calibrated largest magnitude by name of a value of its graph.
+    """
+    lowered.graph = ONNX_PLAN.run(_draft(lowered, rules, ranges), {}).graph
+
+
+def _draft(
+    lowered: Lowered,
+    rules: RuleSet,
+    ranges: Mapping[str, float],
+    fusion: Fusion | None = None,
+    stages: Stages | None = None,
+) -> Draft:
+    """What ONNX_PLAN begins with."""
+    mark_compounds(lowered)
+    if fusion is not None:
+        _mark_fused(lowered, fusion)
+    graph = lowered.graph
+    if stages is not None:
+        stages.note("capture", format_graph(graph))
+    return Draft(graph, rules, Context(lowered.low, graph.device), ranges=ranges)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
@@ -196,13 +218,13 @@ def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> Preci
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
-    """Whether some rule names an op, or a node, of a custom domain: by a glob that says more than `*`."""
+    """Whether the op table names an op of a custom domain, or a rule the op or its node, by more than `*`."""
     globs = [glob for rule in rules.rules for glob in rule.match.get("op") if glob.strip("*")]
     patterns = [pattern for rule in rules.rules for pattern in rule.match.get("node")]
 
     def named(op: str, node: str) -> bool:
-        if op.startswith("onnx."):
-            return False
+        if op in rules.ops.ops:
+            return True
         return any(fnmatch.fnmatchcase(op, glob) for glob in globs) or any(pattern.search(node) for pattern in patterns)
 
     return named

@@ -11,7 +11,8 @@ from amp_compiler.policy.reduction_size import SIZES
 from amp_compiler.policy.rules import OpInfo, OpTable
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 
-NAMESPACES = ("aten", "onnx")
+NAMESPACES = ("aten", "onnx")  # of which every op is in the table
+_NAMED = (*NAMESPACES, "com.microsoft")
 _FLAGS = (
     "exact", "promotes", "factors", "carries", "casts", "quantized", "squashes",
     "plain", "positions", "steps", "periodic",
@@ -68,11 +69,11 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
     parts: dict[str, Tree] = entry.value
     common = _fields({key: tree for key, tree in parts.items() if key in _FIELDS}, file)
     special: dict[str, Tree] = parts["special"].value if "special" in parts else {}
-    unknown = set(parts) - {"about", "special", *NAMESPACES, *_FIELDS}
+    unknown = set(parts) - {"about", "special", *_NAMED, *_FIELDS}
     if unknown:
         raise _wrong(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
     mine = set()
-    for namespace in NAMESPACES:
+    for namespace in _NAMED:
         for word, tree in _names(parts[namespace], file) if namespace in parts else []:
             name = f"{namespace}.{word}"
             if name in ops:

@@ -322,7 +322,7 @@ class RuleSet:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 
         Args:
-            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `powers`, `quantized`,
-                `batch_norm` or `normalization`.
+            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `powers`, `differences`,
+                `quantized`, `batch_norm` or `normalization`.
         """
         return self.keep.get(what, True)

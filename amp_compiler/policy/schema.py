@@ -111,6 +111,7 @@ class KeepModel(Strict):
     angles: bool = _optional("what is made of positions alone, up to a sine or another function with bounds")
     running_sums: bool = _optional("ONNX: what a state of Loop or Scan is added up by")
     powers: bool = _optional("ONNX in FP16: powers, summed squares and exponentials, up to what brings them back")
+    differences: bool = _optional("ONNX: differences of nearly equal numbers, with what makes their operands")
     quantized: bool = _optional("ONNX: what quantises, what stands beside it, and its scales")
     batch_norm: bool = _optional("parameters and running statistics of batch norm, beside 16-bit data")
     normalization: bool = _optional("parameters of other norms, beside 16-bit data")

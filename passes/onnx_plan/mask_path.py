@@ -46,7 +46,7 @@ def _terms_behind(walker: Walker, node: Node, index: int, terms: float) -> float
     """The terms of what a node makes of a sum that a mask is in."""
     if node.op in _ADDING:
         return terms + len(node.inputs) - 1
-    if node.op == "onnx.Attention":  # it adds the mask to its scores
+    if walker.info(node).family == "attention":  # it adds the mask to its scores
         return terms + 1
     if node.op == "onnx.Mul":
         return terms * max(1.0, abs(walker.scalar(node, 1 - index) or 0.0))

@@ -86,13 +86,16 @@ class _Finder(Walker):
         """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""
         for node in (*moves, *sinks):
             self.pin(node, reason)
-        pending = list(sinks)
+        pending, casts = list(sinks), set[str]()
         while pending:
             pinned_value = pending.pop()
             for node, index in [user for value in pinned_value.outputs for user in self.graph.users(value)]:
                 masked = node.inputs[index].slot in self.info(node).masks
                 onward = self.passes(node) or self.info(node).carries
-                if (onward or masked) and node.pin is None and node.name not in self.pins:
+                if node.pin is not None and self.passes(node) and node.name not in casts:
+                    casts.add(node.name)
+                    pending.append(node)
+                elif (onward or masked) and node.pin is None and node.name not in self.pins:
                     self.pin(node, f"works on what was made of '{name}', which {self.low.short} does not hold")
                     pending += [node] if onward else []
 

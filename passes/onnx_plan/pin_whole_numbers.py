@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.mask_path import mask_path
-from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
+from amp_compiler.passes.onnx_plan.pinning import MARGIN, PinPass, Walker
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
 
@@ -31,9 +31,10 @@ _DEPTH = 16  # nodes behind a value that are looked at
 class PinWholeNumbers(PinPass):
     """Pin to FP32, in fp16, what reads floating-point numbers that were whole ones and may be beyond fp16.
 
-    Sizes, positions, lengths, ids and samples are such numbers. Sums, differences and products of nothing but them are
-    as large, and so what reads these is pinned too. What is kept as it was captured (`find_numbers`) is not touched.
-    The rules' `keep: {powers: false}` leaves it to the rules.
+    Sizes, positions, lengths, ids and samples are such numbers. Sums, differences and products of nothing but them, and
+    products of matrices and convolutions with them, are as large, and so what reads these is pinned too, up to what
+    scales or bounds them. What is kept as it was captured (`find_numbers`) is not touched, nor what reads numbers that
+    calibration has seen to stay below 65504 / 2. The rules' `keep: {powers: false}` leaves it to the rules.
 
     Before:
 
@@ -55,33 +56,34 @@ class PinWholeNumbers(PinPass):
         """Those of each such number, in execution order."""
         if draft.context.low is not DType.FLOAT16 or not draft.rules.keeps("powers"):
             return {}
-        pins = _WholeNumbers(draft.graph, draft.context.low).unbounded()
+        small = {name for name, most in draft.ranges.items() if most <= draft.context.low.format.max / MARGIN}
+        pins = _WholeNumbers(draft.graph, draft.context.low).unbounded(small)
         kept = find_numbers(draft.graph, draft.rules).kept if pins else {}
         return {name: reason for name, reason in pins.items() if name not in kept}
 
 
 class _WholeNumbers(Walker):
-    def unbounded(self) -> dict[str, str]:
-        """The pins, by node."""
+    def unbounded(self, small: Collection[str]) -> dict[str, str]:
+        """The pins, by node; values that are known to be small need none."""
         for node in self.graph.nodes.values():
             if node.op not in _MAKERS or not self.makes_floats(node) or not self._may_overflow(node):
                 continue
             reason = f"it reads what '{node.name}' makes, whole numbers that may be beyond {self.low.short}"
-            pending, wide = list(node.outputs), set(node.outputs)
+            pending = [name for name in node.outputs if name not in small]
+            wide = set(pending)
             while pending:
                 for user, _ in self.graph.users(pending.pop()):
                     self.pin(user, reason)
                     if self.passes(user) or user.op in _KEEPING or self._multiplies(user, wide):
-                        pending += [name for name in user.outputs if name not in wide]
-                        wide.update(user.outputs)
+                        pending += [name for name in user.outputs if name not in wide and name not in small]
+                        wide.update(pending)
         return self.pins
 
     def _multiplies(self, node: Node, wide: set[str]) -> bool:
-        """True for a product of nothing but such numbers and stored ones of at least 1."""
-        return node.op == "onnx.Mul" and all(
-            operand.value in wide or abs(self.scalar(node, index) or 0.0) >= 1
-            for index, operand in enumerate(node.inputs)
-        )
+        """True for a product of nothing but such numbers and stored ones of at least 1, or one of matrices."""
+        operands = enumerate(node.inputs) if node.op == "onnx.Mul" else ()
+        scales = [one.value in wide or abs(self.scalar(node, index) or 0.0) >= 1 for index, one in operands]
+        return all(scales) if scales else self.info(node).family in ("matmul", "convolution")
 
     def _may_overflow(self, node: Node) -> bool:
         """True for what makes floating-point numbers of whole ones that FP16 may not hold."""

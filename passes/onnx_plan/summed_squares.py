@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
-_SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
-_GROWING = _SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
+SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
+_GROWING = SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
-_REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
+REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
 class Squares(Walker):
@@ -21,16 +21,32 @@ class Squares(Walker):
     def sums_of_squares(self) -> Iterator[tuple[str, ...]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
         for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
-            squared = self._squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
-            if squared and self._is_summed(node):
+            if self.squares(node) and self.is_summed(node):
                 yield (node.name, *self.to_end(node))
 
     def sums_squares(self, node: Node) -> bool:
         """True for a product of a value with itself that is summed, or ends under a root, a logarithm or a quotient."""
-        return self._squares(node) and (self._is_summed(node) or self._ends_steeply(node))
+        return self._squares(node) and (self.is_summed(node) or self._ends_steeply(node))
+
+    def squares(self, node: Node) -> bool:
+        """True for a square, or a sum of squares."""
+        power = node.op == "onnx.Pow" and self.scalar(node, 1) == 2
+        return power or node.op == "onnx.ReduceSumSquare" or self._squares(node)
 
     def _squares(self, node: Node) -> bool:
-        return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value
+        factors = [operand.value for operand in node.inputs]
+        return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
+
+    def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
+        """True for one value, and for two that nodes of one kind make of the same: exporters repeat slices."""
+        first, second = self.graph.producer(one), self.graph.producer(other)
+        if one == other or first is None or second is None or not self.passes(first) or not depth:
+            numbers = self.graph.stored_numbers(one) if self.holds_data(one) and self.holds_data(other) else None
+            return one == other or (numbers is not None and numbers == self.graph.stored_numbers(other))
+        alike = first.op == second.op and first.attrs == second.attrs and len(first.inputs) == len(second.inputs)
+        places = first.outputs.index(one) == second.outputs.index(other)
+        pairs = zip(first.inputs, second.inputs, strict=True) if alike and places else ()
+        return alike and places and all(self._are_same(a.value, b.value, depth - 1) for a, b in pairs)
 
     def _ends_steeply(self, node: Node) -> bool:
         """True where a root, a logarithm, or a quotient by it lies behind a square."""
@@ -45,7 +61,7 @@ class Squares(Walker):
         mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm alone is an end
         ends: list[str] = []
         frontier = [seed]
-        for _ in range(_REACH):
+        for _ in range(REACH):
             following: list[Node] = []
             for node in frontier:
                 for user in self.users(node):
@@ -57,7 +73,7 @@ class Squares(Walker):
                         came[user.name] = node.name
                         ends.append(user.name)
                         ends += self._after_root(user, came)
-                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self._weighs(user):
+                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self.weighs(user):
                         came[user.name] = node.name
                         following.append(user)
             frontier = following
@@ -86,15 +102,16 @@ class Squares(Walker):
                         following.append(user)
         return names
 
-    def _is_summed(self, node: Node) -> bool:
+    def is_summed(self, node: Node) -> bool:
+        """True for what a sum or mean reads, moves of elements, scales and weights between."""
         frontier = [node]
-        for _ in range(_REACH):
+        for _ in range(REACH):
             users = [user for current in frontier for user in self.users(current)]
-            if any(user.op in _SUMS for user in users):
+            if any(user.op in SUMS for user in users):
                 return True
-            frontier = [user for user in users if self.passes(user) or self.scales(user) or self._weighs(user)]
+            frontier = [user for user in users if self.passes(user) or self.scales(user) or self.weighs(user)]
         return False
 
-    def _weighs(self, node: Node) -> bool:
+    def weighs(self, node: Node) -> bool:
         """True for a product that is summed: that of squares with weights or a mask."""
-        return node.op == "onnx.Mul" and any(user.op in _SUMS for user in self.users(node))
+        return node.op == "onnx.Mul" and any(user.op in SUMS for user in self.users(node))

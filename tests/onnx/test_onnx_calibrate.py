@@ -13,6 +13,8 @@ from onnx_helpers import make_model, value
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.calibrate import calibrate
 from amp_compiler.onnx.check.probes import random_batch
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 4)).astype(np.float32)
@@ -216,3 +218,27 @@ def test_a_random_batch_is_of_the_declared_types_and_repeats():
     texts = make_model(nodes[:1], [value("x", [1], TensorProto.STRING)], [value("x_out", [1], TensorProto.STRING)])
     with pytest.raises(OnnxError, match="no random values"):
         random_batch(texts)
+
+
+def tiny() -> onnx.ModelProto:
+    """A product that is made small, and large again."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="first"),
+        helper.make_node("Mul", ["h", "gate"], ["t"], name="gate"),
+        helper.make_node("Relu", ["t"], ["r"], name="relu"),
+        helper.make_node("Div", ["r", "gate"], ["y"], name="last"),
+    ]
+    return make_model(nodes, [value("x", ["n", 8]), value("gate", [])], [value("y", ["n", 4])], {"w": WEIGHT}, 17)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-9])
+def test_what_becomes_subnormal_or_zero_stays_fp32_and_a_note_tells_it(size):
+    feeds = {**batch(), "gate": np.array(size, np.float32)}
+    source = tiny()
+    done = convert_onnx(source, dtype="fp16", calibration=[feeds])
+    assert {node.name for node in done.plan.nodes if node.precision == "low"} == {"first"}
+    assert verify(source, done.model, [feeds]).ok(2e-3)
+    assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 beside values that become subnormal or zero"
+    plain = {**feeds, "gate": np.array(1e-3, np.float32)}
+    assert all(node.precision == "low" for node in convert_onnx(source, dtype="fp16", calibration=[plain]).plan.nodes)
+    assert not convert_onnx(source, dtype="bf16", calibration=[feeds]).notes

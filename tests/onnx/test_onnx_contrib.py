@@ -1,4 +1,4 @@
-"""Models that ONNX Runtime's optimizer wrote: its own ops have types by its schemas, and rules may name them."""
+"""Models that ONNX Runtime's optimizer wrote: its own ops have types by its schemas, and families by the op table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from onnx_models import DTYPES, LOW, RNG, check, info, model, node, same_numbers
 
 from amp_compiler.onnx.convert import convert_onnx
 
-NAMED = {
-    "version": 1,
-    "extends": "default",
-    "rules": [{"match": {"op": "com.microsoft.*"}, "precision": "low"}],
-}
 X = RNG.standard_normal((2, 6, 16)).astype(np.float32)
 
 
@@ -43,9 +38,9 @@ def optimized():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rules_that_name_the_ops_make_all_of_it_low(dtype):
+def test_all_of_it_is_low(dtype):
     source = optimized()
-    done = check(source, dtype, NAMED, full=False)
+    done = check(source, dtype, full=False)
     assert {entry.name: entry.precision for entry in done.plan.nodes} == dict.fromkeys(
         ("attention", "projection", "norm", "first", "gelu", "second", "fast", "add"), "low"
     )
@@ -56,15 +51,13 @@ def test_rules_that_name_the_ops_make_all_of_it_low(dtype):
         same_numbers(source, done.model, {"x": X})
 
 
-def test_what_no_rule_names_stays_and_is_told():
-    source = optimized()
+def test_what_nothing_names_stays_and_is_told():
+    source = model([own("CDist", ["x", "x"], ["d"], "distance", metric="euclidean"), node("MatMul", ["d", "w"], ["y"])],
+                   [info("x", 8, 8)], [info("y", 8, 8)], [weight("w", 8, 8)],
+                   extra=[h.make_opsetid("com.microsoft", 1)])  # fmt: skip
     done = check(source, "fp16", full=False)
-    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [precisions[name] for name in ("projection", "first", "second")] == ["low"] * 3
-    assert precisions["attention"] == precisions["norm"] == precisions["gelu"] == "keep"
-    (note,) = done.notes
-    assert "of 8 nodes are fp16" in note and "1 com.microsoft.Attention, 1 com.microsoft.BiasGelu" in note
-    same_numbers(source, done.model, {"x": X})
+    assert [entry.precision for entry in done.plan.nodes] == ["keep", "low"]
+    assert done.notes[0].startswith("1 of 2 nodes are fp16: 1 com.microsoft.CDist stay as they are")
 
 
 def test_where_types_end_a_note_says_it():
@@ -73,7 +66,7 @@ def test_where_types_end_a_note_says_it():
     source.graph.node[2].domain, source.graph.node[2].op_type = "my.ops", "Norm"
     source.graph.node[2].ClearField("attribute")
     source.opset_import.append(h.make_opsetid("my.ops", 1))
-    done = convert_onnx(source, rules=NAMED)
+    done = convert_onnx(source)
     assert done.notes[0].startswith("2 of 8 nodes are fp16: for 6 types of values cannot be inferred")
     assert "'norm' (my.ops.Norm)" in done.notes[0]
 
@@ -91,7 +84,7 @@ def test_types_are_known_within_bodies_and_of_several_outputs():
         [info("x", 2, 6, 16), info("c", kind=T.BOOL)], [info("z", 2, 6, 16), info("m", 2, 6, 16)],
         [weight("w", 16, 16), weight("bias", 16), weight("one", 1, 16)], extra=[h.make_opsetid("com.microsoft", 1)],
     )  # fmt: skip
-    done = convert_onnx(source, rules=NAMED)
+    done = convert_onnx(source)
     precisions = {entry.name: entry.precision for entry in done.plan.nodes}
     assert precisions["gelu"] == precisions["inner"] == precisions["last"] == "low"
     assert precisions["norm"] == "keep"  # its means are FP32 by its schema

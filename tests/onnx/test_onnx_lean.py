@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onnx import TensorProto as T
+from onnx import numpy_helper as nh
 from onnx_models import DTYPES, RNG, casts, check, info, model, node, weight
 
 from amp_compiler.onnx.check.emulate import emulate
@@ -95,3 +96,28 @@ def test_a_softmax_between_fp32_values_stays_as_it_is(dtype):
     """No cast is saved, and 16 bits would make one number of 10,000 to 10,003."""
     alone = model([node("Softmax", ["x"], ["y"])], [info("x", 2, 4)], [info("y", 2, 4)])
     assert not convert_onnx(alone, dtype=dtype).plan.casts
+
+
+@pytest.mark.parametrize(("op", "mode", "opset", "dtype", "expected"), [
+    *(("Resize", mode, 19, dtype, "low") for mode in ("nearest", "linear") for dtype in DTYPES),
+    *(("Resize", "cubic", 19, dtype, "fp32") for dtype in DTYPES),
+    ("Resize", None, 13, "fp16", "low"), ("Upsample", "linear", 9, "fp16", "low"),
+])  # fmt: skip
+def test_a_resize_is_an_average_of_neighbours(op, mode, opset, dtype, expected):
+    """It takes and gives 16 bits, and costs no accuracy; a cubic one weighs beyond its neighbours."""
+    scales = nh.from_array(np.array([1, 1, 2, 2], np.float32), "scales")
+    operands = ["h", "", "scales"] if op == "Resize" else ["h", "scales"]
+    nodes = [
+        node("Conv", ["x", "w"], ["h"], "first"),
+        node(op, operands, ["r"], "inside", **({"mode": mode} if mode else {})),
+        node("Conv", ["r", "w"], ["y"], "last"),
+    ]
+    source = model(nodes, [info("x", 1, 4, 6, 6)], [info("y", 1, 4, 12, 12)], [weight("w", 4, 4, 1, 1), scales],
+                   opset=opset)  # fmt: skip
+    done = check(source, dtype)
+    assert [entry.precision for entry in done.plan.nodes if entry.name == "inside"] == [expected]
+    assert expected == "fp32" or len(casts(done.model)) == 2
+    wide = {"version": 1, "extends": "default", "rules": [{"match": {"node": "inside"}, "precision": "fp32"}]}
+    feeds = {"x": RNG.standard_normal((1, 4, 6, 6)).astype(np.float32)}
+    before = error(source, convert_onnx(source, dtype=dtype, rules=wide).model, feeds)
+    assert error(source, done.model, feeds) <= 2 * before

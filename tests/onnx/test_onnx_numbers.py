@@ -347,7 +347,8 @@ def test_angles(dtype, case, rules):
         bound = np.linalg.norm(exact(*inputs).float().numpy() - want)
     made = convert_onnx(source, dtype=dtype, rules=rules).model
     assert np.linalg.norm(outputs(made, feeds)[0] - want) <= 2 * bound
-    off = convert_onnx(source, dtype=dtype, rules={**OFF, "extends": rules}).model
+    off_keep = {**OFF["keep"], "powers": False}  # which keeps whole numbers beyond FP16
+    off = convert_onnx(source, dtype=dtype, rules={**OFF, "extends": rules, "keep": off_keep}).model
     assert np.linalg.norm(outputs(off, feeds)[0] - want) > 4 * bound
 
 
@@ -656,3 +657,22 @@ def test_a_model_saved_with_a_function_body():
     onnx.checker.check_model(done.model, full_check=True)
     assert kept(done).keys() == {"angle__1"}
     assert [entry.precision for entry in done.plan.nodes] == ["keep", "keep", "keep", "low"]
+
+
+@BOTH
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 64])
+def test_fourier_features_of_inputs(width, dtype):
+    """Sines of a product of inputs with frequencies, however many are summed; a layer of sines is a layer."""
+    frequencies = (np.random.default_rng(0).standard_normal((width, 64)) * 60 / np.sqrt(width)).astype(np.float32)
+    nodes = [
+        node("MatMul", ["x", "f"], ["p"], "phases"), node("Add", ["p", "shift"], ["a"], "shift"),
+        node("Sin", ["a"], ["s"], "sine"), node("MatMul", ["s", "w"], ["b"], "layer"),
+        node("Sin", ["b"], ["t"], "next"), node("MatMul", ["t", "w"], ["y"], "last"),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 8, width)], [info("y", 8, 64)],
+                   [nh.from_array(frequencies, "f"), weight("w", 64, 64), scalar("shift", 0.5)])  # fmt: skip
+    done = check(source, dtype)
+    assert {"phases", "shift", "sine"} <= {entry.name for entry in done.plan.nodes if entry.precision != "low"}
+    assert {"layer", "last"} <= {entry.name for entry in done.plan.nodes if entry.precision == "low"}
+    feeds = {"x": RNG.random((8, width)).astype(np.float32)}
+    assert error(source, done.model, feeds) < {"fp16": 4e-3, "bf16": 3e-2}[dtype]

@@ -131,3 +131,29 @@ def test_bits_read_as_another_type_stay_what_they_are(dtype, kind):
     onnx.checker.check_model(made.model, full_check=True)
     assert {entry.name: entry.precision for entry in made.plan.nodes}["bits"] == "keep"
     assert types(made.model)["a_fp32"] == T.FLOAT
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_zipmap_is_left_alone_with_what_it_reads(outside, tmp_path):
+    """A classifier of scikit-learn: its labels and the probability of each, as maps."""
+    maps = h.make_sequence_type_proto(h.make_map_type_proto(T.INT64, h.make_tensor_type_proto(T.FLOAT, None)))
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], "first"), node("Relu", ["a"], ["b"], "relu"),
+        node("MatMul", ["b", "v"], ["c"], "second"), node("Softmax", ["c"], ["p"], "softmax", axis=1),
+        node("ArgMax", ["p"], ["label"], "label", axis=1, keepdims=0),
+        node("ZipMap", ["p"], ["probabilities"], "zip", domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2]),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 4, 32)], [info("label", 4, kind=T.INT64)],
+                   [weight("w", 32, 32), weight("v", 32, 3)], opset=15,
+                   extra=[h.make_opsetid("ai.onnx.ml", 3)])  # fmt: skip
+    source.graph.output.append(h.make_value_info("probabilities", maps))
+    path = tmp_path / "m.onnx"
+    onnx.save(source, path, save_as_external_data=outside, size_threshold=1024)
+    batch = {"x": RNG.standard_normal((4, 32)).astype(np.float32)}
+    done = convert_onnx(path, tmp_path / "low.onnx", calibration=[batch], verify=[batch])
+    made = onnx.load(done.path)
+    assert {entry.name: entry.precision for entry in done.plan.nodes}["zip"] == "keep"
+    assert [entry.precision for entry in done.plan.nodes if entry.op == "onnx.MatMul"] == ["low", "low"]
+    assert made.graph.output[1].type == source.graph.output[1].type and done.refusal is None
+    assert done.report.ok(2e-3) and len(done.report.outputs) == 2
+    assert any("ai.onnx.ml.ZipMap" in note for note in done.notes)

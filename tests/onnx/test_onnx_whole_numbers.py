@@ -7,12 +7,14 @@ import pytest
 from onnx import TensorProto as T
 from onnx_models import check, info, model, node, scalar, weight
 
+import amp_compiler as amp
 from amp_compiler.onnx.check.verify import verify
 
 RNG = np.random.default_rng(3)
 CAST = node("Cast", ["i"], ["f"], "cast", to=T.FLOAT)
 PRODUCT = node("MatMul", ["q", "w"], ["y"], "product")
-DATA = [weight("w", 8, 8), scalar("k", 1e-5), scalar("mu", 70000.0), scalar("first", [0], np.int64),
+DATA = [weight("w", 8, 8), weight("taps", 3, 3, 3), scalar("k", 1e-5), scalar("mu", 70000.0),
+        scalar("first", [0], np.int64),
         scalar("last", [-1], np.int64), scalar("two", 2.0), scalar("zero", 0, np.int64), scalar("one", 1, np.int64),
         scalar("most", [100], np.int64), scalar("far", 100000, np.int64)]  # fmt: skip
 SCALED = {  # what `i`, whole numbers of [n, 8] around 70,000, goes through to `q`
@@ -30,13 +32,25 @@ SCALED = {  # what `i`, whole numbers of [n, 8] around 70,000, goes through to `
                        node("Mul", ["f", "k"], ["q"])],
     "chosen": [node("Less", ["i", "one"], ["b"]), node("Where", ["b", "one", "i"], ["j"]),
                node("Cast", ["j"], ["f"], to=T.FLOAT), node("Mul", ["f", "k"], ["q"])],
+    "product, then scale": [CAST, node("MatMul", ["f", "w"], ["d"]), node("Relu", ["d"], ["e"]),
+                            node("Mul", ["e", "k"], ["q"])],
+    "two products": [CAST, node("Gemm", ["f", "w", "mu"], ["d"]), node("MatMul", ["w", "w"], ["v"]),
+                     node("MatMul", ["d", "v"], ["e"]), node("Mul", ["e", "k"], ["q"])],
+    "convolution": [CAST, node("Unsqueeze", ["f", "first"], ["u"]), node("Conv", ["u", "taps"], ["d"], pads=[1, 1]),
+                    node("Squeeze", ["d", "first"], ["e"]), node("Mul", ["e", "k"], ["q"])],
     "largest index": [node("Add", ["i", "far"], ["j"]), node("Cast", ["j"], ["f"], to=T.FLOAT),
                       node("Mul", ["f", "k"], ["q"])],
 }  # fmt: skip
 
 
 def source_of(nodes, kind=T.INT64):
-    return model([*nodes, PRODUCT], [info("i", "n", 8, kind=kind)], [info("y", "n", 8)], DATA)
+    return model([*nodes, PRODUCT], [info("i", 3, 8, kind=kind)], [info("y", 3, 8)], DATA)
+
+
+def test_calibration_says_how_large_they_are():
+    batch = {"i": RNG.integers(0, 100, (3, 8), np.int32)}
+    source = source_of([CAST, node("Mul", ["f", "two"], ["q"], "scale")], T.INT32)
+    assert precision(amp.convert_onnx(source, dtype="fp16", calibration=[batch]), "scale") == "low"
 
 
 def precision(done, name):

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from amp_compiler.errors import RuleError
+from amp_compiler.onnx.model.contrib import contrib_schemas
 from amp_compiler.policy.op_table import op_table, parse_op_table
 
 TABLE = op_table()
@@ -65,7 +66,9 @@ def test_slots_are_names_of_schema_arguments():
         if name.startswith("aten."):
             known = {argument.name for schema in SCHEMAS[short] for argument in schema.arguments}
         else:
-            known = {put.name for put in onnx.defs.get_schema(short).inputs}
+            domain, _, op = name.rpartition(".")
+            schema = onnx.defs.get_schema(op) if domain == "onnx" else contrib_schemas()[op]
+            known = {put.name for put in schema.inputs}
         by_family[info.family] |= known
         if info.keep and name.startswith("onnx."):
             assert info.keep <= known, name

@@ -70,7 +70,7 @@ def test_every_rule_decides_on_some_op(preset):
         for device in ("cpu", "cuda", "onnx"):
             matcher = RuleMatcher(rules, read_by("onnx.Exp", device), Context(low, device))
             for op in [*rules.ops.ops, "mylib.unknown"]:
-                for mode in ("constant", "reflect", "replicate"):
+                for mode in ("constant", "reflect", "replicate", "cubic"):
                     for made in ((), ("y",)):
                         alive.add(matcher.decide(Node("y", op, (), made, {"mode": mode})).rule)
             operands = Operand("x", "input"), Operand("w", "weight")

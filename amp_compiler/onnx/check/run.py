@@ -250,7 +250,14 @@ class Runner:
                 where=self.name,
                 hint="give inputs of the shapes and values that the model is made for",
             ) from cause
-        return dict(zip(names or self._session.output_names, result, strict=True))
+        numbers = [_numbers_of_maps(value) for value in result]
+        return dict(zip(names or self._session.output_names, numbers, strict=True))
+
+
+def _numbers_of_maps(value: Any) -> Any:
+    """The numbers in a list of maps, as a `ZipMap` makes, a row each; any other value as it is."""
+    maps = isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return np.array([list(one.values()) for one in value]) if maps else value
 
 
 def _without_duplicate_names(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import OnnxError, first_line
 from amp_compiler.fx.examples import split_example
-from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Pin, PrecisionGraph
 from amp_compiler.onnx.exporting.from_fx import stored_tensor
-from amp_compiler.passes.onnx_plan.pinning import MARGIN
 
 _MASK = -1e30  # what lies below stands for minus infinity
 
@@ -100,24 +96,3 @@ class _Meter(fx.Interpreter):
             largest = float(seen.abs().max()) if seen.numel() else 0.0
             self.ranges[n.name] = max(self.ranges.get(n.name, 0.0), largest)
         return result
-
-
-def pin_calibrated(graph: PrecisionGraph, ranges: Mapping[str, float], low: DType) -> None:
-    """Pin to FP32 what makes and reads a value beyond half of FP16's range. Changes `graph`.
-
-    Args:
-        graph: the neutral graph.
-        ranges: largest magnitude by name.
-        low: the 16-bit type; BF16 has the range of FP32.
-    """
-    if low is not DType.FLOAT16:
-        return
-    for name, largest in ranges.items():
-        value = graph.values.get(name)
-        if value is None or value.dtype is not DType.FLOAT32 or largest <= low.format.max / MARGIN:
-            continue
-        reason = f"'{name}' reached {largest:.3g} in calibration; fp16 ends at {low.format.max:g}"
-        maker = graph.producer(name)
-        for node in ([maker] if maker is not None else []) + [user for user, _ in graph.users(name)]:
-            if graph.nodes[node.name].pin is None:
-                graph.nodes[node.name] = replace(node, pin=Pin("fp32", reason))

@@ -76,7 +76,8 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
     """Pin to FP32 what reads stored data that the low type cannot hold. Changes `graph`.
 
     Those are numbers beyond its range, and numbers that would become zero; the latter do not count in a factor of a
-    product or a table of rows whose largest element is a normal number of the low type.
+    product or a table of rows whose largest element is a normal number of the low type. So do single numbers among the
+    arguments of arithmetic.
 
     Args:
         graph: the neutral graph.
@@ -88,6 +89,12 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
 
     from amp_compiler.onnx.model.data import examine
 
+    for node in list(graph.nodes.values()):
+        numbers = [one for one in node.attrs.values() if isinstance(one, float)]
+        lost = [one for one in numbers if 0 < abs(one) <= low.format.smallest_subnormal / 2]
+        if lost and node.pin is None and ops.info(node.op).family in ("elementwise", "movement"):
+            why = f"its number {lost[0]:g} would become zero in {low.short}"
+            graph.nodes[node.name] = replace(node, pin=Pin("fp32", why))
     for spec in program.graph_signature.input_specs:
         value = graph.values.get(spec.arg.name)
         tensor = stored_tensor(program, spec)

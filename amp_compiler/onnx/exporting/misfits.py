@@ -1,6 +1,8 @@
-"""Nodes of an exported model whose types ONNX, or the target, does not take, and the FX nodes that they come from."""
+"""FX nodes that must run in FP32 for what they become: by types of ONNX or of a target, or by the pins of ONNX_PLAN."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import onnx
 import onnx_ir as ir
@@ -8,9 +10,41 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.exporting.exporter import ORIGIN
-from amp_compiler.onnx.model.types import canonical_op, ir_type
+from amp_compiler.onnx.lowering.lower import lower
+from amp_compiler.onnx.model.model import OnnxModel, ValueType
+from amp_compiler.onnx.model.types import canonical_op, ir_type, neutral_type
+from amp_compiler.onnx.plan import pin_nodes
 from amp_compiler.planner.typing import LOW
+from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.targets import Providers
+
+
+def pinned_nodes(
+    model: ir.Model, low: DType, rules: RuleSet, plan: PrecisionPlan, ranges: Mapping[str, float]
+) -> dict[str, str]:
+    """By FX node in the low type, why it must run in FP32: the pipeline ONNX_PLAN pins an ONNX op that it became.
+
+    Args:
+        model: the exported model, which is read as if nothing in it had the low type.
+        low: the 16-bit type.
+        rules: the rules.
+        plan: the plan that was carried out.
+        ranges: calibrated largest magnitude by name of the FX node, which the exporter gives to its value.
+    """
+    known = OnnxModel(onnx.ModelProto(), model)
+    values = [value for node in model.graph.all_nodes() for value in node.outputs]
+    for value in (*model.graph.inputs, *model.graph.initializers.values(), *values):
+        if value.dtype is not None:
+            dtype = DType.FLOAT32 if value.dtype is ir_type(low) else neutral_type(value.dtype.value)
+            sizes = (
+                None if value.shape is None else [size if isinstance(size, int) else str(size) for size in value.shape]
+            )
+            known.types[value] = ValueType(dtype, None if sizes is None else tuple(sizes))
+    lowered = lower(known, low)
+    pin_nodes(lowered, rules, {name: most for name, most in ranges.items() if name in lowered.graph.values})
+    lows = {node.name for node in plan.nodes if node.precision == LOW}
+    found = {lowered.nodes[name].meta.get(ORIGIN): node.pin for name, node in lowered.graph.nodes.items()}
+    return {name: pin.reason for name, pin in found.items() if pin and pin.precision == "fp32" and name in lows}
 
 
 def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Providers | None) -> dict[str, str]:

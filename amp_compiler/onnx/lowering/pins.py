@@ -23,7 +23,7 @@ _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
 _LISTING = frozenset({*(f"onnx.{name}" for name in LIST_OPS), "onnx.Identity"})
 UNKNOWN_TYPE = "cannot be inferred, and is not guessed"
-UNNAMED_OP = "an op of a custom domain that no rule names"
+UNNAMED_OP = "an op of a custom domain that neither the op table nor a rule names"
 _FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
@@ -137,13 +137,14 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) ->
         return Pin("keep", "it reads the bits of its input as another type of the same width")
     lists = [value for value in values if not model.type_of(value).tensor]
     listed = op in _LISTING and all(constraints.is_flexible(value) for value in lists)
+    unnamed = not op.startswith("onnx.") and not named
     if lists and not listed:
-        return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
+        return Pin("keep", UNNAMED_OP if unnamed else "it handles a sequence, an optional or a sparse tensor")
     if quantized:
         return Pin("keep", quantized)
     if op == "onnx.DequantizeLinear" and "output_dtype" in node.attributes:
         return Pin("keep", "it names the type of its result")
-    if not op.startswith("onnx.") and not named:
+    if unnamed:
         return Pin("keep", UNNAMED_OP)
     if constraints.signature is None and op.startswith("onnx."):
         return Pin("keep", "this version of onnx does not know the op")

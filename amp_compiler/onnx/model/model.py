@@ -25,7 +25,7 @@ from amp_compiler.onnx.model.infer import (
     stripped,
 )
 from amp_compiler.onnx.model.order import in_order
-from amp_compiler.onnx.model.sparse import dense
+from amp_compiler.onnx.model.sparse import dense, without_maps
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, raised_as_onnx
 from amp_compiler.onnx.model.walk import Contents, contents_of
@@ -214,7 +214,7 @@ def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
         OnnxError: its graph is malformed.
     """
     with raised_as_onnx(model.name, "its graph is malformed"):
-        result = onnx_ir.serde.deserialize_model(dense(model.proto, contents))
+        result = onnx_ir.serde.deserialize_model(without_maps(dense(model.proto, contents)))
     if model.folder is not None and (contents is None or contents.outside):
         onnx_ir.external_data.set_base_dir(result.graph, model.folder)
     return result

@@ -15,7 +15,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
 from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.model.model import OnnxModel, proto_graphs
-from amp_compiler.onnx.model.sparse import make_sparse
+from amp_compiler.onnx.model.sparse import make_sparse, restore_maps
 
 _INLINE_LIMIT = 1_900_000_000  # bytes; a protobuf message ends at 2 GiB
 _EXTERNAL_FROM = 1024  # bytes from which a tensor goes to the data file
@@ -44,9 +44,10 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
 
 
 def _serialized(model: OnnxModel) -> onnx.ModelProto:
-    """The model as a message, with what was sparse sparse again."""
+    """The model as a message, with what was sparse sparse again, and the types of maps."""
     proto = ir.serde.serialize_model(model.ir)
     make_sparse(proto, model.sparse)
+    restore_maps(proto, model.proto)
     return proto
 
 
@@ -119,6 +120,8 @@ def _write_with_data(model: OnnxModel, draft: Path, target: Path, check: Check) 
     data = draft.with_name(f"{target.name}.data")
     ir.save(model.ir, draft, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
     proto = onnx.load(draft, load_external_data=False)
+    if restore_maps(proto, model.proto):
+        _write(proto, draft)
     check(proto, draft.parent)
     if not data.exists():  # no tensor was large enough for it
         with alone(target.parent) as locked:

@@ -1,0 +1,288 @@
+"""`pin_differences`: FP32 for differences of nearly equal numbers, back to where their digits would be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from amp_compiler.ir.graph import Node, ValueKind
+from amp_compiler.passes.onnx_plan.pinning import PinPass
+from amp_compiler.passes.onnx_plan.summed_squares import REACH, SUMS, Squares
+from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.numbers import find_numbers
+
+_ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
+_TAKING = frozenset({"onnx.Add", "onnx.Sub"})
+_SCALING = frozenset({"onnx.Mul", "onnx.Div"})
+_LINEAR = _ADDING | SUMS | {"onnx.Neg", "onnx.Mean"}
+_CENTRING = frozenset({"onnx.LayerNormalization", "onnx.InstanceNormalization", "onnx.GroupNormalization"})
+_BOUNDING = frozenset({"onnx.Clip", "onnx.Max", "onnx.Min", "onnx.Relu"})
+_REDUCING = SUMS | {"onnx.ReduceMin", "onnx.ReduceMax"}
+_CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
+_PRODUCTS = ("matmul", "convolution")
+_ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
+_FAR = 16.0  # a place in cells of a grid, whose rounding in FP16 is beyond 1 in 100 of a cell
+_CANCELLED = 8.0  # how many times smaller than both operands a difference is that has lost too many digits
+
+
+@dataclass(frozen=True)
+class PinDifferences(PinPass):
+    """Pin to FP32 differences of nearly equal numbers, with what makes their operands.
+
+    A difference keeps the absolute error of its operands: where these are 100 times as large, two of three digits of
+    FP16 are gone. Such are:
+
+    - the difference, or sum with a negative factor, of squares and products of the same data: a variance as
+      `E[x²] - E[x]²`, a distance as `a² - 2ab + b²`;
+    - an input of the model less stored numbers, another input or its own mean, and a norm of an input: it costs no
+      cast, which stands behind it then;
+    - sums of data and a place in a grid that leave the model (boxes), and differences of two with the same place;
+    - the phases of sines, of which the whole turns do not count, where a product with an input of the model makes them
+      (Fourier features);
+    - in a calibration, what stays 8 times smaller than both of its operands.
+
+    The rules' `keep: {differences: false}` leaves all of it to the rules.
+
+    Before:
+
+        q = onnx.Mul(A=a, B=a) -> fp32[2, 8]
+        s = onnx.ReduceMean(data=q) -> fp32[2, 1]
+        m = onnx.ReduceMean(data=a) -> fp32[2, 1]
+        n = onnx.Mul(A=m, B=m) -> fp32[2, 1]
+        v = onnx.Sub(A=s, B=n) -> fp32[2, 1]
+
+    After: all five have a pin. That of `n`:
+
+        pin=fp32 "part of 'v', a difference of squares of 'a' and products with it: nearly equal"
+
+    Left alone: differences of what two layers make, of gated data, and of different parts of them (rotations).
+    """
+
+    name: ClassVar[str] = "pin_differences"
+    idempotent: ClassVar[bool] = True
+
+    def pins(self, draft: Draft) -> Mapping[str, str]:
+        """Those of each difference; the first reason stands."""
+        if not draft.rules.keeps("differences"):
+            return {}
+        finder = _Finder(draft.graph, draft.context.low)
+        for node in draft.graph.nodes.values():
+            if finder.squares(node) or finder.is_moment(node):
+                finder.expanded(node)
+            if node.op in _ADDING and len(node.inputs) == 2 and draft.ranges:
+                finder.cancelled(node, draft.ranges)
+            if node.op in _TAKING:
+                finder.places(node)
+            if finder.info(node).periodic:
+                finder.phases(node)
+        for name, value in draft.graph.values.items():
+            if value.kind is ValueKind.INPUT and value.dtype.is_float:
+                finder.centred(name)
+        kept = find_numbers(draft.graph, draft.rules).kept if finder.pins else {}
+        return {name: reason for name, reason in finder.pins.items() if name not in kept}
+
+
+class _Finder(Squares):
+    # ---- squares and products of the same data
+
+    def is_moment(self, node: Node) -> bool:
+        """True for a product of two computed values that is summed, as for a covariance."""
+        computed = len(node.inputs) == 2 and not any(self.holds_data(operand.value) for operand in node.inputs)
+        return node.op == "onnx.Mul" and computed and self.is_summed(node)
+
+    def expanded(self, square: Node) -> None:
+        """Pin the differences of a square, or sums of it, and other products with the same data."""
+        factors = square.inputs if square.op == "onnx.Mul" else square.inputs[:1]
+        data = tuple(dict.fromkeys(self._origin(factor.value) for factor in factors))
+        came = {square.name: ""}
+        frontier = [square]
+        for _ in range(REACH):
+            following: list[Node] = []
+            for node in frontier:
+                for user, index in [user for name in node.outputs for user in self.graph.users(name)]:
+                    if user.op in _ADDING or (user.op == "onnx.Gemm" and index == 2):
+                        self._compare(user, index, node.name, came, data)
+                    if user.name not in came and self._is_linear(user, index):
+                        came[user.name] = node.name
+                        following.append(user)
+            frontier = following
+
+    def _compare(self, node: Node, index: int, before: str, came: Mapping[str, str], data: Sequence[str]) -> None:
+        """Pin a sum that takes products with the data away from what squares of them made."""
+        path = []
+        while before:
+            path.append(before)
+            before = came[before]
+        others = [operand.value for place, operand in enumerate(node.inputs) if place != index]
+        made = [[self._made_of(name, one, came) for name in others] for one in data]
+        if not all(any(way is not None for way in ways) for ways in made):
+            return
+        between = [*path, *(name for ways in made for way in ways for name in way or ())]
+        if any(self._takes_away(self.graph.nodes[name]) for name in (node.name, *between)):
+            reason = f"part of '{node.name}', a difference of squares of '{data[0]}' and products with it: nearly equal"
+            for name in (*between, node.name, *self._curves_behind(node), *self.to_end(node)):
+                self.pin(self.graph.nodes[name], reason)
+
+    def _made_of(self, name: str, data: str, apart: Mapping[str, str]) -> list[str] | None:
+        """The arithmetic that makes a value of data, some nodes apart; `None` where it is not made of them."""
+        known: dict[str, bool] = {}
+
+        def reaches(name: str, depth: int) -> bool:
+            if self._origin(name) == data:
+                return True
+            node = self.graph.producer(name)
+            if node is None or node.name in apart or not depth or not self._is_arithmetic(node):
+                return False
+            if node.name not in known:
+                known[node.name] = any(reaches(operand.value, depth - 1) for operand in node.inputs)
+            return known[node.name]
+
+        return [node for node, made in known.items() if made] if reaches(name, REACH) else None
+
+    def _takes_away(self, node: Node) -> bool:
+        """True for a difference, and for a product with a negative number."""
+        factors = [self.scalar(node, index) or 0.0 for index in range(2)] if self.scales(node) else []
+        alpha = node.attrs.get("alpha", 1.0)
+        negative = isinstance(alpha, float) and alpha < 0 and node.op == "onnx.Gemm"
+        return node.op in ("onnx.Sub", "onnx.Neg") or negative or min(factors, default=0.0) < 0
+
+    def _is_linear(self, node: Node, index: int) -> bool:
+        """True for what makes sums of squares of squares."""
+        beside = any(self.holds_data(one.value) for place, one in enumerate(node.inputs) if place != index)
+        mixes = beside and self.info(node).family in _PRODUCTS
+        return node.op in _LINEAR or mixes or (node.op in _SCALING and beside) or (
+            self.passes(node) or self.weighs(node) or (node.op == "onnx.Div" and index == 0)
+        )  # fmt: skip
+
+    def _is_arithmetic(self, node: Node) -> bool:
+        return self.info(node).family in _ARITHMETIC or node.op in SUMS or node.op == "onnx.Pow" or self.passes(node)
+
+    def _curves_behind(self, node: Node) -> list[str]:
+        """What works on a difference alone, or with stored numbers, up to the first other node."""
+        names: dict[str, None] = {}
+        pending = [node]
+        while pending:
+            for user in self.users(pending.pop()):
+                computed = [one for one in user.inputs if not self.holds_data(one.value)]
+                alone = len(computed) == 1 and (user.op in _CURVES or user.op in _LINEAR or self.scales(user))
+                if user.name not in names and (alone or self.passes(user)):
+                    names[user.name] = None
+                    pending.append(user)
+        return list(names)
+
+    def _origin(self, name: str) -> str:
+        """What a value holds the elements of, moves of elements looked through."""
+        while (maker := self.graph.producer(name)) is not None and self._moves(maker):
+            name = maker.inputs[0].value
+        return name
+
+    def _moves(self, node: Node) -> bool:
+        """True for what gives on elements of its first operand."""
+        return self.passes(node) and self.info(node).moves != "place"
+
+    # ---- inputs of the model
+
+    def centred(self, source: str) -> None:
+        """Pin what takes a mean away from an input of the model, with the products that scale it before."""
+        pending: list[tuple[str, list[Node]]] = [(source, [])]
+        seen = {source}
+        while pending:
+            name, scaled = pending.pop()
+            for user, index in self.graph.users(name):
+                if seen.intersection(user.outputs):
+                    continue
+                others = [one.value for place, one in enumerate(user.inputs) if place != index]
+                stored = bool(others) and all(map(self.holds_data, others))
+                mean = self._mean(others[0], source, user.op == "onnx.Add") if user.op in _TAKING else None
+                if index == 0 and (user.op in _CENTRING or self.info(user).family == "batch_norm"):
+                    self._pin_centred(source, [*scaled, user])
+                elif mean is not None:
+                    self._pin_centred(source, [*scaled, *mean, user])
+                elif self.passes(user) or user.op in _BOUNDING or (user.op in _SCALING and stored):
+                    seen.update(user.outputs)
+                    beside = [] if self.passes(user) else [user]
+                    pending += [(output, [*scaled, *beside]) for output in user.outputs]
+
+    def _pin_centred(self, source: str, nodes: list[Node]) -> None:
+        for node in nodes:
+            self.pin(node, f"it takes a mean away from the input '{source}', which may be nearly equal")
+
+    def _mean(self, name: str, source: str, added: bool) -> list[Node] | None:
+        """What makes a mean that is taken away from an input; `None` where it may be anything else."""
+        if self.holds_data(name):
+            numbers = self.graph.stored_numbers(name)
+            return [] if numbers is not None and (numbers.least < 0 or (numbers.most > 0 and not added)) else None
+        origin = self._origin(name)
+        if self.graph.values[origin].kind is ValueKind.INPUT and not added:
+            return []
+        maker = self.graph.producer(origin)
+        reduces = maker is not None and maker.op in _REDUCING and self._origin(maker.inputs[0].value) == source
+        return [maker] if maker is not None and reduces and not added else None
+
+    # ---- boxes
+
+    def places(self, node: Node) -> None:
+        """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
+        makers = [self._maker(operand.value) for operand in node.inputs]
+        if node.op == "onnx.Sub" and all(maker is not None and maker.op in _TAKING for maker in makers):
+            one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
+            for part in (*makers, node) if one & other else ():
+                if part is not None:
+                    self.pin(
+                        part, f"part of '{node.name}', a difference of sums with '{min(one & other)}', which cancels"
+                    )
+        onward = {node.name: node} if any(self._is_grid(operand.value) for operand in node.inputs) else {}
+        pending = list(onward.values())
+        while pending:
+            for user in self.users(pending.pop()):
+                if user.name not in onward and (self.passes(user) or user.op in _TAKING | _SCALING):
+                    onward[user.name] = user
+                    pending.append(user)
+        if any(name in self.graph.outputs for part in onward.values() for name in part.outputs):
+            for part in onward.values():
+                self.pin(part, f"it leaves the model, and is made of the places that '{node.name}' adds data to")
+
+    def phases(self, sine: Node) -> None:
+        """Pin a product of an input of the model with stored numbers that a sine takes, scaled and shifted."""
+        names, between = [operand.value for operand in sine.inputs], list[Node]()
+        while names and (maker := self._maker(names[0])) is not None:
+            names = [operand.value for operand in maker.inputs if not self.holds_data(operand.value)]
+            product = self.info(maker).family in _PRODUCTS
+            if len(names) != 1 or not (product or maker.op in _TAKING | _SCALING):
+                return
+            between.append(maker)
+            if product and self.graph.values[self._origin(names[0])].kind is ValueKind.INPUT:
+                for node in (*between, sine):
+                    self.pin(
+                        node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
+                    )
+
+    def _maker(self, name: str) -> Node | None:
+        return self.graph.producer(self._origin(name))
+
+    def _is_grid(self, name: str) -> bool:
+        """True for many stored numbers, none of them negative, that reach 16: a grid of places."""
+        numbers = (
+            self.graph.stored_numbers(name) if self.holds_data(name) and self.graph.values[name].numel > 1 else None
+        )
+        return numbers is not None and numbers.least >= 0 and numbers.most >= _FAR
+
+    # ---- calibration
+
+    def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
+        """Pin a sum that calibration has seen to be small against both operands, with what makes these."""
+        operands = [self._largest(one.value, ranges) for one in node.inputs]
+        result = ranges.get(node.outputs[0], 0.0)
+        if not 0 < result * _CANCELLED < min(operands):
+            return
+        reason = (
+            f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {min(operands):.3g}: they cancel"
+        )
+        for one in (node, *(self.behind(node, index) for index in range(2))):
+            if one is not None:
+                self.pin(one, reason)
+
+    def _largest(self, name: str, ranges: Mapping[str, float]) -> float:
+        numbers = self.graph.stored_numbers(name) if self.holds_data(name) else None
+        return ranges.get(name, 0.0) if numbers is None else numbers.largest

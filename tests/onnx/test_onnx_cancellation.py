@@ -1,0 +1,276 @@
+"""Differences of nearly equal numbers: both types lose the digits that are left, where an operand is rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, casts, check, info, model, node, scalar, weight
+
+import amp_compiler as amp
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
+
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+RNG = np.random.default_rng(7)
+NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
+EYE = nh.from_array(np.eye(16, dtype=np.float32), "eye")
+
+
+def error(source, made, feeds):
+    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
+    want, got = (
+        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
+        for twin in (emulate(source), emulate(made))
+    )
+    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
+
+
+def low_nodes(done):
+    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
+
+
+def axes(opset, op="ReduceMean", **attrs):
+    """The axis -1 of a reduction, which is an operand from opset 18 on, and from 13 on of a ReduceSum."""
+    operand = opset >= (13 if op == "ReduceSum" else 18)
+    return (["last"], attrs) if operand else ([], {"axes": [-1], **attrs})
+
+
+# ---- variances as differences of moments
+
+
+def mean_of(source, result, opset, op="ReduceMean"):
+    operand, attrs = axes(opset, op)
+    if op == "ReduceSum":
+        return [
+            node(op, [source, *operand], [f"{result}_sum"], **attrs),
+            node("Mul", [f"{result}_sum", "part"], [result]),
+        ]
+    return [node(op, [source, *operand], [result], **attrs)]
+
+
+def variance(square, opset, op="ReduceMean", ending="root"):
+    """The variance of rows, from an identical product on, so that not the data are lost but the moments."""
+    squared = {"Mul": [node("Mul", ["a", "a"], ["q"])], "Pow": [node("Pow", ["a", "two"], ["q"])]}[square]
+    end = {
+        "root": [node("Add", ["d", "e"], ["v"]), node("Sqrt", ["v"], ["y"])],
+        "clip": [node("Relu", ["d"], ["v"]), node("Sqrt", ["v"], ["y"])],
+        "nothing": [node("Identity", ["d"], ["y"])],
+    }[ending]
+    nodes = [
+        node("MatMul", ["x", "eye"], ["a"], "product"), *squared, *mean_of("a", "m", opset, op),
+        *mean_of("q", "s", opset, op), node("Mul", ["m", "m"], ["n"], "squared_mean"),
+        node("Sub", ["s", "n"], ["d"], "difference"), *end,
+    ]  # fmt: skip
+    data = [EYE, scalar("two", 2.0), scalar("e", 1e-5), scalar("part", 1 / 16), scalar("last", [-1], np.int64)]
+    used = {name for entry in nodes for name in entry.input}
+    return model(nodes, [info("x", 4, 16)], [info("y", 4, 1)], [one for one in data if one.name in used], opset=opset)
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [11, 13, 18])
+@pytest.mark.parametrize(("square", "op", "ending"), [
+    ("Mul", "ReduceMean", "root"), ("Pow", "ReduceMean", "clip"), ("Mul", "ReduceSum", "root"),
+    ("Mul", "ReduceMean", "nothing"),
+])  # fmt: skip
+def test_a_variance_as_a_difference_of_moments(square, op, ending, opset, dtype):
+    source = variance(square, opset, op, ending)
+    feeds = {"x": np.round(RNG.standard_normal((4, 16)) * 4 + 40).astype(np.float32)}  # whole numbers: no digit is lost
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["AveragePool", "Conv"])
+def test_a_local_variance(kind, dtype):
+    """As a similarity of images has it: means over windows."""
+    window = {"AveragePool": {"kernel_shape": [3, 3]}, "Conv": {}}[kind]
+    more = ["window"] if kind == "Conv" else []
+    nodes = [
+        node("Conv", ["x", "one"], ["a"]), node("Mul", ["a", "a"], ["q"]),
+        node(kind, ["a", *more], ["m"], **window), node(kind, ["q", *more], ["s"], **window),
+        node("Mul", ["m", "m"], ["n"]), node("Sub", ["s", "n"], ["y"]),
+    ]  # fmt: skip
+    data = [
+        nh.from_array(np.ones((1, 1, 1, 1), np.float32), "one"),
+        nh.from_array(np.full((1, 1, 3, 3), 1 / 9, np.float32), "window"),
+    ]
+    source = model(nodes, [info("x", 1, 1, 8, 8)], [info("y", 1, 1, 6, 6)], data if more else data[:1])
+    feeds = {"x": np.round(RNG.standard_normal((1, 1, 8, 8)) * 4 + 40).astype(np.float32)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+# ---- distances
+
+
+def distances(form, opset=17):
+    """Squared distances of the rows of two matrices that lie near one another, or of one to a table."""
+    other, squares = ("table", []) if form == "table" else ("b", [node("Mul", ["b", "b"], ["bb"])])
+    total, attrs = axes(opset, "ReduceSum", keepdims=1)
+    nodes = [
+        node("MatMul", ["x", "eye"], ["a"]), node("MatMul", ["z", "eye"], ["b"]), node("Mul", ["a", "a"], ["aa"]),
+        *squares, node("ReduceSum", ["aa", *total], ["sa"], **attrs),
+        node("Transpose", [other], ["t"], perm=[1, 0]),
+    ]  # fmt: skip
+    if form == "table":
+        nodes = [entry for entry in nodes if entry.output[0] != "b"]
+        nodes += [node("MatMul", ["a", "t"], ["ab"], "cross"), node("Mul", ["two", "ab"], ["p"]),
+                  node("Sub", ["sa", "p"], ["d"]), node("Add", ["d", "norms"], ["y"])]  # fmt: skip
+    else:
+        nodes += [node("ReduceSum", ["bb", *total], ["sb"], **attrs), node("Transpose", ["sb"], ["st"], perm=[1, 0])]
+    if form == "subtracted":
+        nodes += [node("MatMul", ["a", "t"], ["ab"], "cross"), node("Add", ["sa", "st"], ["s"]),
+                  node("Mul", ["ab", "two"], ["p"]), node("Sub", ["s", "p"], ["y"])]  # fmt: skip
+    elif form == "added":
+        nodes += [node("MatMul", ["a", "t"], ["ab"], "cross"), node("Mul", ["ab", "minus"], ["p"]),
+                  node("Add", ["p", "sa"], ["d"]), node("Add", ["d", "st"], ["y"])]  # fmt: skip
+    elif form == "gemm":
+        nodes += [node("Add", ["sa", "st"], ["s"]), node("Gemm", ["a", "b", "s"], ["y"], "cross", alpha=-2.0, transB=1)]
+    elif form == "logarithm of a Gaussian":
+        nodes += [node("MatMul", ["a", "t"], ["ab"], "cross"), node("Mul", ["ab", "two"], ["p"]),
+                  node("Sub", ["p", "sa"], ["d"]), node("Sub", ["d", "st"], ["y"])]  # fmt: skip
+    rows = np.round(RNG.standard_normal((8, 16)) * 2 + 20).astype(np.float32)
+    data = [EYE, nh.from_array(rows, "table"), nh.from_array((rows**2).sum(1), "norms"), scalar("two", 2.0),
+            scalar("minus", -2.0), scalar("last", [-1], np.int64)]  # fmt: skip
+    used = {name for entry in nodes for name in entry.input}
+    inputs = [info("x", 8, 16), info("z", 8, 16)]
+    return model(nodes, inputs if "z" in used else inputs[:1], [info("y", 8, 8)],
+                 [one for one in data if one.name in used], opset=opset)  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [11, 13, 18])
+@pytest.mark.parametrize("form", ["subtracted", "added", "gemm", "logarithm of a Gaussian", "table"])
+def test_an_expanded_distance(form, opset, dtype):
+    source = distances(form, opset)
+    near = np.round(RNG.standard_normal((8, 16)) * 2 + 20).astype(np.float32)
+    feeds = {"x": near, "z": near[::-1] + 1}
+    done = check(source, dtype)
+    assert (
+        error(source, done.model, {name: feeds[name] for name in (one.name for one in source.graph.input)})
+        < NEAR[dtype]
+    )
+    assert "cross" not in low_nodes(done)
+
+
+# ---- inputs of the graph
+
+
+SCALED = node("Div", ["d", "sd"], ["n"])
+INPUTS = {
+    "mean": [node("Sub", ["x", "mu"], ["d"]), SCALED],
+    "mean, written as a sum": [node("Mul", ["x", "one"], ["c"]), node("Add", ["c", "minus"], ["d"]), SCALED],
+    "mean of moved data": [node("Transpose", ["x"], ["t"]), node("Transpose", ["t"], ["u"]),
+                           node("Sub", ["u", "mu"], ["d"]), SCALED],
+    "its own mean": [node("ReduceMean", ["x"], ["m"], axes=[-1]), node("Sub", ["x", "m"], ["d"]), SCALED],
+    "its least number": [node("ReduceMin", ["x"], ["m"], axes=[-1]), node("Sub", ["x", "m"], ["d"]), SCALED],
+    "clipped": [node("Max", ["x", "one"], ["c"]), node("Sub", ["c", "mu"], ["d"]), SCALED],
+    "batch norm": [node("BatchNormalization", ["x", "ones", "zeros", "mus", "vars"], ["n"])],
+    "instance norm": [node("InstanceNormalization", ["x", "ones", "zeros"], ["n"])],
+    "another input": [node("Sub", ["x", "z"], ["d"]), SCALED],
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("form", INPUTS)
+def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
+    data = [scalar("mu", 300.0), scalar("minus", -300.0), scalar("sd", 0.2), scalar("one", 1.0), EYE]
+    data += [nh.from_array(np.full(3, number, np.float32), name)
+             for name, number in (("ones", 1), ("zeros", 0), ("mus", 300), ("vars", 0.04))]  # fmt: skip
+    nodes = [*INPUTS[form], node("MatMul", ["n", "eye"], ["y"], "product")]
+    used = {name for entry in nodes for name in entry.input}
+    inputs = [info(name, 2, 3, 16) for name in ("x", "z") if name in used]
+    source = model(nodes, inputs, [info("y", 2, 3, 16)], [one for one in data if one.name in used], opset=13)
+    feeds = {"x": (300 + RNG.standard_normal((2, 3, 16)) * 0.2).astype(np.float32)}
+    feeds["z"] = (feeds["x"] + RNG.standard_normal((2, 3, 16)) * 0.2).astype(np.float32)
+    done = check(source, dtype)
+    assert error(source, done.model, {one.name: feeds[one.name] for one in source.graph.input}) < NEAR[dtype]
+    assert low_nodes(done) >= {"product"}
+    assert len(casts(done.model)) == 2  # of the difference and of the result
+
+
+# ---- boxes that leave the model without NMS
+
+
+GRID = np.stack(np.meshgrid(np.arange(80), np.arange(80)), 0).reshape(1, 2, 6400).astype(np.float32) + 0.5
+BOXES = {
+    "corners around anchors": [
+        node("Sub", ["grid", "one"], ["p"]), node("Add", ["grid", "two"], ["q"]), node("Sub", ["q", "p"], ["size"]),
+        node("Add", ["p", "q"], ["s"]), node("Div", ["s", "pair"], ["centre"]),
+        node("Concat", ["centre", "size"], ["b"], axis=1), node("Mul", ["b", "stride"], ["y"])],
+    "centres in cells": [
+        node("Sigmoid", ["one"], ["p"]), node("Add", ["p", "grid"], ["q"]), node("Mul", ["q", "stride"], ["centre"]),
+        node("Exp", ["two"], ["e"]), node("Mul", ["e", "stride"], ["size"]),
+        node("Concat", ["centre", "size"], ["y"], axis=1)],
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("form", BOXES)
+def test_the_corners_of_a_box_are_as_near_as_its_size(form, dtype):
+    """A place among 640 pixels is off by a quarter of one in FP16, and by two in BF16."""
+    nodes = [
+        node("Conv", ["x", "w"], ["h"], "product"), node("Reshape", ["h", "rows"], ["r"]),
+        node("Split", ["r", "halves"], ["one", "two"], axis=1), *BOXES[form],
+    ]  # fmt: skip
+    data = [weight("w", 4, 3, 1, 1), nh.from_array(np.array([1, 4, 6400]), "rows"), scalar("halves", [2, 2], np.int64),
+            nh.from_array(GRID, "grid"), scalar("stride", 8.0), scalar("pair", 2.0)]  # fmt: skip
+    used = {name for entry in nodes for name in entry.input}
+    source = model(nodes, [info("x", 1, 3, 80, 80)], [info("y", 1, 4, 6400)], [one for one in data if one.name in used])
+    feeds = {"x": RNG.standard_normal((1, 3, 80, 80)).astype(np.float32)}
+    done = check(source, dtype)
+    assert "product" in low_nodes(done)
+    want, got = (next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
+                 for twin in (emulate(source), emulate(done.model)))  # fmt: skip
+    pixels = {"fp16": 2.0**-4, "bf16": 2.0**-1}[dtype]  # of offsets and sizes of some ten pixels
+    assert np.abs(want - got)[:, :2].max() < pixels
+    assert error(source, done.model, feeds) < NEAR[dtype] / 8
+
+
+# ---- what is no such difference
+
+
+LAYER = node("MatMul", ["x", "w"], ["a"])
+LEFT = {
+    "two layers": [LAYER, node("MatMul", ["x", "v"], ["b"]), node("Sub", ["a", "b"], ["d"])],
+    "a gate": [LAYER, node("Sigmoid", ["a"], ["g"]), node("Mul", ["g", "a"], ["b"]),
+               node("Sub", ["a", "b"], ["d"])],
+    "a squared activation": [LAYER, node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"]),
+                             node("MatMul", ["s", "v"], ["b"]), node("Add", ["a", "b"], ["c"]),
+                             node("MatMul", ["c", "w"], ["e"]), node("Sub", ["c", "e"], ["d"])],
+    "a rotation": [LAYER, node("Slice", ["a", "nought", "eight", "last"], ["b"]),
+                   node("Slice", ["a", "eight", "sixteen", "last"], ["c"]), node("Mul", ["b", "cos"], ["e"]),
+                   node("Mul", ["c", "sin"], ["f"]), node("Sub", ["e", "f"], ["g"]),
+                   node("Concat", ["g", "b"], ["d"], axis=-1)],
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("form", LEFT)
+def test_other_differences_are_low(form, dtype):
+    data = [weight("w", 16, 16), weight("v", 16, 16), weight("cos", 4, 8), weight("sin", 4, 8)]
+    data += [
+        scalar(name, [number], np.int64)
+        for name, number in (("nought", 0), ("eight", 8), ("sixteen", 16), ("last", -1))
+    ]
+    nodes = [*LEFT[form], node("MatMul", ["d", "v"], ["y"])]
+    used = {name for entry in nodes for name in entry.input}
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [one for one in data if one.name in used])
+    assert all(entry.precision == "low" for entry in check(source, dtype).plan.nodes)
+
+
+# ---- calibration
+
+
+@BOTH
+def test_calibration_finds_what_cancels(dtype):
+    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["x", "v"], ["b"], "second"),
+             node("Sub", ["a", "b"], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
+    base = RNG.standard_normal((16, 16)).astype(np.float32)
+    more = (base + RNG.standard_normal((16, 16)).astype(np.float32) * 1e-3).astype(np.float32)
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [nh.from_array(base, "w"), nh.from_array(more, "v")])
+    feeds = {"x": np.round(RNG.standard_normal((4, 16)) * 8).astype(np.float32)}
+    assert low_nodes(check(source, dtype)) == {"first", "second", "difference", "last"}
+    done = amp.convert_onnx(source, dtype=dtype, calibration=[feeds])
+    assert low_nodes(done) == {"last"}
+    assert error(source, done.model, feeds) < NEAR[dtype]
+    assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 for sums and differences that cancel"
