@@ -59,31 +59,23 @@ def test_a_batch_of_another_form_is_captured_anew(name):
     trained_as_by_torch(of_any_form, FORMS[name])
 
 
-@dataclasses.dataclass
-class Batch:
+@dataclasses.dataclass(eq=False)
+class HashableBatch:
     x: object
     rows: object
 
 
-class HashableBatch(Batch):
-    __hash__ = object.__hash__
-
-
 # name: what holds a batch, of other numbers and of other rows
 HELD = {
-    "dataclass": Batch,
     "hashable": HashableBatch,
-    "array": lambda x, rows: {"x": x.numpy(), "rows": rows},
-    "slice": lambda x, rows: {"x": x, "rows": slice(rows)},
     "set": lambda x, rows: {"x": x, "rows": {rows}},
     "like a dict": lambda x, rows: collections.UserDict(x=x, rows=rows),
 }
 
 
 def of_held(model, held):
-    x, rows = (held.x, held.rows) if isinstance(held, Batch) else (held["x"], held["rows"])
-    x = torch.as_tensor(x)
-    x = x[rows] if isinstance(rows, slice) else x[: max(rows)] if isinstance(rows, set) else x[:rows]
+    x, rows = (held.x, held.rows) if isinstance(held, HashableBatch) else (held["x"], held["rows"])
+    x = x[: max(rows)] if isinstance(rows, set) else x[:rows]
     return model(x).square().mean()
 
 
@@ -108,26 +100,6 @@ def test_a_batch_that_the_loss_cannot_take_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     step({"y": Y[0], "x": X[0]})  # the order of keys is no matter
     assert not torch.equal(before[0], model.weight)
-
-
-@pytest.mark.parametrize("value", [True, 3, 2.5, "a text", None], ids=str)
-def test_what_is_no_tensor_in_a_batch_is_given_to_the_loss(value):
-    def loss_fn(model, x, options):
-        return model(x).square().mean() * len(str(options["value"]))
-
-    steps = []
-    for compiled in (True, False):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if compiled:
-            step = amp.training_step(model, loss_fn, optimizer, enabled=False, backend="eager")
-            loss = step(X[0], {"value": value})
-        else:
-            loss = loss_fn(model, X[0], {"value": value})
-            loss.backward()
-            optimizer.step()
-        steps.append([loss.detach(), *(parameter.detach() for parameter in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
 
 
 def test_a_first_batch_that_failed_fixes_nothing():
