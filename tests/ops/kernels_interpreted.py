@@ -249,8 +249,10 @@ def test_a_skipped_step_changes_nothing(bad, mode):
         assert_same_bits(before, arguments)
 
 
-@pytest.mark.parametrize("place", [None, 0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+PLACES = (None, 0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK)
+
+
+@pytest.mark.parametrize(("place", "bad"), crossed(PLACES, (float("nan"), float("inf"), -float("inf"))))
 def test_grad_check(place, bad):
     sizes = (0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK + 1, 5, 7)
     grads = tensors(sizes, FLOATS)
