@@ -425,8 +425,15 @@ class Dropped(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
-@pytest.mark.parametrize("kind", ["step", "model"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("step", "eager"),
+        ("model", "eager"),
+        pytest.param("model", "inductor", marks=pytest.mark.compiles),
+        pytest.param("step", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),  # recomputed as a model's
+    ],
+)
 def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, backend):
     """Each once, as what goes into one is kept; the weights become those of a model that keeps all."""
     found = []
