@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,11 +144,23 @@ def _leave_guards_unmeasured() -> None:
         guards.profile_guard_manager = lambda *arguments: 0.0
 
 
+def _seed_without_stacks() -> None:
+    """For a device that is not in use `torch.manual_seed` writes the stack down, once for each kind: milliseconds."""
+    for kind in ("cuda", "mtia", "xpu"):
+        module: Any = sys.modules.get(f"torch.{kind}")
+        if hasattr(module, "traceback"):
+            module.traceback = _NO_STACKS
+
+
+_NO_STACKS = types.SimpleNamespace(format_stack=list)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Count before the first fixture is made."""
     _keep_registry_of_exporter()
     _leave_guards_unmeasured()
+    _seed_without_stacks()
     item.stash[_LOOKS] = _looks_of_inductor()
 
 
