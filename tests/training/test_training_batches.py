@@ -143,20 +143,6 @@ def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch, caplog):
     assert sum("runs under torch.autocast, which knows no rules" in one for one in told) == 1
 
 
-def test_sizes_of_a_dynamic_dimension_need_no_other_program():
-    model, size = nn.Linear(8, 5), torch.export.Dim("size", min=2, max=64)
-    shapes = ({0: size}, {0: size})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(
-        model, lambda m, x, y: F.cross_entropy(m(x.float()), y), optimizer, backend="eager", dynamic_shapes=shapes
-    )
-    for size in (16, 5, 4, 3, 2, 16):
-        step(X[0][:size].clone(), Y[0][:size].clone())
-    assert step._choice.compilations == 1
-    step(X[0].double(), Y[0])
-    assert step._choice.compilations == 2
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
     model = small()
