@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,18 +137,34 @@ def _keep_registry_of_exporter() -> None:
     registry.from_torchlib = staticmethod(again)
 
 
-def _leave_guards_unmeasured() -> None:
-    """For a line of its log Dynamo times the guards of each capture with the processor's caches flushed: 25 ms."""
+def _leave_captures_unmeasured() -> None:
+    """For its log Dynamo times the guards of each capture, with the processor's caches flushed, and writes all settings
+    of Inductor down: 25 ms and 3."""
     guards: Any = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *arguments: 0.0
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    if hasattr(utils, "_scrubbed_inductor_config_for_logging"):
+        utils._scrubbed_inductor_config_for_logging = lambda: None
+
+
+def _seed_without_stacks() -> None:
+    """For a device that is not in use `torch.manual_seed` writes the stack down, once for each kind: milliseconds."""
+    for kind in ("cuda", "mtia", "xpu"):
+        module: Any = sys.modules.get(f"torch.{kind}")
+        if hasattr(module, "traceback"):
+            module.traceback = _NO_STACKS
+
+
+_NO_STACKS = types.SimpleNamespace(format_stack=list)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Count before the first fixture is made."""
     _keep_registry_of_exporter()
-    _leave_guards_unmeasured()
+    _leave_captures_unmeasured()
+    _seed_without_stacks()
     item.stash[_LOOKS] = _looks_of_inductor()
 
 

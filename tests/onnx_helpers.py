@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FLOAT = TensorProto.FLOAT
+
+
+@functools.cache
+def node_tests() -> tuple[Any, ...]:
+    """ONNX's own tests of single nodes. Making them takes seconds."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reference divides by zero on purpose
+        return tuple(case for case in collect_testcases(None) if case.model is not None)
 
 
 def value(name: str, shape: Sequence[int | str] | None, kind: int = FLOAT) -> onnx.ValueInfoProto:

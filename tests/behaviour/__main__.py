@@ -1,4 +1,4 @@
-"""Print the table: `python tests/behaviour [part of a name …] [--door DOOR] [--summary FILE]`."""
+"""Print the table: `python tests/behaviour [part of a name …] [--door DOOR]`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,6 @@ from doors import Outcome, run
 from table import DOORS, ROWS
 
 HEAD = f"{'row':70}{'door':11}{'right':9}{'graph':8}{'builds':>6}{'first ms':>10}{'warm ms':>9}  what falls short"
-
-# By door, what torch.export as the capture of `compile` and `step` came to: rows, right, right as one graph, builds.
-BEFORE = {
-    "inference": (71, 63, 47, 83),
-    "compile": (447, 428, 362, 799),
-    "step": (406, 390, 284, 1008),
-    "backend": (443, 368, 298, 745),
-}
-SUMMARY = """# What users get, row by row
-
-`python tests/behaviour --summary benchmarks/results/behaviour.md` runs every row of the table of behaviour beside eager
-PyTorch: a model, changes and calls. A row is right where values, gradients, side effects, prints, random numbers and
-exceptions are eager's. Before: `torch.export` captured for `amp.compile` and `amp.training_step`.
-
-| door | rows | right before | right | one graph before | one graph | builds before | builds |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
-"""
 
 
 def line(name: str, door: str, outcome: Outcome) -> str:
@@ -55,24 +38,11 @@ def sums(outcomes: dict[tuple[str, str], Outcome]) -> str:
     return "\n".join(lines)
 
 
-def summary(outcomes: dict[tuple[str, str], Outcome]) -> str:
-    """The totals beside those of before, in Markdown."""
-    lines = []
-    for door, (_, *before) in BEFORE.items():
-        found = [one for (_, through), one in outcomes.items() if through == door]
-        right = [one for one in found if verdict(one) == "yes"]
-        now = (len(right), sum(one.one_graph for one in right), sum(one.builds for one in found))
-        pairs = (str(number) for pair in zip(before, now, strict=True) for number in pair)
-        lines.append(f"| `{door}` | {len(found)} | {' | '.join(pairs)} |\n")
-    return SUMMARY + "".join(lines)
-
-
 def main() -> None:
     """Run the rows and print what each comes to, door by door."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=[""], help="rows whose name has one of these in it")
     parser.add_argument("--door", choices=DOORS, action="append", help="doors; all where none is given")
-    parser.add_argument("--summary", type=Path, help="file for the totals in Markdown")
     options = parser.parse_args()
     for path in sorted(Path(__file__).parent.glob("rows_*.py")):
         importlib.import_module(path.stem)
@@ -84,8 +54,6 @@ def main() -> None:
                 outcomes[name, door] = run(row, door)
                 print(line(name, door, outcomes[name, door]), flush=True)
     print(sums(outcomes))
-    if options.summary:
-        options.summary.write_text(summary(outcomes))
 
 
 if __name__ == "__main__":

@@ -256,8 +256,15 @@ row("another number of dimensions", calls=((X,), (X[None],), (X[0],)), builds=3)
 row("another type of input", calls=((X,), (X.bfloat16(),), (X,)), autocast=True, builds=2)(lambda m, x: m.fc(x))
 row("another memory layout", calls=((X,), (X.t().contiguous().t(),), (X,)), builds=2)(lambda m, x: m.fc(x))
 row("two inputs that are one", calls=((X, X + 1), (X, X), (X, X + 1)), builds=2)(lambda m, x, y: m.fc(x) * y)
-row("attention with growing length", calls=tuple((torch.randn(2, n, 4),) for n in (3, 4, 5)), builds=2)(
-    lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True)
+for name, sizes in {
+    "growing length": ((2, 3), (2, 4), (2, 5)),
+    "other batches and lengths": ((2, 8), (3, 9), (4, 11), (5, 7)),
+}.items():
+    row(f"attention with {name}", calls=tuple((torch.randn(*one, 4),) for one in sizes), builds=2)(
+        lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True)
+    )
+row("sizes of a model that breaks", calls=SIZES, builds=4, broken="compile step backend")(
+    lambda m, x: m.out(y) / len(y) if (y := m.fc(x)).sum() < 1e9 else y
 )
 
 

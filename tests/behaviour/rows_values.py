@@ -25,7 +25,7 @@ from torch import nn
 SIX = ((X,),) * 6
 CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("CONTEXT", default=1.0)
 UNSET: contextvars.ContextVar[float] = contextvars.ContextVar("UNSET")
-FACTOR, ADDED = 1.0, None
+FACTOR = 1.0
 NUMBERS = np.ones(20_000)
 LOCAL = threading.local()
 

@@ -38,8 +38,14 @@ def test_it_is_as_in_eager(name: str, door: str) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "door"), [(n, d) for n, d in CASES if ROWS[n].inductor and d not in ROWS[n].today])
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [
+        pytest.param(n, d, marks=[pytest.mark.slow] * ((n, d) != ("second and third batch size", "backend")))
+        for n, d in CASES
+        if ROWS[n].inductor and d not in ROWS[n].today
+    ],
+)
 def test_it_is_as_in_eager_where_it_is_compiled(name: str, door: str) -> None:
     outcome = run(ROWS[name], door, "inductor")
     assert not [fault for fault in outcome.faults if "builds" not in fault]

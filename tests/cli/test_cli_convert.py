@@ -1,8 +1,6 @@
 """`amp-compiler convert`, called as a user calls it but in this process."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -175,15 +173,6 @@ def test_external_data(run, tmp_path):
     facts = json.loads(text)
     assert facts["input_bytes"] > 1_000_000 and facts["size_ratio"] < 0.52
     onnx.checker.check_model(str(out), full_check=True)
-
-
-@pytest.mark.long
-def test_the_installed_command(benign, tmp_path):
-    command = Path(sys.executable).with_name("amp-compiler")
-    arguments = [command, "convert", benign, tmp_path / "out.onnx", "--json"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and done.stderr == ""
-    assert json.loads(done.stdout)["size_ratio"] < 0.52
 
 
 def test_fuse_and_what_a_later_opset_would_give(run, tmp_path):

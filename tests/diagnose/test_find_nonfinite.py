@@ -217,7 +217,7 @@ def test_nothing_is_changed():
     assert all(one.grad is None for one in model.parameters()) and not step._optimizers[0].state
 
 
-@pytest.mark.parametrize("stored", ["fp16", "low", "kahan"])
+@pytest.mark.parametrize("stored", ["fp16", "kahan", pytest.param("low", marks=pytest.mark.slow)])
 def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, tmp_path):
     """The first call makes masters of FP16 parameters, or FP16 of FP32 ones without masters."""
 
@@ -395,7 +395,7 @@ def test_a_model_in_subgraphs_that_raises_is_told_and_left_as_it_was():
     assert not model.norm.running_mean.any() and model.calls == 0
 
 
-@pytest.mark.parametrize("has_run", [False, True])
+@pytest.mark.parametrize("has_run", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_any_batch_of_a_step_in_subgraphs(has_run, tmp_path):
     model = Broken()
     step = step_of(model, "default")

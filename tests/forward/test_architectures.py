@@ -68,6 +68,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
+ALIKE = ("roberta", "distilbert", "electra", "opt", "qwen2", "gemma")  # built as BERT, GPT-2 and Llama are
+
+
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key != name}
 
@@ -81,7 +84,7 @@ def error(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(float((one.float() - two).norm() / two.norm()) for one, two in zip(found, exact, strict=True))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in MODELS])
 def test_it_is_one_graph_at_autocasts_error(name: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)

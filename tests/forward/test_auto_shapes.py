@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 
@@ -15,7 +14,6 @@ import amp_compiler as amp
 from amp_compiler.forward import notices
 from amp_compiler.passes.pipeline import Stages
 
-BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 BF16_ERROR = 2e-2
 
 
@@ -54,22 +52,6 @@ def count(compiled) -> int:
     return compiled.compilations
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_second_size_makes_a_dimension_dynamic(backend):
-    reference = model()
-    compiled = amp.compile(copy.deepcopy(reference), dtype="bf16", backend=backend)
-    programs = []
-    for size in (8, 5, 3, 17, 8, 1, 1, 64) if backend == "eager" else (8, 5, 3, 17):
-        x = batch(size, 8)
-        assert error(compiled(x), reference(x)) < BF16_ERROR
-        programs.append(count(compiled))
-    assert programs == [1, 2, 2, 2, 2, 3, 3, 3][: len(programs)]  # 8 alone, any, and 1 alone, which torch treats apart
-    compiled(batch(17, 8)).square().sum().backward()
-    reference(batch(17, 8)).square().sum().backward()
-    for mine, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
-        assert error(mine.grad, theirs.grad) < 2 * BF16_ERROR
-
-
 def test_every_dimension_that_changes_becomes_dynamic_and_no_other():
     compiled = amp.compile(model(), dtype="bf16", backend="eager")
     calls = [((4, 6, 8), 1), ((4, 9, 8), 2), ((4, 5, 8), 2), ((3, 5, 8), 3), ((7, 11, 8), 3), ((1, 7, 8), 4)]
@@ -92,39 +74,6 @@ def test_none_captures_each_shape_and_an_unknown_word_is_refused():
     assert count(compiled) == 3
     with pytest.raises(amp.AmpError, match=r"dynamic_shapes='atuo'.*'auto'"):
         amp.compile(model(), dynamic_shapes="atuo")
-
-
-def test_inputs_that_lie_otherwise_in_memory_are_right():
-    compiled = amp.compile(model(), dtype="bf16", backend="eager")
-    for size in (4, 5):
-        compiled(batch(size, 8))
-    wide = batch(6, 16)[:, :8]  # its rows are 16 numbers apart
-    assert error(compiled(wide), compiled.original(wide)) < BF16_ERROR
-    compiled(batch(7, 8))
-    assert count(compiled) <= 3
-
-
-class Fixed(nn.Module):
-    """Works for any number of rows, and each number makes another graph."""
-
-    def forward(self, x):
-        return torch.stack([row * (number + 1) for number, row in enumerate(x)])
-
-
-class Divided(nn.Module):
-    """Takes another way for many rows, and one for rows that come in pairs."""
-
-    def forward(self, x):
-        y = x.reshape(-1, 2 * x.shape[1]).sum() if x.shape[0] % 2 == 0 else x.sum()
-        return y + (1 if x.shape[0] > 10 else 2)
-
-
-@pytest.mark.parametrize("kind", [Fixed, Divided])
-def test_what_depends_on_the_size_is_right_for_every_size(kind):
-    compiled = amp.compile(kind(), dtype="bf16", backend="eager", rules="safe")
-    for size in (4, 5, 6, 8, 12, 11, 13, 14, 20, 7):
-        x = batch(size, 3)
-        torch.testing.assert_close(compiled(x), kind()(x))
 
 
 def classes(net, x, y):

@@ -12,12 +12,12 @@ from torch import nn
 import amp_compiler as amp
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-SMALL = ("gpt2", "lstm")
-LARGE = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
+SLOW = ("gpt2", "bert", "llama", "t5", "resnet50", "segformer")  # seconds each
 QUICK = (
-    *((name, 2) for name in SMALL),
-    *(pytest.param(name, 1, marks=pytest.mark.long) for name in ("bert", "llama")),
-    *(pytest.param(name, 2, marks=pytest.mark.slow) for name in LARGE),
+    ("gpt2", 1),
+    ("lstm", 2),
+    pytest.param("llama", 1, marks=pytest.mark.long),
+    *(pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW),
 )
 
 

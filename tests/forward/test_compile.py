@@ -85,13 +85,6 @@ def test_parameters_state_dict_and_attributes_are_the_originals():
     assert copy.deepcopy(model).original is not original
 
 
-def test_nested_outputs_and_keyword_arguments():
-    reference, model = pair(backend="eager")
-    expected, actual = reference(X, scale=torch.tensor(2.0)), model(X, scale=torch.tensor(2.0))
-    assert set(actual) == {"scaled", "raw"} and isinstance(actual["raw"], tuple)
-    assert error(actual["scaled"], expected["scaled"]) < BF16_ERROR
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_kept_weights_follow_every_change_of_a_parameter(backend):
     _, model = pair(backend=backend)
@@ -147,14 +140,6 @@ def test_training_loops_work_unchanged():
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_double_backward_in_eager():
-    model = amp.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), dtype="bf16", backend="eager")
-    x = torch.randn(2, 4, requires_grad=True)
-    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    g.square().sum().backward()
-    assert model[0].weight.grad is not None and bool(model[0].weight.grad.abs().sum() > 0)
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dynamic_shapes_capture_once(backend):
     model = amp.compile(
@@ -175,27 +160,6 @@ def test_dynamic_shapes_capture_once(backend):
     assert model.compilations == 1
 
 
-def test_tied_weights_get_one_gradient():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(10, 8)
-            self.out = nn.Linear(8, 10, bias=False)
-            self.out.weight = self.embed.weight
-
-        def forward(self, ids):
-            return self.out(self.embed(ids))
-
-    torch.manual_seed(0)
-    model = Tied()
-    reference = copy.deepcopy(model)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    ids = torch.arange(10)
-    compiled(ids).square().sum().backward()
-    reference(ids).square().sum().backward()
-    assert error(model.embed.weight.grad, reference.embed.weight.grad) < BF16_ERROR
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -207,30 +171,6 @@ class Branches(nn.Module):
             return self.b(y)
         with torch.autocast("cpu", enabled=False):
             return self.b(y.float()) - 1
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_data_dependent_branch(backend):
-    torch.manual_seed(0)
-    model = Branches()
-    compiled = amp.compile(model, dtype="bf16", backend=backend)
-    for sign in (1, -1):
-        x = sign * torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-        assert error(compiled(x), model(x)) < BF16_ERROR
-    compiled(x).sum().backward()
-    assert model.a.weight.grad is not None
-    assert any(node.precision == "low" and node.op == "aten.linear" for node in compiled.plan.nodes)
-    pinned = [node for node in compiled.plan.nodes if "enabled=False" in node.reason]
-    assert {node.precision for node in pinned if node.op == "aten.linear"} == {"fp32"}
-
-
-def test_the_dynamo_entry_point():
-    torch.manual_seed(0)
-    model = Branches()
-    compiled = torch.compile(model, backend="amp_compiler", options={"dtype": "bf16", "backend": "eager"})
-    x = torch.randn(4, 8)
-    actual = compiled(x)
-    assert error(actual, model(x)) < BF16_ERROR and not torch.equal(actual, model(x))
 
 
 def test_a_model_that_nobody_can_take_is_named_with_its_line():

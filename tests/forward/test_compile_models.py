@@ -69,14 +69,6 @@ class Reverse(torch.autograd.Function):
         return -g
 
 
-reverse = Reverse.apply  # as many models name it, before anybody can watch
-
-
-def test_a_custom_function_that_was_bound_before_keeps_its_backward():
-    model = Lambda(lambda m, x: m.b(reverse(m.a(x))), a=linear(), b=linear())
-    assert check(model, X, backend="eager", times=2).execution == "as one graph"
-
-
 class ReverseTwice(Reverse):
     @staticmethod
     def backward(ctx, g):
@@ -88,38 +80,6 @@ def test_custom_functions_of_which_one_is_made_of_the_other_keep_their_backwards
     first, last = order
     model = Lambda(lambda m, x: m.b(first.apply(m.a(x)) + last.apply(m.a(x))), a=linear(), b=linear())
     assert check(model, X, backend="eager", times=2).execution == "as one graph"
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_custom_function_keeps_its_backward(backend):
-    model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())
-    compiled = check(model, X, backend=backend, times=2)
-    assert compiled.execution == "as one graph" and compiled.plan.low_nodes == 2
-    assert amp.explain(model, (X,), dtype="bf16") == compiled.plan
-
-
-def test_the_entry_point_takes_a_custom_function():
-    model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())
-    compiled = torch.compile(
-        model, backend="amp_compiler", options={"dtype": "bf16", "backend": "eager"}, fullgraph=True
-    )
-    found, wanted = (torch.autograd.grad(one(X).sum(), model.a.weight)[0] for one in (compiled, model))
-    check_close(found, wanted)
-
-
-class Average(nn.Module):
-    """A running mean kept under no_grad, in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x):
-        y = self.fc(x)
-        with torch.no_grad():
-            self.mean.mul_(0.9).add_(y.mean(0) * 0.1)
-        return y - self.mean
 
 
 class Clamped(nn.Module):
@@ -136,9 +96,8 @@ class Clamped(nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("make", [Average, Clamped])
-def test_in_place_updates_under_no_grad(make, backend):
-    check(make(), X, backend=backend, times=2)
+def test_in_place_updates_under_no_grad(backend):
+    check(Clamped(), X, backend=backend, times=2)
 
 
 def test_spectral_norm():
@@ -209,67 +168,12 @@ def test_a_causal_mask_made_behind_a_graph_break():
     assert compiled.execution != "as one graph" and compiled.plan.low_nodes >= 2
 
 
-def test_packed_sequences():
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.fc, self.rnn = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
-
-        def forward(self, x, lengths):
-            packed = nn.utils.rnn.pack_padded_sequence(self.fc(x), lengths, batch_first=True)
-            return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
-
-    model, x = Packed(), torch.randn(2, 5, 8)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    try:
-        check_close(compiled(x, torch.tensor([5, 3])), model(x, torch.tensor([5, 3])))
-    except amp.CaptureError as error:
-        # Said, not run in FP32 unseen; torch 2.11 already stops where it would have to break its graph.
-        assert "nothing of Packed was captured" in str(error) or "torch.compiler.disable" in str(error)
-
-
-def test_a_wrong_call_does_not_decide_for_later_ones():
-    compiled = amp.compile(linear(), dtype="bf16", backend="eager")
-    with pytest.raises(amp.CaptureError):
-        compiled(torch.randn(4, 9))
-    check_close(compiled(X), compiled.original(X))
-    assert compiled.execution == "as one graph"
-
-
 def test_a_region_for_another_device_means_nothing():
     def function(m, x):
         with torch.autocast("cuda", enabled=False):
             return m.fc(x)
 
     assert check(Lambda(function, fc=linear()), X).plan.low_nodes == 1
-
-
-def test_nested_regions():
-    def function(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = m.a(x)
-            with torch.autocast("cpu", enabled=False):
-                z = m.b(y.float())
-            return m.a(z) + y
-
-    plan = check(Lambda(function, a=linear(), b=linear()), X).plan
-    assert [node.precision for node in plan.nodes if node.op == "aten.linear"] == ["low", "fp32", "low"]
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_an_lstm(backend):
-    torch.manual_seed(0)
-    model = Lambda(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 8))
-    check(model, torch.randn(5, 2, 8), backend=backend)
-
-
-def test_a_replaced_submodule_is_seen():
-    model = nn.Sequential(linear(), nn.ReLU())
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    compiled(X)
-    model[1] = nn.Tanh()
-    check_close(compiled(X), model(X))
 
 
 def test_dynamic_shapes_capture_again_for_what_they_do_not_cover():
@@ -286,20 +190,6 @@ def test_the_same_tensor_twice_is_another_signature():
     check_close(compiled(X.clone(), X.clone()), model(X.clone(), X.clone()))
     one, two = X.clone(), X.clone()
     check_close(compiled(one, one), model(two, two))
-
-
-def test_arguments_that_are_not_hashable():
-    class Options:
-        __hash__ = None
-        factor = 2.0
-
-    model = Lambda(lambda m, x, o: m.fc(x) * o.factor, fc=linear())
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    options = Options()
-    check_close(compiled(X, options), model(X, options))
-    options.factor = 5.0
-    check_close(compiled(X, options), model(X, options))
-    assert compiled.execution == "as one graph"
 
 
 def test_hugging_face_models_with_a_cache():

@@ -223,6 +223,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+@pytest.mark.slow  # the Trainer trains a network to the same losses, and saves and resumes such a model
 def test_the_trainer_trains_a_transformer(tmp_path):
     model = compiled(gpt2())
     plain = copy.deepcopy(model.original)

@@ -9,6 +9,7 @@ from graph_reading import parse_graph
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx_helpers import node_tests
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
@@ -135,10 +136,7 @@ def test_data_are_examined_and_rounded(low, numpy):
 
 
 def float_cases():
-    from onnx.backend.test.case.node import collect_testcases
-
-    with np.errstate(all="ignore"):
-        return {case.name: case.model for case in collect_testcases(None) if case.model is not None}
+    return {case.name: case.model for case in node_tests()}
 
 
 def is_valid(model):

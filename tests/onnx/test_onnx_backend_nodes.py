@@ -2,12 +2,12 @@
 
 import functools
 import re
-import warnings
 from typing import Any
 
 import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
+from onnx_helpers import node_tests
 
 from amp_compiler.errors import AmpError, OnnxError
 from amp_compiler.onnx.check.verify import verify
@@ -27,15 +27,10 @@ INCOMPARABLE = {
 
 @functools.cache
 def cases() -> dict[str, Any]:
-    """The node tests with an FP32 input, by name. Making them takes long."""
-    from onnx.backend.test.case.node import collect_testcases
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = collect_testcases(None)
+    """The node tests with an FP32 input, by name."""
     return {
         case.name: case
-        for case in found
+        for case in node_tests()
         if any(value.type.tensor_type.elem_type == TensorProto.FLOAT for value in case.model.graph.input)
         and sound(case.model)
     }

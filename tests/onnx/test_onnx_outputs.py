@@ -179,7 +179,7 @@ from onnx import numpy_helper as nh
 from test_onnx_outputs import numbers, stored_beside
 from amp_compiler.onnx.convert import convert_onnx
 
-folder, doing = Path(sys.argv[2]), sys.argv[3]
+folder = Path(sys.argv[2])
 out = folder / "out.onnx"
 old, new = stored_beside(folder / "old", "m.onnx", 1.0), stored_beside(folder / "new", "m.onnx", 2.0)
 armed, left = False, 0
@@ -198,50 +198,57 @@ def hook(event, arguments):
     armed = True
 
 sys.addaudithook(hook)
-if doing == "read":
+doing = "read"
+convert_onnx(old, out, check=False)
+armed = True
+convert_onnx(new, out, check=False)
+armed = False
+print("end", sorted(numbers(out)))
+doing = "kill"
+for step in range(20):
     convert_onnx(old, out, check=False)
-    armed = True
-    convert_onnx(new, out, check=False)
-    armed = False
-    print("end", sorted(numbers(out)))
-else:
-    for step in range(20):
-        convert_onnx(old, out, check=False)
-        child = os.fork()
-        if not child:
-            armed, left = True, step
-            convert_onnx(new, out, check=False)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        left_behind = len(list(folder.glob(".amp_compiler-*")))
-        print(step, code, sorted(numbers(out)), left_behind, len(list(folder.glob("out.onnx.*"))), flush=True)
-        convert_onnx(old, out, check=False)
-        assert not list(folder.glob(".amp_compiler-*")) and numbers(out) == {1.0}
-        assert len(list(folder.glob("out.onnx.*"))) == 1, sorted(folder.iterdir())
-        if code == 0:
-            break
+    child = os.fork()
+    if not child:
+        armed, left = True, step
+        convert_onnx(new, out, check=False)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left_behind = len(list(folder.glob(".amp_compiler-*")))
+    print(step, code, sorted(numbers(out)), left_behind, len(list(folder.glob("out.onnx.*"))), flush=True)
+    convert_onnx(old, out, check=False)
+    assert not list(folder.glob(".amp_compiler-*")) and numbers(out) == {1.0}
+    assert len(list(folder.glob("out.onnx.*"))) == 1, sorted(folder.iterdir())
+    if code == 0:
+        break
 """
 
 
-def run_steps(tmp_path: Path, doing: str) -> list[str]:
-    command = [sys.executable, "-P", "-c", STEPS, str(Path(__file__).parent), str(tmp_path), doing]
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> tuple[list[str], list[str]]:
+    """What a reader sees between the steps of a conversion, and what kills between them leave."""
+    folder = str(tmp_path_factory.mktemp("steps"))
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the project may lie there
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, known)])
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", STEPS, str(Path(__file__).parent), folder],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    lines = done.stdout.splitlines()
+    end = next(number for number, line in enumerate(lines, 1) if line.startswith("end"))
+    return lines[:end], lines[end:]
 
 
-def test_a_reader_between_the_steps_sees_the_old_model_or_the_new_one(tmp_path):
-    seen = run_steps(tmp_path, "read")
+def test_a_reader_between_the_steps_sees_the_old_model_or_the_new_one(steps):
+    seen, _ = steps
     assert seen[-1] == "end [2.0]"
-    steps = [line.split(" ", 1)[1] for line in seen]
-    assert len(steps) >= 4 and set(steps) == {"[1.0]", "[2.0]"}
-    assert steps == sorted(steps), "never the old one again"
+    events = [line.split(" ", 1)[1] for line in seen]
+    assert len(events) >= 4 and set(events) == {"[1.0]", "[2.0]"}
+    assert events == sorted(events), "never the old one again"
 
 
-def test_a_kill_between_the_steps_leaves_the_old_model_or_the_new_one(tmp_path):
-    seen = [line.split() for line in run_steps(tmp_path, "kill")]
+def test_a_kill_between_the_steps_leaves_the_old_model_or_the_new_one(steps):
+    seen = [line.split() for line in steps[1]]
     assert [row[1] for row in seen] == [*["9"] * (len(seen) - 1), "0"] and len(seen) >= 4
     whole = [row[2] for row in seen]
     assert whole == sorted(whole) and set(whole) == {"[1.0]", "[2.0]"}

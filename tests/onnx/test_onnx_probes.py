@@ -18,7 +18,7 @@ from onnx import TensorProto as T
 from onnx_models import info, model, node, scalar, weight
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check import memory
+from amp_compiler.onnx.check import memory, probes
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.run import ORT, REFERENCE, Runner
 from amp_compiler.onnx.check.verify import TOLERANCES, verify
@@ -276,13 +276,15 @@ def test_threads_that_verify_at_once_register_one_arena(monkeypatch):
     assert len(calls) == 1
 
 
-def test_inputs_that_are_too_large_are_not_drawn():
+def test_inputs_that_are_too_large_are_not_drawn(monkeypatch):
+    for module in (memory, probes):
+        monkeypatch.setattr(module, "MEMORY", 1 << 27)
     nodes = [node("ReduceMax", ["x"], ["y"], keepdims=0)]
-    found, untried = drawn(model(nodes, [info("x", "N", 1 << 20)], [info("y")]))
-    assert found["long and odd"]["x"].shape == (127, 1 << 20)
-    assert "N = 2003 (more than 2 GiB of memory)" in untried and "sizes above N = 127" in untried
-    with pytest.raises(OnnxError, match="its inputs take more than 2 GiB"):
-        drawn(model(nodes, [info("x", "N", 1 << 30)], [info("y")]))
+    found, untried = drawn(model(nodes, [info("x", "N", 1 << 16)], [info("y")]))
+    assert found["long and odd"]["x"].shape == (127, 1 << 16)
+    assert "N = 2003 (more than 0.125 GiB of memory)" in untried and "sizes above N = 127" in untried
+    with pytest.raises(OnnxError, match=r"its inputs take more than 0\.125 GiB"):
+        drawn(model(nodes, [info("x", "N", 1 << 26)], [info("y")]))
 
 
 def test_a_converted_model_that_gives_other_shapes_or_does_not_run_fails():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from twin_models import cnn
 
 import amp_compiler as amp
 
@@ -159,15 +160,16 @@ def test_outputs_gradients_and_names_are_the_torch_models(build, tmp_path):
     assert set(mine) <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("build", [vit])
+@pytest.mark.parametrize("build", [cnn, pytest.param(vit, marks=pytest.mark.slow)])
 def test_an_optimized_export_with_a_dynamic_batch(build):
     model, args = made(build)
-    program = exported(model, args, optimize=True, dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
+    shapes = ({0: torch.export.Dim.DYNAMIC},)
+    program = exported(model, args, optimize=True, dynamic_shapes=(shapes,) if isinstance(model, Logits) else shapes)
     module = amp.onnx_to_fx(program.model)
     larger = tuple(torch.cat([one, one.flip(0), one]) for one in args)
     with torch.no_grad():
         assert relative(module(*larger), model(*larger)) < 1e-4
-        compiled = amp.compile(module, dtype="bf16", backend="eager", dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        compiled = amp.compile(module, dtype="bf16", backend="eager", dynamic_shapes=shapes)
         for given in (args, larger):
             assert relative(compiled(*given), model(*given)) < 1e-2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from onnx_helpers import node_tests
 
 from amp_compiler import onnx_to_fx
 from amp_compiler.errors import AmpError
@@ -64,12 +64,7 @@ LEAST = 1240  # of 1296 with onnx 1.23
 
 def float_cases() -> Iterator[Any]:
     """Node tests whose inputs and outputs are tensors of `TYPES`, a float one among them."""
-    from onnx.backend.test.loader import load_model_tests
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reference divides by zero on purpose
-        cases = load_model_tests(kind="node")
-    for case in cases:
+    for case in node_tests():
         values = [*case.model.graph.input, *case.model.graph.output]
         kinds = {value.type.tensor_type.elem_type for value in values if value.type.HasField("tensor_type")}
         tensors = all(value.type.HasField("tensor_type") for value in values)
@@ -98,7 +93,7 @@ def check(case: Any) -> None:
 @pytest.mark.long
 def test_the_float_node_tests_pass_but_for_what_is_listed():
     passed, refused, failed = 0, [], {}
-    for case in float_cases_cached():
+    for case in float_cases():
         try:
             check(case)
             passed += 1
@@ -115,7 +110,7 @@ def test_the_float_node_tests_pass_but_for_what_is_listed():
 @pytest.mark.parametrize("name", sorted(RANDOM))
 def test_random_ops_draw_from_torch(name):
     """Seeded by torch, the same numbers come again; ONNX's own seeds are another generator's."""
-    case = next(one for one in float_cases_cached() if one.name == name)
+    case = next(one for one in float_cases() if one.name == name)
     module = onnx_to_fx(case.model)
     inputs = [torch.from_numpy(array(one).copy()) for one in case.data_sets[0][0]]
     results = []
@@ -124,12 +119,3 @@ def test_random_ops_draw_from_torch(name):
         made = module(*inputs)
         results.append(made if isinstance(made, tuple) else (made,))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-_CACHE: list[Any] = []
-
-
-def float_cases_cached() -> list[Any]:
-    if not _CACHE:
-        _CACHE.extend(float_cases())
-    return _CACHE

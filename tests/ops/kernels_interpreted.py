@@ -249,8 +249,10 @@ def test_a_skipped_step_changes_nothing(bad, mode):
         assert_same_bits(before, arguments)
 
 
-@pytest.mark.parametrize("place", [None, 0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+PLACES = (None, 0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK)
+
+
+@pytest.mark.parametrize(("place", "bad"), crossed(PLACES, (float("nan"), float("inf"), -float("inf"))))
 def test_grad_check(place, bad):
     sizes = (0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK + 1, 5, 7)
     grads = tensors(sizes, FLOATS)
@@ -368,8 +370,16 @@ def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay):
     assert_both_agree("adam_update", arguments)
 
 
-@pytest.mark.parametrize("mode", [None, *Storage])
-@pytest.mark.parametrize(("one", "chosen"), EVERY, ids=NAMES)
+def with_a_storage():
+    """Every optimizer with masters and, in turn, with one storage; the others are slow."""
+    for place, ((one, chosen), name) in enumerate(zip(EVERY, NAMES, strict=True)):
+        yield pytest.param(one, chosen, None, id=name)
+        for number, mode in enumerate(Storage):
+            marks = [pytest.mark.slow] * (number != place % len(Storage))
+            yield pytest.param(one, chosen, mode, marks=marks, id=f"{name}-{mode.name}")
+
+
+@pytest.mark.parametrize(("one", "chosen", "mode"), with_a_storage())
 def test_every_fused_optimizer(one, chosen, mode):
     """With nothing but its description."""
     weight = torch.float32 if mode is None else torch.bfloat16

@@ -195,7 +195,8 @@ def calls(monkeypatch):
 
 @needs_loops
 @pytest.mark.compiles
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # by default a compiled model uses it, below
+@pytest.mark.parametrize("causal", [False, True])
 def test_compiled_steps_use_it_and_agree_with_the_eager_oracle(calls, causal):
     x = torch.randn(2, 10, 32)
     weights = {}

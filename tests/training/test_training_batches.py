@@ -59,31 +59,23 @@ def test_a_batch_of_another_form_is_captured_anew(name):
     trained_as_by_torch(of_any_form, FORMS[name])
 
 
-@dataclasses.dataclass
-class Batch:
+@dataclasses.dataclass(eq=False)
+class HashableBatch:
     x: object
     rows: object
 
 
-class HashableBatch(Batch):
-    __hash__ = object.__hash__
-
-
 # name: what holds a batch, of other numbers and of other rows
 HELD = {
-    "dataclass": Batch,
     "hashable": HashableBatch,
-    "array": lambda x, rows: {"x": x.numpy(), "rows": rows},
-    "slice": lambda x, rows: {"x": x, "rows": slice(rows)},
     "set": lambda x, rows: {"x": x, "rows": {rows}},
     "like a dict": lambda x, rows: collections.UserDict(x=x, rows=rows),
 }
 
 
 def of_held(model, held):
-    x, rows = (held.x, held.rows) if isinstance(held, Batch) else (held["x"], held["rows"])
-    x = torch.as_tensor(x)
-    x = x[rows] if isinstance(rows, slice) else x[: max(rows)] if isinstance(rows, set) else x[:rows]
+    x, rows = (held.x, held.rows) if isinstance(held, HashableBatch) else (held["x"], held["rows"])
+    x = x[: max(rows)] if isinstance(rows, set) else x[:rows]
     return model(x).square().mean()
 
 
@@ -108,26 +100,6 @@ def test_a_batch_that_the_loss_cannot_take_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     step({"y": Y[0], "x": X[0]})  # the order of keys is no matter
     assert not torch.equal(before[0], model.weight)
-
-
-@pytest.mark.parametrize("value", [True, 3, 2.5, "a text", None], ids=str)
-def test_what_is_no_tensor_in_a_batch_is_given_to_the_loss(value):
-    def loss_fn(model, x, options):
-        return model(x).square().mean() * len(str(options["value"]))
-
-    steps = []
-    for compiled in (True, False):
-        model = small()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if compiled:
-            step = amp.training_step(model, loss_fn, optimizer, enabled=False, backend="eager")
-            loss = step(X[0], {"value": value})
-        else:
-            loss = loss_fn(model, X[0], {"value": value})
-            loss.backward()
-            optimizer.step()
-        steps.append([loss.detach(), *(parameter.detach() for parameter in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
 
 
 def test_a_first_batch_that_failed_fixes_nothing():
@@ -169,20 +141,6 @@ def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch, caplog):
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("the training step runs forward and backward in 1 subgraph" in one for one in told) == 1
     assert sum("runs under torch.autocast, which knows no rules" in one for one in told) == 1
-
-
-def test_sizes_of_a_dynamic_dimension_need_no_other_program():
-    model, size = nn.Linear(8, 5), torch.export.Dim("size", min=2, max=64)
-    shapes = ({0: size}, {0: size})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(
-        model, lambda m, x, y: F.cross_entropy(m(x.float()), y), optimizer, backend="eager", dynamic_shapes=shapes
-    )
-    for size in (16, 5, 4, 3, 2, 16):
-        step(X[0][:size].clone(), Y[0][:size].clone())
-    assert step._choice.compilations == 1
-    step(X[0].double(), Y[0])
-    assert step._choice.compilations == 2
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import amp_compiler as amp
-from amp_compiler.backends import BACKENDS, eager
 from amp_compiler.errors import LossScaleError
 from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.loss_scale import DynamicLossScale
@@ -51,12 +49,6 @@ def make(graphs=None, backend="inductor", **options):
     if graphs is not None:
         step._state.graphs.api = graphs
     return model, optimizer, step
-
-
-@pytest.fixture
-def node_by_node(monkeypatch):
-    """What Inductor would compile runs node by node: quick, and all that is around it stays the same."""
-    monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
 
 
 def snapshot(model, optimizer, step):

@@ -65,36 +65,6 @@ def test_a_step_in_fp32_is_torchs(breaks, caplog):
         assert sum(record.getMessage().startswith(("captured", "recompiled")) for record in caplog.records) == 2
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "subgraphs"])
-def test_in_16_bits_it_is_near(dtype, breaks):
-    expected, _ = trained(torchs, breaks)
-    found, step = trained(amp.training_step, breaks, dtype=dtype, backend="eager", loss_scale="none")
-    start = [p.detach() for p in Net().parameters()]
-    moved = sum(float((a - b).norm()) for a, b in zip(expected, start, strict=True))
-    off = sum(float((a - b).norm()) for a, b in zip(found, expected, strict=True))
-    assert 0 < off < 3e-2 * moved
-    assert step.plan.low_nodes > 0
-
-
-def test_in_subgraphs_there_is_one_more_form_and_no_other():
-    _, step = trained(amp.training_step, True, dtype="bf16", backend="eager")
-    # Two: of the first numbers, with 0 and 1 apart, of any.
-    assert len(step._choice.subgraph_step.subgraphs.made) <= 6
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_compiled():
-    expected, _ = trained(torchs, False)
-    found, step = trained(amp.training_step, False, dtype="bf16")
-    start = [p.detach() for p in Net().parameters()]
-    moved = sum(float((a - b).norm()) for a, b in zip(expected, start, strict=True))
-    assert 0 < sum(float((a - b).norm()) for a, b in zip(found, expected, strict=True)) < 3e-2 * moved
-    assert step._choice.compilations == 2
-
-
 def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_subgraphs_too():
     taken = []
     for make, options in ((torchs, {}), (amp.training_step, {"rules": IN_FP32, "backend": "eager"})):

@@ -71,18 +71,7 @@ def trajectory(flags, section):
         step(bad if flag == "x" else X, Y)
         scales.append(float(step.loss_scale))
         moved += "x" if same(before, [parameter.detach() for parameter in model.parameters()]) else "."
-    return scales, moved, step, optimizer
-
-
-def test_the_scale_goes_the_way_that_hysteresis_floor_and_ceiling_prescribe():
-    section = {"mode": "dynamic", "init": 16.0, "growth_interval": 2, "hysteresis": 2, "min": 4.0, "max": 32.0}
-    # The first overflow of a row is let pass, the second and each after it halve; two finite steps in a row double.
-    flags = "x.xxxx........"
-    expected = [16, 16, 16, 8, 4, 4, 4, 8, 8, 16, 16, 32, 32, 32]
-    scales, moved, step, optimizer = trajectory(flags, section)
-    assert scales == expected and moved == flags
-    assert int(step.skipped_steps) == 5
-    assert {int(state["step"]) for state in optimizer.state.values()} == {9}
+    return scales, moved, step
 
 
 def by_definition(flags, section):
@@ -102,7 +91,7 @@ def test_the_scale_of_a_long_run_is_the_one_of_the_definition(hysteresis, growth
     section |= {"hysteresis": hysteresis, "growth_interval": growth_interval}
     flags = "".join(random.Random(2).choices("x.", k=60))
     expected = list(by_definition(flags, section))
-    scales, moved, step, _ = trajectory(flags, section)
+    scales, moved, step = trajectory(flags, section)
     assert scales == expected and moved == flags
     assert int(step.skipped_steps) == flags.count("x")
     assert len(set(expected)) >= 4 and max(expected) > 64.0 > min(expected)

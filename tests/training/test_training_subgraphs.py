@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import logging
 from itertools import product
 from pathlib import Path
@@ -30,8 +28,8 @@ def mlp():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def normed(momentum=0.1):
-    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16, momentum=momentum), nn.Linear(16, 4))
+def normed():
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
 def convolutional():
@@ -43,11 +41,6 @@ def penalized(model, x, y, kept):
     logits = model(x)
     (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
     return F.cross_entropy(logits, y) + (slope.norm(dim=1) - 1).square().mean()
-
-
-def logged(model, x, y, kept):
-    loss = F.cross_entropy(model(x), y)
-    return loss, loss.item()
 
 
 def branching(model, x, y, kept):
@@ -101,35 +94,21 @@ def covariance(made):
     return made.float().T @ made.float() + EYE
 
 
-# name: model, loss
+# name: model, loss; many more are rows of tests/behaviour
 PROGRAMS = {
-    "rows of a mask": (mlp, lambda m, x, y, k: F.cross_entropy(m(x)[k], y[k])),
     "rows of a mask, with BatchNorm": (normed, lambda m, x, y, k: F.cross_entropy(m(x)[k], y[k])),
-    "masked_select": (mlp, lambda m, x, y, k: m(x).masked_select(k[:, None]).square().mean()),
-    "nonzero": (mlp, lambda m, x, y, k: F.cross_entropy(m(x)[k.nonzero()[:, 0]], y[k])),
-    "unique": (mlp, lambda m, x, y, k: F.cross_entropy(m(x), y) * y.unique().numel()),
-    "one_hot": (mlp, lambda m, x, y, k: (m(x).softmax(-1) - F.one_hot(y)).square().mean()),
-    "scatter_reduce": (
-        mlp,
-        lambda m, x, y, k: EYE.scatter_reduce(0, y[:, None].expand(16, 4), m(x).float(), "mean").square().sum(),
-    ),
     "index_reduce": (mlp, lambda m, x, y, k: EYE.index_reduce(0, y, m(x).float(), "mean").square().sum()),
-    "inv": (mlp, lambda m, x, y, k: torch.linalg.inv(covariance(m(x))).square().sum()),
     "cholesky": (mlp, lambda m, x, y, k: torch.linalg.cholesky(covariance(m(x))).diagonal().log().sum()),
     "solve": (mlp, lambda m, x, y, k: torch.linalg.solve(covariance(m(x)), x[0, :4]).square().sum()),
-    "Categorical": (mlp, lambda m, x, y, k: -torch.distributions.Categorical(logits=m(x)).log_prob(y).mean()),
     "Normal": (
         mlp,
         lambda m, x, y, k: -torch.distributions.Normal(m(x)[:, 0], m(x)[:, 1].exp()).log_prob(x[:, 0]).mean(),
     ),
     "gaussian_nll": (mlp, lambda m, x, y, k: F.gaussian_nll_loss(m(x)[:, 0], x[:, 0], m(x)[:, 1].exp())),
     "ctc": (mlp, ctc),
-    "momentum=None": (lambda: normed(None), entropy),
     "causal encoder": (Encoder, entropy),
     "nn.Transformer": (Translator, entropy),
     "packed sequences": (Packed, entropy),
-    "no gradient but zeros": (mlp, lambda m, x, y, k: m(x).sum() * 0),
-    "a number for logging": (mlp, logged),
     "a branch on the loss": (mlp, branching),
     "gradient penalty": (mlp, penalized),
     "gradient penalty, with a convolution": (
@@ -154,23 +133,17 @@ def trained(name, backend, steps=3):
     for _ in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             expected = loss_fn(reference, X, Y, KEPT)
-        expected = expected[0] if isinstance(expected, tuple) else expected
         theirs.zero_grad()
         expected.float().backward()
         theirs.step()
-        made = step(X, Y, KEPT)
-        loss, aux = made if isinstance(made, tuple) else (made, None)
-        torch.testing.assert_close(loss, expected.detach().float(), rtol=2e-2, atol=2e-3)
-        assert aux is None or aux == pytest.approx(float(loss))
+        torch.testing.assert_close(step(X, Y, KEPT), expected.detach().float(), rtol=2e-2, atol=2e-3)
     for mine, other in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, other, rtol=5e-2, atol=2e-2)
     return step
 
 
 # What they break a graph by is in another of the programs too.
-ALIKE = (
-    "rows of a mask", "masked_select", "index_reduce", "solve", "cholesky", "Normal", "gaussian_nll", "nn.Transformer",
-)  # fmt: skip
+ALIKE = ("solve", "cholesky", "Normal", "nn.Transformer")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in PROGRAMS])
@@ -233,6 +206,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     report = step.nonfinite_report()
     (node,) = report.nodes
     assert "0.weight" in report.parameters and report.repeated and node.op == "input"
+    assert node.name.startswith("graph0/")
 
 
 def test_it_is_told_once_and_can_be_read(caplog):
@@ -371,13 +345,6 @@ def test_what_is_checkpointed_is_computed_again(reentrant, kind):
         assert "/" not in compiled.plan.nodes[0].name and model.second.weight.grad.abs().sum() > 0
 
 
-def test_checkpointing_without_gradients_is_one_graph():
-    compiled = amp.compile(Checkpointed(False).eval(), dtype="bf16", backend="eager")
-    with torch.no_grad():
-        compiled(X)
-    assert compiled.execution == "as one graph"
-
-
 def test_torch_is_as_it_was():
     """The function that checkpoints, and what torch keeps on it."""
     model = Checkpointed(False)
@@ -458,8 +425,15 @@ class Dropped(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
-@pytest.mark.parametrize("kind", ["step", "model"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("step", "eager"),
+        ("model", "eager"),
+        pytest.param("model", "inductor", marks=pytest.mark.compiles),
+        pytest.param("step", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),  # recomputed as a model's
+    ],
+)
 def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, backend):
     """Each once, as what goes into one is kept; the weights become those of a model that keeps all."""
     found = []
@@ -484,45 +458,6 @@ def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, ba
     kept, again = found
     for name, value in kept.items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6 if backend == "eager" else 1e-3)
-
-
-WAYS = {  # to hand a block to `checkpoint`, most of which make a function anew at every call
-    "module": lambda block: block,
-    "method": lambda block: block.forward,
-    "closure": lambda block: lambda x: block(x),
-    "partial": lambda block: functools.partial(lambda one, x: one(x), block),
-}
-
-
-class BlocksBy(Blocks):
-    def __init__(self, way, reentrant):
-        super().__init__(reentrant)
-        self.way = way
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(WAYS[self.way](block), x, use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.parametrize("way, reentrant", [*((way, False) for way in WAYS), ("closure", True)])
-def test_what_is_checkpointed_is_compiled_once(way, reentrant):
-    """Not at every call anew; one graph takes it all."""
-    torch.manual_seed(0)
-    model = BlocksBy(way, reentrant)
-    plain = copy.deepcopy(model)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    plans = set()
-    for _ in range(4):
-        x = X.clone().requires_grad_()
-        compiled(x).sum().backward()
-        plans.add(id(compiled.plan))
-    assert len(plans) == 1 and "/" not in compiled.plan.nodes[0].name
-    with torch.autocast("cpu", torch.bfloat16):
-        for _ in range(4):
-            plain(X.clone().requires_grad_()).sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-2, atol=2e-2 * float(theirs.grad.abs().max()))
 
 
 class Normed(nn.Module):
@@ -686,13 +621,6 @@ def test_an_overflow_of_the_scaled_gradient_in_subgraphs_is_found_in_the_backwar
     report = step.nonfinite_report()
     assert report.repeated and report.parameters
     assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
-
-
-def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_subgraph():
-    step = exploding()
-    step(X * torch.nan, ONE)
-    (node,) = step.nonfinite_report().nodes
-    assert node.op == "input" and node.name.startswith("graph0/")
 
 
 def test_the_error_at_the_floor_names_the_node_of_a_subgraph():

@@ -112,11 +112,12 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
             step(torch.full((count,), -1.0))
         return model.w.detach().double()
 
-    moved = (run(0) - 1.5) / spacing
+    first = run(0)
+    moved = (first - 1.5) / spacing
     error = (steps * part * (1 - part) / count) ** 0.5  # standard error of the mean of `count` binomial numbers
     assert abs(float(moved.mean()) - steps * part) < 5 * error
     assert abs(float(moved.var()) / (steps * part * (1 - part)) - 1) < 0.1
-    assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
+    assert torch.equal(run(0), first) and not torch.equal(run(1), first)
 
 
 @pytest.mark.sweep(3)

@@ -77,12 +77,12 @@ def quiet(name: str) -> Iterator[None]:
         name: of the logger.
     """
     target = logging.getLogger(name)
-    level = target.level
-    target.setLevel(logging.CRITICAL)
+    refuse = lambda record: False  # noqa: E731  # another level would empty the caches of all loggers, a millisecond
+    target.addFilter(refuse)
     try:
         yield
     finally:
-        target.setLevel(level)
+        target.removeFilter(refuse)
 
 
 class _OtherThreads(io.TextIOBase):
