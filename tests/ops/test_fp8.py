@@ -1,10 +1,8 @@
-"""`math: fp8`: bits of the formats by NumPy, products and gradients by torchao's float8 training, words of rules."""
+"""`math: fp8`: bits of the formats by NumPy, products and gradients by their definitions, words of rules."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import warnings
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from amp_compiler.errors import RuleError
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ops.fp8 import scaled
 
+GENERATOR = torch.Generator().manual_seed(0)
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 FORMATS = {torch.float8_e4m3fn: (4, 3, 7, 448.0), torch.float8_e5m2: (5, 2, 15, 57344.0)}
 
@@ -104,24 +103,35 @@ RECIPES = {
 }
 
 
+def product(left: Any, right: Any) -> Any:
+    """Of matrices in FP32, rounded to BF16."""
+    return (torch.from_numpy(np.float32(left)) @ torch.from_numpy(np.float32(right))).bfloat16()
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_numbers_and_gradients_are_those_of_torchao(recipe: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    model = Mlp()
-    theirs = convert_to_float8_training(copy.deepcopy(model).bfloat16(), config=config)
-    ours = amp.compile(copy.deepcopy(model), rules=rules(RECIPES[recipe]), dtype="bf16", backend="eager")
-    x = torch.randn(6, 8, 64).bfloat16()
-    x_theirs, x_ours = x.clone().requires_grad_(), x.float().requires_grad_()
-    wanted, result = theirs(x_theirs), ours(x_ours)
+def test_a_layer_and_its_gradients_are_products_of_the_rounded_operands(recipe: str) -> None:
+    """The recipes of torchao's float8 training, from their definitions; `tests/frameworks` compares with torchao."""
+    way = Fp8() if recipe == "tensorwise" else Fp8("e4m3", "rowwise", True)
+    narrow, incoming = torch.float8_e4m3fn, torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
+    x, w, g = (torch.randn(shape, generator=GENERATOR).bfloat16() for shape in ((24, 64), (48, 64), (24, 48)))
+    model, given_x = nn.Linear(64, 48), x.float().requires_grad_()
+    with torch.no_grad():
+        model.weight.copy_(w)
+        model.bias.copy_(torch.arange(48.0))
+    compiled = amp.compile(model, rules=rules(RECIPES[recipe]), dtype="bf16", backend="eager")
+    result = compiled(given_x)
+    result.backward(g.float())
+    x_n, w_n, g_n = (one.float().numpy() for one in (x, w, g))
+    wanted = product(expected(x_n, narrow, way, 1), expected(w_n, narrow, way, 1).T) + torch.arange(48.0).bfloat16()
     assert torch.equal(result, wanted.float())
-    gradient = torch.randn_like(wanted)
-    wanted.backward(gradient)
-    result.backward(gradient.float())
-    pairs = zip([x_theirs, *theirs.parameters()], [x_ours, *ours.parameters()], strict=True)
-    assert all(torch.equal(one.grad.float(), two.grad) for one, two in pairs)  # type: ignore[union-attr]
+    over = Fp8("e4m3", "tensorwise", True) if recipe == "rowwise_with_gw_hp" else way
+    to_input = product(expected(g_n, incoming, way, 1), expected(w_n, narrow, over, 0))
+    assert torch.equal(given_x.grad, to_input.float())
+    if recipe == "rowwise_with_gw_hp":
+        to_weight = g.t() @ x
+    else:
+        to_weight = product(expected(g_n, incoming, way, 0).T, expected(x_n, narrow, way, 0))
+    assert torch.equal(model.weight.grad, to_weight.float())
 
 
 @pytest.mark.parametrize("op", ["mm", "addmm", "matmul", "conv2d", "conv_transpose2d"])
