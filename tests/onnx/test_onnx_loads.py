@@ -282,12 +282,13 @@ for path in paths:
 def exit_codes(paths, left_out=""):
     """How a process ends that loads a file as users do, for each."""
     command = [sys.executable, "-c", EACH_ALONE, left_out, *map(str, paths)]
-    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return [int(line) for line in done.stdout.split()]
 
 
 def turned(perm, opset=17, *, source=T.FLOAT, dynamic=False, right=False, between=(), within=False):
     """A product behind a transpose, as exporters write `batch_first` behind an LSTM."""
-    sizes = [2, 3, 5, 4][-len(perm):]
+    sizes = [2, 3, 5, 4][-len(perm) :]
     named = [f"d{axis}" if dynamic and axis < len(perm) - 2 else size for axis, size in enumerate(sizes)]
     given = [named[perm.index(axis)] for axis in range(len(perm))]
     nodes = [node("Transpose", ["x"], ["t0"], "turn", perm=perm)]
@@ -313,8 +314,14 @@ TURNED = {
     "cast of the model's own": turned([1, 0, 2], source=T.INT32, between=[CAST]),
     "in a branch": turned([1, 2, 0], within=True),
 }  # fmt: skip
-FP32_PRODUCT = {"version": 1, "extends": "default", "rules": [{"match": {"op": "onnx.MatMul"}, "precision": "fp32"},
-                                                              {"match": {"op": "onnx.Transpose"}, "precision": "low"}]}  # fmt: skip
+FP32_PRODUCT = {
+    "version": 1,
+    "extends": "default",
+    "rules": [
+        {"match": {"op": "onnx.MatMul"}, "precision": "fp32"},
+        {"match": {"op": "onnx.Transpose"}, "precision": "low"},
+    ],
+}
 
 
 @pytest.mark.long
