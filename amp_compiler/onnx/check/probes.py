@@ -17,7 +17,7 @@ from amp_compiler.onnx.check.batches import required_inputs
 from amp_compiler.onnx.check.cost import Cost, stride_of
 from amp_compiler.onnx.check.memory import LimitError, Limits, memory_text
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
-from amp_compiler.onnx.model.infer import is_open
+from amp_compiler.onnx.model.infer import is_open, with_small_data
 from amp_compiler.onnx.model.model import Source
 
 SMALL = 2  # of every open dimension in the first batch
@@ -83,7 +83,8 @@ class Probes:
     """
 
     def __init__(self, source: Source, memory: float | None = None, seconds: float | None = None) -> None:
-        proto = open_to_run(source).proto
+        opened = open_to_run(source)
+        proto = with_small_data(opened.proto, opened.folder)
         self.label = ""
         self.limits = Limits(
             limits.MEMORY if memory is None else memory, limits.SECONDS if seconds is None else seconds
@@ -102,7 +103,7 @@ class Probes:
         self._least = WINDOW if any(node.op_type == "Scan" for node in proto.graph.node) else SMALL
         self._second = False  # whether the second dimension of an input is the batch, where it alone is open
         self._refused: OnnxError | None = None
-        self._why = ""  # the last refusal, where nothing ran
+        self._why = ""  # the first refusal, for where nothing ran
         self._ran = False
         self._largest = ""
         self._refusals: list[str] = []
@@ -149,8 +150,9 @@ class Probes:
                     return sizes
                 if isinstance(self._refused, LimitError):
                     break
-            self._why = self._refused.what if self._refused is not None else ""
-            why = self._why if isinstance(self._refused, LimitError) else "the original does not run on it"
+            reason = self._refused.what if self._refused is not None else ""
+            why = reason if isinstance(self._refused, LimitError) else "the original does not run on it"
+            self._why = self._why or reason
             refusals.append(f"{_sizes_text(self._open, sizes) or label} ({why})")
         self._refusals += refusals
         return None

@@ -21,6 +21,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check import memory
 from amp_compiler.onnx.check.memory import LimitError, Limits
 from amp_compiler.onnx.model.external import external_files, is_external
+from amp_compiler.onnx.model.infer import with_small_data
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 
 Batch = Mapping[str, Any]
@@ -204,7 +205,7 @@ class Runner:
             self._run_options = ort.RunOptions()
         if own:
             self._run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        proto = _without_duplicate_names(proto)
+        proto = with_small_data(_without_duplicate_names(proto), folder)
         self._session: Any
         try:
             self._session = ort.InferenceSession(

@@ -208,7 +208,7 @@ class Side:
     def __init__(
         self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool, limits: Limits | None = None
     ) -> None:
-        self._twin = emulate(model.proto) if as_twin else None
+        self._twin = emulate(model.proto, model.folder) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
         if trace:
