@@ -71,7 +71,8 @@ class Cost:
         return {name: self._measured(kind) for name, kind in found.items() if kind.elem_type}
 
     def _measured(self, kind: onnx.TypeProto.Tensor) -> tuple[list[int], int]:
-        shape, left = [], self._most
+        shape: list[int] = []
+        left = self._most
         for dim in kind.shape.dim:
             size = dim.dim_value
             if is_open(dim) and dim.dim_param in self._sizes:
