@@ -129,6 +129,7 @@ def machines_table() -> str:
         "autocast_parity",
         "plan",
         "onnx_convert",
+        "onnx_real",
     ):
         data = _load(name)
         lines.append(
@@ -174,6 +175,29 @@ def casts_table() -> str:
             for facts in (row[variant] for variant in variants)
         ]
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def real_table() -> str:
+    """Real ONNX files: error by true rounding, casts, and size of the result, beside other converters."""
+    rows = _load("onnx_real")["rows"]
+    names = (
+        "amp_compiler",
+        "amp_compiler, calibrated",
+        "onnxconverter-common",
+        "onnxruntime float16",
+        "ModelOpt AutoCast",
+    )
+    lines = [f"| file (nodes, MB) | {' | '.join(names)} | --verify: s, MB |", "|" + "---|" * (len(names) + 2)]
+    for row in rows:
+        cells = []
+        for found in (row.get(name, {}) for name in names):
+            error = f"{found['error']:.1e}" if found.get("loads") and "error" in found else "does not load"
+            text = f"{error}, {found['casts']}, {found['megabytes']:.1f} MB" if "casts" in found else ""
+            cells.append("fails" if "failed" in found and not text else text)
+        took = row["verify"]
+        head = f"{row['file']} ({row['nodes']}, {row['megabytes']:.1f})"
+        lines.append(f"| {head} | {' | '.join(cells)} | {took['seconds']:.0f}, {took['megabytes']:.0f} |")
     return "\n".join(lines)
 
 
@@ -323,6 +347,7 @@ def ranks_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
+    "real": real_table,
     "first_step": first_step_table,
     "headline": headline_table,
     "machines": machines_table,

@@ -19,6 +19,7 @@ from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches
 from amp_compiler.onnx.check.loads import Refusal
+from amp_compiler.onnx.check.memory import MEMORY, SECONDS
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.run import make_engine, open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport
@@ -128,6 +129,8 @@ def run_convert(
     dtype: ShortName = "fp16",
     calibrate: Path | None = None,
     verify: bool = False,
+    verify_memory: float = MEMORY / 1e9,
+    verify_seconds: float = SECONDS,
     tolerance: float | None = None,
     report: Path | None = None,
     providers: Sequence[str] | None = None,
@@ -142,6 +145,8 @@ def run_convert(
         dtype: `fp16` or `bf16`.
         calibrate: an npz file or a folder of them.
         verify: run both models and compare.
+        verify_memory: GB that a run on drawn inputs may take.
+        verify_seconds: seconds that a batch of them may take, by estimate.
         tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
         report: write the plan there as a page for the browser.
         providers: execution providers of ONNX Runtime.
@@ -171,7 +176,7 @@ def run_convert(
                 compared = compare(opened, written, _ticking(progress, "verify", calibrate, opened), engine=engine)
             else:
                 task = progress.add_task("verify", total=None)
-                drawn = Probes(opened)
+                drawn = Probes(opened, verify_memory * 1e9, verify_seconds)
                 compared = compare(opened, written, drawn, on_batch=lambda _: progress.advance(task), engine=engine)
     if report is not None:
         done.plan.to_html(report)

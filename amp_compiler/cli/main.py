@@ -65,6 +65,13 @@ def convert(
         bool,
         typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or drawn inputs."),
     ] = False,
+    verify_memory: Annotated[
+        float, typer.Option("--verify-memory", min=0, metavar="GB", help="What a run on drawn inputs may take.")
+    ] = 1.0,
+    verify_seconds: Annotated[
+        float,
+        typer.Option("--verify-seconds", min=0, metavar="S", help="What a batch of them may take, by estimate."),
+    ] = 10.0,
     tolerance: Annotated[
         float | None,
         typer.Option("--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16."),
@@ -138,9 +145,10 @@ def convert(
     if tolerance is not None and not verify:
         raise UsageError("it says which --verify passes", where="--tolerance", hint="give --verify as well")
     summary = run_convert(
-        source, output, dtype=dtype, calibrate=calibrate, verify=verify, tolerance=tolerance, report=report,
-        providers=provider, custom_ops=custom_ops, rules=rules, keep_io_types=keep_io_type or keep_io_types,
-        raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+        source, output, dtype=dtype, calibrate=calibrate, verify=verify, verify_memory=verify_memory,
+        verify_seconds=verify_seconds, tolerance=tolerance, report=report, providers=provider, custom_ops=custom_ops,
+        rules=rules, keep_io_types=keep_io_type or keep_io_types, raise_opset=raise_opset, opset=opset, check=check,
+        as_fp32=tuple(as_fp32 or ()), fuse=fuse,
         target=None if target is None else target.value,
     )  # fmt: skip
     if json_:

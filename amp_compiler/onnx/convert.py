@@ -26,6 +26,7 @@ from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
+from amp_compiler.onnx.lowering.transposes import guard_transposes
 from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
@@ -180,6 +181,7 @@ def convert_onnx(
             if changed:
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan, runners)
+            changed |= guard_transposes(lowered, plan)
             if written is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)

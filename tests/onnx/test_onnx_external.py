@@ -9,11 +9,15 @@ import pytest
 from compound_models import gelu, norm
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
-from onnx_corpus import MADE, built
-from onnx_models import copy, info, model, node
+from onnx_corpus import CASES, MADE, built
+from onnx_models import copy, info, model, node, weight
 
-from amp_compiler.errors import OnnxError
+from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.importing.api import onnx_to_fx
 from amp_compiler.onnx.model.data import array_of
 from amp_compiler.onnx.model.walk import all_tensors
 
@@ -56,14 +60,20 @@ def converted(path, **options):
     return done.plan, made
 
 
-def check_both(source, folder, **options):
-    """Convert it with its data inside, and with all of them in another file: nodes, types and data are the same."""
+def both_ways(source, folder):
+    """The file of a model with its data inside, and that with all of them in another file."""
     inside = saved(source, folder / "inside")
     outside = saved(source, folder / "outside", save_as_external_data=True, location="m.data", size_threshold=0,
                     convert_attribute=True)  # fmt: skip
     stored = {name for name, tensor in all_tensors(onnx.load(outside, load_external_data=False))
               if tensor.data_location != T.EXTERNAL and tensor.data_type != T.STRING}  # fmt: skip
     assert not stored
+    return inside, outside
+
+
+def check_both(source, folder, **options):
+    """Convert both: nodes, types and data are the same."""
+    inside, outside = both_ways(source, folder)
     (plan, made), (other_plan, other) = converted(inside, **options), converted(outside, **options)
     assert plan == other_plan and list(made.graph.node) == list(other.graph.node)
     assert made == other
@@ -75,9 +85,63 @@ def test_norms_and_gelus_in_parts(name, way, tmp_path):
     check_both(NORMS[name], tmp_path, **WAYS[way])
 
 
-@pytest.mark.parametrize("case", MADE, ids=lambda case: case.name)
-def test_the_models_of_the_corpus(case, tmp_path):
-    check_both(built(case.name)[0], tmp_path)
+def corpus():
+    """All models of the corpus; those that take a while to make are long."""
+    for case in CASES:
+        marks = [pytest.mark.slow] * case.slow + [pytest.mark.long] * (case not in MADE)
+        yield pytest.param(case.name, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("name", corpus())
+def test_the_models_of_the_corpus(name, tmp_path):
+    check_both(built(name)[0], tmp_path)
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("name", corpus())
+def test_the_models_of_the_corpus_in_bf16(name, tmp_path):
+    """Whose opset is raised for it, by a converter that looks at stored numbers."""
+    check_both(built(name)[0], tmp_path, dtype="bf16", keep_io_types=False)
+
+
+def told(work):
+    """What some work gives, or the error that it ends in, but for the place."""
+    try:
+        return work()
+    except AmpError as refused:
+        return type(refused), refused.what
+
+
+@pytest.mark.sweep(12)
+@pytest.mark.parametrize("name", corpus())
+def test_what_runs_the_models_of_the_corpus(name, tmp_path):
+    """Calibration, verification, drawn inputs and the way to FX give the same."""
+    source, batches = built(name)
+    results = []
+    for path in both_ways(source, tmp_path):
+        made = path.with_name("made.onnx")
+        ranges = told(lambda path=path: calibrate(path, batches))
+        done = convert_onnx(path, made, check=False)
+        report = told(lambda path=path, made=made: str(verify(path, made, batches)))
+        drawn = told(lambda path=path: [_bits(batch) for batch in Probes(path)])
+        module = told(lambda path=path: onnx_to_fx(path))
+        state = module if isinstance(module, tuple) else (module.code, _bits(module.state_dict()))
+        results.append((ranges, report, drawn, state, done.plan))
+    assert results[0] == results[1]
+
+
+def _bits(arrays):
+    return {name: (np.shape(array), np.asarray(array).tobytes()) for name, array in arrays.items()}
+
+
+def test_a_16_bit_weight_that_is_an_input_too(tmp_path):
+    source = model([node("MatMul", ["x", "w"], ["y"])], [info("x", 2, 64), info("w", 64, 64)], [info("y", 2, 64)],
+                   [weight("w", 64, 64)], ir_version=3)  # fmt: skip
+    done = [convert_onnx(path, path.with_name("made.onnx"), keep_io_types=False, check=False)
+            for path in both_ways(source, tmp_path)]  # fmt: skip
+    batch = [{"x": np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)}]
+    reports = [verify(source, one.path, batch) for one in done]
+    assert reports[0] == reports[1] and reports[0].ok(1e-2)
 
 
 def test_a_file_is_mapped_as_long_as_somebody_reads_it(tmp_path):

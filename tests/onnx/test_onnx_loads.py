@@ -19,6 +19,7 @@ from amp_compiler.cli import main as cli
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check import loads
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 
 LOW = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
@@ -261,26 +262,104 @@ def test_the_shell_has_all_of_it(tmp_path, monkeypatch, capsys):
 
 # ---- what takes the process down
 
+EACH_ALONE = """
+import os, sys, onnxruntime as ort
+left_out, *paths = sys.argv[1:]
+for path in paths:
+    child = os.fork()
+    if not child:
+        try:
+            options = ort.SessionOptions()
+            options.intra_op_num_threads = 1
+            ort.InferenceSession(path, options, disabled_optimizers=left_out.split())
+        except Exception:
+            os._exit(1)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
 
-def swapped():
+
+def exit_codes(paths, left_out=""):
+    """How a process ends that loads a file as users do, for each."""
+    command = [sys.executable, "-c", EACH_ALONE, left_out, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return [int(line) for line in done.stdout.split()]
+
+
+def turned(perm, opset=17, *, source=T.FLOAT, dynamic=False, right=False, between=(), within=False):
     """A product behind a transpose, as exporters write `batch_first` behind an LSTM."""
-    nodes = [node("Transpose", ["x"], ["t"], "swap", perm=[1, 0, 2]), node("MatMul", ["t", "w"], ["y"], "product")]
-    return model(nodes, [info("x", 5, 2, 8)], [info("y", 2, 5, 4)], [weight("w", 8, 4)])
+    sizes = [2, 3, 5, 4][-len(perm) :]
+    named = [f"d{axis}" if dynamic and axis < len(perm) - 2 else size for axis, size in enumerate(sizes)]
+    given = [named[perm.index(axis)] for axis in range(len(perm))]
+    nodes = [node("Transpose", ["x"], ["t0"], "turn", perm=perm)]
+    nodes += [node(op, [f"t{index}"], [f"t{index + 1}"], **facts) for index, (op, facts) in enumerate(between)]
+    last = f"t{len(between)}"
+    nodes.append(node("MatMul", ["w", last] if right else [last, "w"], ["y"], "product"))
+    made = [*named[:-2], 7, sizes[-1]] if right else [*named[:-1], 7]
+    data = [weight("w", 7, sizes[-2]) if right else weight("w", sizes[-1], 7)]
+    ends = [info("x", *given, kind=source)], [info("y", *made)]
+    if not within:
+        return model(nodes, *ends, data, opset=opset)
+    body = h.make_graph(nodes, "body", [], [info("y", *made)], data)
+    other = h.make_graph([node("Identity", ["z"], ["y"])], "other", [], [info("y", *made)], [weight("z", *made)])
+    chosen = node("If", ["c"], ["y"], "choice", then_branch=body, else_branch=other)
+    return model([chosen], [info("c", kind=T.BOOL), *ends[0]], ends[1], opset=opset)
 
 
-def test_what_would_crash_is_loaded_without_the_optimization_at_fault():
-    """Before, the process of whoever converted such a model ended here."""
-    assert convert_onnx(swapped()).refusal is None
+CAST = ("Cast", {"to": T.FLOAT})
+TURNED = {
+    **{f"{perm}": turned(perm) for perm in ([1, 0, 2], [1, 2, 0], [1, 2, 0, 3], [1, 2, 3, 0])},
+    "opset 11": turned([1, 0, 2], 11), "sizes left open": turned([1, 0, 2], dynamic=True),
+    "right operand": turned([1, 0, 2], right=True), "identity": turned([1, 0, 2], between=[("Identity", {})]),
+    "cast of the model's own": turned([1, 0, 2], source=T.INT32, between=[CAST]),
+    "in a branch": turned([1, 2, 0], within=True),
+}  # fmt: skip
+FP32_PRODUCT = {
+    "version": 1,
+    "extends": "default",
+    "rules": [
+        {"match": {"op": "onnx.MatMul"}, "precision": "fp32"},
+        {"match": {"op": "onnx.Transpose"}, "precision": "low"},
+    ],
+}
+
+
+@pytest.mark.long
+def test_what_would_crash_is_written_in_a_form_that_loads(tmp_path):
+    """The process of whoever loads such a model ended."""
+    paths = []
+    for number, source in enumerate(TURNED.values()):
+        for rules in ("default", FP32_PRODUCT):
+            paths.append(tmp_path / f"{number}{rules == 'default'}.onnx")
+            done = convert_onnx(source, paths[-1], rules=rules)
+            assert done.refusal is None
+            onnx.checker.check_model(paths[-1], full_check=True)
+    assert exit_codes(paths) == [0] * len(paths)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("name", TURNED)
+def test_a_transpose_that_loads_gives_the_same_numbers(name, dtype):
+    source = TURNED[name]
+    done = check(source, dtype, full=name != "in a branch")
+    kind = {value.name: value.type.tensor_type.elem_type for value in source.graph.input}["x"]
+    sizes = [dim.dim_value or 3 for dim in source.graph.input[-1].type.tensor_type.shape.dim]
+    x = np.random.default_rng(0).standard_normal(sizes).astype(h.tensor_dtype_to_np_dtype(kind))
+    feeds = {"x": x} | ({"c": np.array(True)} if name == "in a branch" else {})
+    assert verify(source, done.model, [feeds]).ok(3e-3 if dtype == "fp16" else 2.4e-2)
+
+
+def test_other_transposes_stay_as_they_are():
+    for source in (turned([0, 2, 1]), turned([0, 2, 1, 3]), turned([1, 0, 2], between=[("Relu", {})])):
+        assert "Unsqueeze" not in {one.op_type for one in check(source, "fp16").model.graph.node}
+    kept = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}
+    assert len(convert_onnx(turned([1, 0, 2]), rules=kept).model.graph.node) == 2
 
 
 @pytest.mark.slow  # two processes that import onnxruntime
 def test_it_does_crash(tmp_path):
-    """Where this fails, ONNX Runtime is right again, and `loads._CRASHING` can go for its version."""
-    path = tmp_path / "m.onnx"
-    convert_onnx(swapped(), path)
-    program = "import sys, onnxruntime as ort; ort.InferenceSession(sys.argv[1], disabled_optimizers=sys.argv[2:])"
-    ended = [
-        subprocess.run([sys.executable, "-c", program, str(path), *left_out], capture_output=True).returncode
-        for left_out in ([], ["NchwcTransformer"])
-    ]
-    assert ended == [-signal.SIGSEGV, 0]
+    """Where this fails, ONNX Runtime is right again, and `guard_transposes` can go for its version."""
+    source = turned([1, 0, 2], source=T.FLOAT16, between=[CAST])
+    onnx.save(source, tmp_path / "m.onnx")
+    assert exit_codes([tmp_path / "m.onnx"]) == [-signal.SIGSEGV]
+    assert exit_codes([tmp_path / "m.onnx"], "NchwcTransformer") == [0]

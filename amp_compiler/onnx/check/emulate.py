@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -19,6 +20,8 @@ from onnx import AttributeProto, TensorProto, helper, inliner, numpy_helper
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS, LOW_TYPES
 from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
+from amp_compiler.onnx.model.external import is_external, with_data
+from amp_compiler.onnx.model.infer import with_small_data
 from amp_compiler.onnx.model.model import proto_bodies
 from amp_compiler.onnx.model.retype import TYPE_ATTRIBUTES
 from amp_compiler.onnx.model.sparse import dense
@@ -71,11 +74,12 @@ def _mentions_low(function: onnx.FunctionProto) -> bool:
     )
 
 
-def emulate(model: onnx.ModelProto) -> Twin:
+def emulate(model: onnx.ModelProto, folder: Path | None = None) -> Twin:
     """Rewrite a model into its FP32 twin.
 
     Args:
         model: a valid model; it is not changed. External weights stay where they are.
+        folder: where it is, for weights that are inputs too, and for small data.
 
     Returns:
         The twin. Model-local functions are inlined in it.
@@ -87,7 +91,7 @@ def emulate(model: onnx.ModelProto) -> Twin:
         >>> twin = emulate(onnx.load("m.fp16.onnx"))
         >>> session = onnxruntime.InferenceSession(twin.proto.SerializeToString())
     """
-    model = dense(model)
+    model = dense(with_small_data(model, folder))
     twin = onnx.ModelProto()
     if model.functions:
         twin.CopyFrom(inliner.inline_local_functions(model))
@@ -101,7 +105,7 @@ def emulate(model: onnx.ModelProto) -> Twin:
         for value in twin.graph.input
         if value.type.tensor_type.elem_type in LOW_TYPES
     }
-    _Writer(opsets, _all_names(twin.graph)).rewrite(twin.graph, inferred.graph, {})
+    _Writer(opsets, _all_names(twin.graph), folder).rewrite(twin.graph, inferred.graph, {})
     return Twin(twin, low_inputs)
 
 
@@ -120,10 +124,11 @@ class _Writer:
     Args:
         opsets: version by domain.
         names: every value name of the model, so that new ones are new.
+        folder: where external data lie.
     """
 
-    def __init__(self, opsets: dict[str, int], names: set[str]) -> None:
-        self.opsets, self.names = opsets, names
+    def __init__(self, opsets: dict[str, int], names: set[str], folder: Path | None) -> None:
+        self.opsets, self.names, self.folder = opsets, names, folder
 
     def rewrite(self, graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Types) -> None:
         """Rewrite one graph and its bodies; `inferred` is the same graph with its values' types."""
@@ -155,7 +160,7 @@ class _Writer:
             if tensor.data_type not in LOW_TYPES:
                 continue
             if tensor.name in inputs:  # it must keep its name, to be the input's default
-                _widen_tensor(tensor)
+                _widen_tensor(with_data(tensor, self.folder) if is_external(tensor) else tensor, tensor)
                 continue
             stored = self._fresh(f"{tensor.name}/stored")
             casts[tensor.name] = helper.make_node("Cast", [stored], [tensor.name], to=FLOAT)
@@ -204,13 +209,13 @@ def _widen_attribute(attribute: AttributeProto) -> None:
     if attribute.type == AttributeProto.INT and attribute.name in TYPE_ATTRIBUTES and attribute.i in LOW_TYPES:
         attribute.i = FLOAT
     elif attribute.type == AttributeProto.TENSOR and attribute.t.data_type in LOW_TYPES:
-        _widen_tensor(attribute.t)
+        _widen_tensor(attribute.t, attribute.t)
     elif attribute.type == AttributeProto.TYPE_PROTO:
         _widen_type(attribute.tp)
 
 
-def _widen_tensor(tensor: TensorProto) -> None:
-    wide = numpy_helper.to_array(tensor).astype(np.float32)
+def _widen_tensor(source: TensorProto, tensor: TensorProto) -> None:
+    wide = numpy_helper.to_array(source).astype(np.float32)
     tensor.CopyFrom(numpy_helper.from_array(wide, tensor.name))
 
 

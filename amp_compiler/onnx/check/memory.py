@@ -1,37 +1,54 @@
-"""A limit on the memory of a run whose inputs are drawn, and their sizes chosen, here: no user has asked for them."""
+"""Limits on memory and time of a run whose inputs are drawn, and their sizes chosen: no user has asked for them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.model.infer import infer, is_open, stripped
+from amp_compiler.onnx.check.cost import Cost
 
-MEMORY = 2 << 30  # bytes that the values between may take
+MEMORY = 10**9  # bytes that the values between may take
+SECONDS = 10.0  # that a batch may take in both models, as far as shapes tell
+SLACK = 3  # by how much a run may take longer, on a slow machine or in a loop, before it is stopped
+_LOOKS = 0.5  # seconds between looks at how long a run takes
+STOPPED = "terminate flag"  # how ONNX Runtime says that a run was stopped
 NO_ROOM = "Available memory of"  # how an arena of ONNX Runtime says that it is at its limit
 
 
-def limit_text() -> str:
-    """The limit, as messages say it."""
-    return f"{MEMORY / 2**30:g} GiB"
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may take.
+
+    Args:
+        memory: bytes of the values between; weights do not count.
+        seconds: of both models, estimated from shapes for one core.
+    """
+
+    memory: float
+    seconds: float
 
 
-class MemoryLimitError(OnnxError):
-    """A run would take more memory than it may."""
+class LimitError(OnnxError):
+    """A run would take more memory or time than it may."""
 
     @classmethod
-    def on_batch(cls, model: str) -> MemoryLimitError:
-        """That of the values between."""
-        what = f"its values take more than {limit_text()} on this batch"
-        return cls(what, where=model, hint="give batches of smaller inputs")
+    def on_batch(cls, model: str, amount: str) -> LimitError:
+        """That of the values between, or of the run."""
+        return cls(f"it takes more than {amount} on this batch", where=model, hint="give batches of smaller inputs")
+
+
+def memory_text(memory: float) -> str:
+    """A number of bytes, as messages say it."""
+    return f"{memory / 1e9:g} GB of memory"
 
 
 _REGISTERING = threading.Lock()
@@ -60,23 +77,33 @@ def _register_arena() -> bool:
 
 
 def kept_bytes(proto: onnx.ModelProto, batch: Mapping[str, Any]) -> int:
-    """What all values take on a batch, for a run that no arena limits; the reference evaluator does keep them all.
+    """What all values take on a batch, for a run that no arena limits; the reference evaluator does keep them all."""
+    values = Cost(proto).values({name: np.shape(value) for name, value in batch.items()})
+    made = {name for node in proto.graph.node for name in node.output}
+    return sum(size for name, (_, size) in values.items() if name in made)
 
-    A dimension that inference leaves open has the size that the batch gives to its name; one of another name, or of
-    none, counts as large as the largest of the batch.
+
+@contextlib.contextmanager
+def stopped_after(options: Any, seconds: float) -> Iterator[None]:
+    """Let a run of ONNX Runtime end by an error between two of its nodes when it takes longer.
+
+    Args:
+        options: those of the run.
+        seconds: how many of the processor it may take, which other work on a machine does not add to.
     """
-    light = stripped(proto, external=False)
-    sizes: dict[str, int] = {}
-    for value in (one for one in light.graph.input if one.type.HasField("tensor_type")):
-        for dim, size in zip(value.type.tensor_type.shape.dim, np.shape(batch.get(value.name, ())), strict=False):
-            if dim.dim_param:
-                sizes[dim.dim_param] = size
-            dim.dim_value = size
-    graph = infer(light).graph
-    largest = max((size for value in batch.values() for size in np.shape(value)), default=1)
-    return sum(
-        math.prod(sizes.get(dim.dim_param, largest) if is_open(dim) else dim.dim_value for dim in kind.shape.dim)
-        * helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
-        for kind in (value.type.tensor_type for value in (*graph.value_info, *graph.output))
-        if kind.elem_type
-    )
+
+    begun, ended = time.process_time(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOKS):
+            if time.process_time() - begun > seconds:
+                options.terminate = True
+
+    options.terminate = False
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

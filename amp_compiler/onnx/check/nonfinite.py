@@ -149,7 +149,7 @@ class OnnxTrials:
         """The ranges of some values, for which the model runs once more."""
         if not names:
             return {}
-        twin = emulate(model.proto)
+        twin = emulate(model.proto, model.folder)
         types = _types(model.proto)
         shown = {output.name for output in twin.proto.graph.output}
         inputs = {one.name for one in twin.proto.graph.input}

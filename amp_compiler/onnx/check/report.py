@@ -88,11 +88,11 @@ class VerifyReport:
         return max((output.relative for output in self.outputs), default=0.0)
 
     def ok(self, tolerance: float) -> bool:
-        """True where every output is finite wherever the original's is, and off by `tolerance` at most.
+        """True where every output is finite wherever the original's is, and off by `tolerance` at most, on some batch.
 
         A value between that is not finite (a mask that became minus infinity, say) does no harm by itself.
         """
-        return self.largest_error <= tolerance
+        return self.batches > 0 and self.largest_error <= tolerance
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for JSON; what is not finite is written as text."""

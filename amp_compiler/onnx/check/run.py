@@ -19,7 +19,9 @@ from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check import memory
+from amp_compiler.onnx.check.memory import LimitError, Limits
 from amp_compiler.onnx.model.external import external_files, is_external
+from amp_compiler.onnx.model.infer import with_small_data
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 
 Batch = Mapping[str, Any]
@@ -166,7 +168,8 @@ class Runner:
         folder: where its external weights are.
         name: what error messages call it.
         engine: execution providers and libraries of ops.
-        limited: let the values between take no more than `memory.MEMORY`; weights do not count.
+        limits: let the values between take no more than these or `memory.MEMORY` (weights do not count), and stop a
+            run that takes `memory.SLACK` times the seconds.
 
     Raises:
         OnnxError: neither can run the model, or it is over 2 GB and given as one proto.
@@ -179,7 +182,7 @@ class Runner:
         name: str = "<model>",
         engine: Engine | None = None,
         *,
-        limited: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         import onnxruntime as ort
 
@@ -193,12 +196,16 @@ class Runner:
         options.enable_mem_pattern = False
         self._run_options: Any = None
         self._estimated: onnx.ModelProto | None = None  # what no arena limits, so that its values are added up before
-        if limited and memory.limited_arena():
+        self._limits = limits
+        own = limits is not None and limits.memory <= memory.MEMORY and memory.limited_arena()
+        if own:
             options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+        if limits is not None:
             self._run_options = ort.RunOptions()
+        if own:
             self._run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        proto = _without_duplicate_names(proto)
+        proto = with_small_data(_without_duplicate_names(proto), folder)
         self._session: Any
         try:
             self._session = ort.InferenceSession(
@@ -210,7 +217,7 @@ class Runner:
             self._session = self._reference(proto, folder, cause)
         else:
             check_providers(self._session, used)
-        if limited and (self._run_options is None or self.engine == REFERENCE):
+        if limits is not None and (self.engine == REFERENCE or (limits.memory <= memory.MEMORY and not own)):
             self._estimated = proto
 
     def _reference(self, proto: onnx.ModelProto, folder: Path | None, why: Exception) -> Any:
@@ -232,19 +239,27 @@ class Runner:
         """All outputs of one batch, by name.
 
         Raises:
-            MemoryLimitError: the values between take more memory than they may.
+            LimitError: it takes more memory or time than it may.
             OnnxError: an operator failed on these values.
         """
         names = [output.name for output in self._session.get_outputs()] if self.engine == ORT else None
-        if self._estimated is not None and memory.kept_bytes(self._estimated, batch) > memory.MEMORY:
-            raise memory.MemoryLimitError.on_batch(self.name)
+        limits = self._limits
+        estimated = self._estimated
+        if limits is not None and estimated is not None and memory.kept_bytes(estimated, batch) > limits.memory:
+            raise LimitError.on_batch(self.name, memory.memory_text(limits.memory))
         # A NumPy scalar, which arithmetic makes of an array without dimensions, is an array here.
         feeds = {name: np.asarray(value) if isinstance(value, np.generic) else value for name, value in batch.items()}
         try:
-            result = self._session.run(names, feeds, *([self._run_options] if self.engine == ORT else []))
+            if self.engine == REFERENCE or limits is None:
+                result = self._session.run(names, feeds)
+            else:
+                with memory.stopped_after(self._run_options, memory.SLACK * limits.seconds):
+                    result = self._session.run(names, feeds, self._run_options)
         except Exception as cause:
-            if self._run_options is not None and memory.NO_ROOM in str(cause):
-                raise memory.MemoryLimitError.on_batch(self.name) from cause
+            if limits is not None and memory.NO_ROOM in str(cause):
+                raise LimitError.on_batch(self.name, memory.memory_text(memory.MEMORY)) from cause
+            if limits is not None and memory.STOPPED in str(cause):
+                raise LimitError.on_batch(self.name, f"{memory.SLACK * limits.seconds:g} s") from cause
             raise OnnxError(
                 f"the model cannot be run on this batch: {_one_line(cause)}",
                 where=self.name,

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
-from amp_compiler.onnx.check.memory import MemoryLimitError
+from amp_compiler.onnx.check.memory import LimitError, Limits
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.report import OutputError, WorstBatch
 from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
@@ -58,13 +58,13 @@ def verify(
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
     probes = batches if isinstance(batches, Probes) else None
-    limited = probes is not None
-    first = Side(before, trace, engine, as_twin=has_low_types(before.proto), limited=limited)
-    second = Side(after, trace, engine, as_twin=True, limited=limited)
+    limits = None if probes is None else probes.limits
+    first = Side(before, trace, engine, as_twin=has_low_types(before.proto), limits=limits)
+    second = Side(after, trace, engine, as_twin=True, limits=limits)
     names = [output.name for output in after.proto.graph.output]
     findings = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
-    for batch in iterate_batches(batches, before):
+    for batch in iterate_batches(batches, before) if probes is None else probes:
         try:
             expected = first.run(batch)
         except OnnxError as refused:
@@ -75,7 +75,7 @@ def verify(
         label = probes.label if probes is not None else ""
         try:
             built = second.run(batch)
-        except MemoryLimitError as refused:
+        except LimitError as refused:
             if probes is None:
                 raise
             probes.refuse(refused)
@@ -202,13 +202,13 @@ class Side:
         trace: measure the values between, too.
         engine: execution providers and libraries of ops.
         as_twin: run its twin with true rounding.
-        limited: as for `Runner`.
+        limits: as for `Runner`.
     """
 
     def __init__(
-        self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool, limited: bool = False
+        self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool, limits: Limits | None = None
     ) -> None:
-        self._twin = emulate(model.proto) if as_twin else None
+        self._twin = emulate(model.proto, model.folder) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
         if trace:
@@ -218,7 +218,7 @@ class Side:
             names.update(value.name for value in model.proto.graph.input)
             proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
         self._floats = {value.name: value.type.tensor_type.elem_type for value in model.proto.graph.input}
-        self._runner = Runner(proto, model.folder, model.name, engine, limited=limited)
+        self._runner = Runner(proto, model.folder, model.name, engine, limits=limits)
         self.engine = self._runner.engine
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from amp_compiler.errors import OnnxCaptureError, OnnxError
 from amp_compiler.onnx.importing.ops.registry import find_op
+from amp_compiler.onnx.model.data import array_of
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"  # torch's exporter writes what an initializer was
 _LARGEST_WEIGHT = 1e30  # masks hold values such as -3.4e38, weights do not
@@ -25,7 +26,7 @@ def tensor_of(value: ir.TensorProtocol) -> torch.Tensor:
     """
     name = value.dtype.name
     try:
-        array = value.numpy()
+        array = array_of(value)
         if name in _NOT_IN_NUMPY:  # read the bits
             bits = array.view("uint16" if name == "BFLOAT16" else "uint8")
             return torch.from_numpy(bits.copy()).view(getattr(torch, _NOT_IN_NUMPY[name]))
@@ -33,12 +34,6 @@ def tensor_of(value: ir.TensorProtocol) -> torch.Tensor:
     except TypeError as cause:
         raise OnnxError(
             f"torch has no tensors of type {name}", where=str(value.name), hint="store it in a type that torch has"
-        ) from cause
-    except (OSError, ValueError) as cause:
-        raise OnnxError(
-            f"its data cannot be read: {cause}",
-            where=str(value.name),
-            hint="keep the data files beside the model, and give the path of the model",
         ) from cause
 
 

@@ -79,6 +79,32 @@ def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx
     return with_data(tensor, folder)
 
 
+def with_small_data(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
+    """The model, or a copy that holds what small tensors and attributes have in files of their own.
+
+    ONNX Runtime wants to see the numbers that shapes follow from, and no attribute elsewhere.
+
+    Args:
+        proto: the model; it is not changed.
+        folder: where it is.
+
+    Raises:
+        OnnxError: the data cannot be read.
+    """
+    if not _small_outside(proto):
+        return proto
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    for tensor in _small_outside(result):
+        tensor.CopyFrom(with_data(tensor, folder))
+    return result
+
+
+def _small_outside(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
+    small = (tensor for tensor in proto.graph.initializer if math.prod(tensor.dims) <= _SMALL)
+    return [tensor for tensor in (*small, *all_inner_tensors(proto)) if is_external(tensor)]
+
+
 def is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
     """Whether a model leaves a dimension open: it has no size, or a negative one, as some exporters write it."""
     return not dim.HasField("dim_value") or dim.dim_value < 0
