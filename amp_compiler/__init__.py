@@ -168,7 +168,7 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return [*__all__, "__version__"]
 
 
 import_module(f"{__name__}.report")  # which gives plans their methods that draw

@@ -16,6 +16,7 @@ from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
+from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import (
@@ -180,7 +181,7 @@ class CompiledModule(StandIn):
         hooks = () if why_not_captured() else self._hooks.key()
         subgraphs = self._frontends.get(hooks)
         if subgraphs is None:
-            subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__, said=self._warned)
+            subgraphs = Subgraphs(self.original, self.settings, name_of(self.original), said=self._warned)
             subgraphs = self._frontends.setdefault(hooks, subgraphs)
         return subgraphs  # type: ignore[no-any-return]
 
@@ -194,7 +195,7 @@ class CompiledModule(StandIn):
             tell_of_hidden_write(written)
         if "unused" not in self._warned:
             self._warned.add("unused")
-            warn_of_unused(plan_of(ran).unused_rules, type(self.original).__name__)
+            warn_of_unused(plan_of(ran).unused_rules, name_of(self.original))
         return result
 
     @property

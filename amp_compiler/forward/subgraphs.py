@@ -32,6 +32,7 @@ from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, line_of, 
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.stand_in import FunctionModule
 from amp_compiler.fx.torch_private import (
     BUILDING,
     Break,
@@ -177,8 +178,10 @@ class Subgraphs:
         def run(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        self._frontend = self._frontend_of(run)
-        self._one_graph, self._cut = self._frontend_of(run, whole=True), ""
+        # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
+        captured = model.function if isinstance(model, FunctionModule) else run
+        self._one_graph, self._cut = self._frontend_of(captured, whole=True), ""
+        self._frontend = self._one_graph if settings.fullgraph else self._frontend_of(captured)
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -194,7 +197,10 @@ class Subgraphs:
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
-        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1)
+        hooks = isinstance(self._model, FunctionModule)
+        return Frontend(
+            function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1, hooks=hooks
+        )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -210,6 +216,8 @@ class Subgraphs:
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
         reason = self.given_up or why_not_captured() or cut
+        if reason and self._settings.fullgraph:
+            raise CaptureError(f"{self._name} is no one graph: {reason}", hint="leave out fullgraph=True")
         if reason:
             self.last = ()
             return self._under_autocast(reason, args, kwargs), ()
@@ -217,7 +225,7 @@ class Subgraphs:
         try:
             return self._run(self._one_graph if modes else self._frontend, args, kwargs, graphs)
         except ModelError as error:
-            if graphs:
+            if graphs or self._settings.fullgraph:
                 raise
             return self._without_capture(error, args, kwargs), ()
         except CaptureError as error:

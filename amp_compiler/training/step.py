@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
@@ -36,11 +37,12 @@ from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
 _TENSORS_ALONE = {Tensor}
+_Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
 
 
 def training_step(
     model: Any,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., _Loss],
     optimizer: Any,
     *,
     rules: Any = "default",
@@ -57,7 +59,7 @@ def training_step(
     mesh: Any = None,
     broadcast_buffers: bool = True,
     callbacks: Any = (),
-) -> TrainingStep:
+) -> TrainingStep[_Loss]:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
     Where one graph cannot hold the loss, forward and backward run in subgraphs; `step.execution` says so and why.
@@ -145,7 +147,7 @@ def training_step(
         return TrainingStep(setup, callbacks)
 
 
-class TrainingStep(StepReadings):
+class TrainingStep(StepReadings, Generic[_Loss]):
     """What `amp.training_step` returns. Call it with a batch."""
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
@@ -163,7 +165,7 @@ class TrainingStep(StepReadings):
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
-    def __call__(self, *batch: Any, **named: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> _Loss:
         """Train on one batch.
 
         Args:
@@ -196,7 +198,8 @@ class TrainingStep(StepReadings):
             hooks.run(self._scale_config, self._scale)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
-        return output.loss if output.aux is None else (output.loss, output.aux)
+        result: Any = output.loss if output.aux is None else (output.loss, output.aux)
+        return result  # type: ignore[no-any-return]
 
     def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""

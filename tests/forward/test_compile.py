@@ -257,8 +257,3 @@ def test_a_model_that_nobody_can_take_is_named_with_its_line():
 def test_wrong_options_are_refused_at_once(options, text):
     with pytest.raises(amp.AmpError, match=text):
         amp.compile(Net(), **options)
-
-
-def test_not_a_module():
-    with pytest.raises(amp.AmpError, match=r"nn\.Module"):
-        amp.compile(lambda x: x)
