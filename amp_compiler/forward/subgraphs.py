@@ -20,7 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
-from amp_compiler.forward.notices import telling, warn_of_static
+from amp_compiler.forward.notices import course, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
@@ -198,9 +198,8 @@ class Subgraphs:
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
         hooks = isinstance(self._model, FunctionModule)
-        return Frontend(
-            function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1, hooks=hooks
-        )
+        around, most = functools.partial(telling, self._name), self._forms.most + 1
+        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, around, most, hooks=hooks)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -286,8 +285,11 @@ class Subgraphs:
         stages, began = Stages(), time.perf_counter()
         low = self._settings.low(device_of([*inputs, *self._model.parameters()]))
         try:
-            with telling(self._name, stages):
-                subgraph = build_subgraph(graph_module, inputs, self._settings, low, Names.of(self._model), stages)
+            if (told := course()) is not None:
+                told.stages = stages
+            subgraph = build_subgraph(graph_module, inputs, self._settings, low, Names.of(self._model), stages)
+            if told is not None:
+                told.plan = subgraph.plan
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):

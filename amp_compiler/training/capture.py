@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.forward.notices import telling
 from amp_compiler.fx import frontend
 from amp_compiler.fx.capture import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo, placeholder_name, widened_example
@@ -206,16 +208,28 @@ class LossFrontend:
         def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return run(captured_loss(graph_module, inputs, model, low))
 
+        self._model, self._seconds = model, 0.0
         self._call = frontend.Frontend(
             _marked(model),
             build,
             NAME,
             dynamic,
             whole=True,
-            around=lambda: norms_apart(model),
+            around=self._capturing,
             subject=SUBJECT,
             values=True,
         )
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        with norms_apart(self._model), telling(NAME) as told:
+            yield
+        self._seconds += told.seconds()
+
+    def take_seconds(self) -> float:
+        """How long a capture took of which this was not asked yet."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def __call__(self, *batch: Any) -> Any:
         """The loss and aux, by what `run` gave.
