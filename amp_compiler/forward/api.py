@@ -34,6 +34,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
 
@@ -138,6 +139,12 @@ def _compiled(settings: Settings, model: Any) -> Any:
         raise AmpError(
             f"amp.compile takes an nn.Module or a function, not a {type(model).__name__}",
             hint="compile the module or the function that computes with tensors",
+        )
+    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+        raise AmpError(
+            f"{type(model).__name__} is a LightningModule, whose training_step is called past a compiled forward",
+            hint="compile the network in it, `self.net = amp.compile(self.net)`, or the class by @amp.compile; keep the"
+            " Trainer at precision='32-true'",
         )
     return CompiledModule(model, settings)
 
@@ -252,6 +259,7 @@ def explain(
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 
 
+@needs_onnx()
 def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType, **options: Any) -> PrecisionPlan:
     from amp_compiler.onnx.check.batches import sizes_of  # here, so that nobody else waits for ONNX
     from amp_compiler.onnx.model.model import open_model

@@ -234,6 +234,10 @@ class CompiledModule(StandIn):
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
         return self._last  # type: ignore[no-any-return]
 
+    def __prepare_scriptable__(self) -> None:
+        # torch.jit.script asks for it.
+        raise CaptureError("a compiled module cannot be scripted", hint="give torch.jit.script `model.original`")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         return CompiledModule(copy.deepcopy(self.original, memo), self.settings)
 

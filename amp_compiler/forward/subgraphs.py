@@ -25,7 +25,7 @@ from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewr
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture import Captured, Source
-from amp_compiler.fx.capture_errors import kind_of
+from amp_compiler.fx.capture_errors import kind_of, user_frame
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.dynamo import Names, captured_from_dynamo
 from amp_compiler.fx.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
@@ -258,8 +258,10 @@ class Subgraphs:
         """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
         try:
             return self._under_autocast(error.what, args, kwargs)
-        except Exception:  # noqa: BLE001  # the model's own, whatever that is
-            raise error  # noqa: B904  # it names the line, and is raised from what Dynamo says
+        except Exception as own:  # the model's own, whatever that is
+            what = f"{self._name} raises {type(own).__name__}: {own}"  # Dynamo's has sizes without a number
+            hint = "the call or the model is wrong: it raises the same without amp.compile"
+            raise ModelError(what, where=error.where or user_frame(own), hint=hint) from own
 
     def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no graph can take: torch's own mixed precision."""

@@ -37,6 +37,15 @@ from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
 _TENSORS_ALONE = {Tensor}
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise AmpError("the step has already updated the weights: its loss has no backward", hint="leave out backward(),"
+                   " optimizer.step() and zero_grad(); a loop of your own takes amp.compile(model)")  # fmt: skip
+
+
+# Attributes of the loss, which is saved without them: a checkpoint that holds it names no function of ours.
+_SPENT: dict[str, Any] = {"backward": _refuse_backward, "__getstate__": lambda: None}
 _Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
 
 
@@ -198,6 +207,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             hooks.run(self._scale_config, self._scale)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
+        vars(output.loss).update(_SPENT)
         result: Any = output.loss if output.aux is None else (output.loss, output.aux)
         return result  # type: ignore[no-any-return]
 
