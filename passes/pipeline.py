@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import os
 import time
 import zlib
@@ -100,6 +101,14 @@ class Stages(Sequence[Stage]):
             else:
                 lines = before.text.splitlines(keepends=True), stage.text.splitlines(keepends=True)
                 yield stage.name, "".join(difflib.unified_diff(*lines, before.name, stage.name, n=0))
+
+    def __repr__(self) -> str:
+        return f"Stages({', '.join(name for name, _ in self._kept)})"
+
+    def _repr_html_(self) -> str:
+        changed = ((name, text.count("\n+") + text.count("\n-")) for name, text in self.diffs())
+        rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{count}</td></tr>" for name, count in changed)
+        return f"<table><tr><th>stage</th><th>lines changed</th></tr>{rows}</table>"
 
     def __str__(self) -> str:
         return "".join(f"=== {name}\n{text}" for name, text in self.diffs())

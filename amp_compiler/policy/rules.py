@@ -313,6 +313,9 @@ class RuleSet:
     keep: dict[str, bool] = field(default_factory=dict)
     reduce: dict[str, object] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"RuleSet({self.name!r}, {len(self.rules)} rules)"
+
     def keeps(self, what: str) -> bool:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 

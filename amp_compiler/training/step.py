@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Generic
@@ -280,6 +281,15 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
             return list(batch), spec
         return pytree.tree_flatten((batch, {}))
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(one).__name__ for one in (self.model, *self._optimizers))
+        last = "not called yet" if self._last is None else self.execution
+        return f"TrainingStep({names}, {self._low.short}, {last})"
+
+    def _repr_html_(self) -> str:
+        plan = "" if self._last is None or self.plan is None else self.plan._repr_html_()  # type: ignore[attr-defined]
+        return f"<p><code>{html.escape(repr(self))}</code></p>{plan}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
