@@ -24,4 +24,6 @@ def needs_onnx() -> Iterator[None]:
         if package not in _PACKAGES:
             raise
         hint = "pip install 'amp_compiler[onnx]'" + (", or onnxruntime-gpu" if package == "onnxruntime" else "")
-        raise OnnxError(f"{package} is not installed, which ONNX models need", hint=hint) from cause
+        name = "protobuf" if package == "google" else package
+        what = f"{name} is not installed, which ONNX models and nets of Caffe need"
+        raise OnnxError(what, hint=hint) from cause
