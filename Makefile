@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch test-torch211 docs \
-  browser screens page-libraries bench bench-onnx examples zoo clean
+  scenarios browser screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,10 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 test-torch: ## the tests of `make test` with another torch (TORCH=2.14.1), in an environment of its own, .venv-TORCH
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1" >&2; exit 1; }
 	+$(MAKE) --no-print-directory VENV=.venv-$(TORCH) TORCH=$(TORCH) test-all-but-slow
+
+# With SCENARIOS="python3.12 python3.13" other Pythons than PYTHON; each gets torch from the index.
+scenarios: ## what a new user does, from a built wheel in an empty folder, with the time to each first result
+	$(PYTHON) tools/scenarios.py $(or $(SCENARIOS),$(PYTHON))
 
 test-torch211: ## the same with the oldest torch that is supported
 	+$(MAKE) --no-print-directory TORCH=$(OLDEST_TORCH) test-torch

@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -153,7 +154,12 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
         """A name of the API, a room of the package (`amp.passes`) or the version, when it is first asked for."""
         if name in _HOMES:
             home, itself, _ = _HOMES[name].partition(":")
-            module = import_module(f"{__name__}.{home}")
+            try:
+                module = import_module(f"{__name__}.{home}")
+            except ModuleNotFoundError:
+                if not home.startswith("onnx."):
+                    raise
+                return partial(_without_onnx, home)  # a star imports all names
             found = module if itself else getattr(module, name)
         elif name == "__version__":
             from importlib.metadata import version
@@ -167,8 +173,13 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
         return found
 
 
+def _without_onnx(home: str, *args: Any, **kwargs: Any) -> None:
+    with import_module(f"{__name__}.onnx").needs_onnx():
+        import_module(f"{__name__}.{home}")
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return [*__all__, "__version__"]
 
 
 import_module(f"{__name__}.report")  # which gives plans their methods that draw

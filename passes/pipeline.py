@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import html
 import os
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -33,7 +35,7 @@ class Stages(Sequence[Stage]):
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
         self._pieces: dict[int, bytes] = {}
-        self.begun = False  # whether pieces are made for the backend
+        self.captured = self.compiling = 0.0  # when it was captured, and when pieces began to be made for the backend
         self.texts = Texts()  # what writes them while they are made
 
     @property
@@ -41,15 +43,21 @@ class Stages(Sequence[Stage]):
         """Name of the last stage so far; empty where there is none."""
         return self._kept[-1][0] if self._kept else ""
 
+    @property
+    def begun(self) -> bool:
+        """Whether pieces are made for the backend."""
+        return self.compiling > 0
+
     def note(self, name: str, text: str) -> None:
         """Add a stage."""
+        self.captured = self.captured or time.perf_counter()
         same = bool(self._kept) and text == self._last
         self._kept.append((name, self._kept[-1][1] if same else zlib.compress(text.encode(), 1)))
         self._last = text
 
     def begin_piece(self, text: str) -> None:
         """Say that the next stage is made of a piece of the graph, and is to be compared with that."""
-        self.begun = True
+        self.compiling = self.compiling or time.perf_counter()
         if text != self._last:
             self._pieces[len(self)] = zlib.compress(text.encode(), 1)
 
@@ -93,6 +101,14 @@ class Stages(Sequence[Stage]):
             else:
                 lines = before.text.splitlines(keepends=True), stage.text.splitlines(keepends=True)
                 yield stage.name, "".join(difflib.unified_diff(*lines, before.name, stage.name, n=0))
+
+    def __repr__(self) -> str:
+        return f"Stages({', '.join(name for name, _ in self._kept)})"
+
+    def _repr_html_(self) -> str:
+        changed = ((name, text.count("\n+") + text.count("\n-")) for name, text in self.diffs())
+        rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{count}</td></tr>" for name, count in changed)
+        return f"<table><tr><th>stage</th><th>lines changed</th></tr>{rows}</table>"
 
     def __str__(self) -> str:
         return "".join(f"=== {name}\n{text}" for name, text in self.diffs())

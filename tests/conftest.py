@@ -74,6 +74,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         LONG_TESTS.write_text("\n".join(sorted((LONG - ran) | long)) + "\n", encoding="utf-8")
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long on a busy machine is not told: tests read what is logged."""
+    monkeypatch.setattr("amp_compiler.forward.notices.PATIENCE", 3600.0)
+
+
 @pytest.fixture
 def bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of graphs: the CPU is taken for one that multiplies BF16, where others get casts to FP32."""

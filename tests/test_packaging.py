@@ -87,6 +87,25 @@ def test_every_folder_with_code_is_a_package_of_the_distribution():
     assert folders == set(config["packages"])
 
 
+def test_the_core_is_light_and_the_extras_hold_the_rest():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        name: {normalized(re.split(r"[^A-Za-z0-9_.-]", one)[0]) for one in listed}
+        for name, listed in project["optional-dependencies"].items()
+    }
+    core = {normalized(re.split(r"[^A-Za-z0-9_.-]", one)[0]) for one in project["dependencies"]}
+    assert core == {"torch", "numpy", "networkx", "pydantic", "ruamel-yaml", "rich", "typer"}
+    assert extras["cuda"] - extras["onnx"] == {"triton", "onnxruntime-gpu"} and extras["onnx"] < extras["cuda"]
+    assert project["optional-dependencies"]["all"] == ["amp_compiler[onnx,demo,plot,tensorboard]"]
+
+
+def test_the_metadata_names_the_pythons_that_were_tried():
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    tried = set(re.findall(r"^\| Python (3\.\d+) \|", page, flags=re.MULTILINE))
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["classifiers"]
+    assert {one.rpartition(" :: ")[2] for one in classifiers if ":: Python :: " in one} == tried
+
+
 def test_entry_points():
     entries = {entry.name: entry for entry in metadata.entry_points(group="console_scripts")}
     assert entries["amp-compiler"].value == "amp_compiler.cli.main:main"

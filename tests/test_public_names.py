@@ -94,6 +94,10 @@ def test_a_name_is_that_of_its_module(name):
     assert name in dir(amp)
 
 
+def test_an_editor_offers_the_api_alone():
+    assert dir(amp) == sorted([*amp.__all__, "__version__"])
+
+
 def test_no_room_has_the_name_of_a_function():
     """Importing a room sets an attribute of the package, which must not hide a function of the API."""
     rooms = {module.name for module in pkgutil.iter_modules([str(SOURCE.parent)])} | {"passes", "rules"}

@@ -10,15 +10,15 @@ from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import AmpError
 
 BackendName = Literal["inductor", "eager"]
-BackendArgument = BackendName | str  # `BACKENDS` may hold others, of the user's own
+BackendArgument = BackendName | Backend
 BACKENDS: dict[str, Backend] = {one.name: one for one in (inductor.BACKEND, eager.BACKEND)}
 
 
-def find_backend(name: str) -> Backend:
+def find_backend(name: object) -> Backend:
     """The backend of that name.
 
     Args:
-        name: a key of `BACKENDS`.
+        name: a key of `BACKENDS`, or a backend of one's own, as it is.
 
     Raises:
         AmpError: there is none of that name.
@@ -27,6 +27,8 @@ def find_backend(name: str) -> Backend:
         >>> find_backend("eager").compiled
         False
     """
+    if isinstance(name, Backend):
+        return name
     if not isinstance(name, str) or name not in BACKENDS:
         near = difflib.get_close_matches(str(name), BACKENDS, 1)
         known = f"use one of {', '.join(map(repr, BACKENDS))}"

@@ -116,7 +116,7 @@ def run_demo(
     *,
     epochs: int = 10,
     device: str = "auto",
-    backend: str = "inductor",
+    backend: Any = "inductor",
     console: Console | None = None,
     train_images: int | None = None,
 ) -> list[DemoRow]:
@@ -181,7 +181,7 @@ class _Run:
     mode: str
     device: torch.device
     low: torch.dtype
-    backend: str
+    backend: Any
 
     def train(self, batch_norm: bool, data: Digits, steps: int, advance: Callable[[], object]) -> DemoRow:
         """Train from the same start and on the same batches as every other mode, then test."""

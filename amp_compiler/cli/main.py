@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from amp_compiler.cli.diagnose import find_nonfinite, profile
 from amp_compiler.cli.explain import diff, explain
 from amp_compiler.cli.options import Device, JsonOption, RulesOption, TargetOption
 from amp_compiler.cli.rules import rules_app
 from amp_compiler.cli.tune import tune
 from amp_compiler.cli.usage import UsageError, check_pass, check_place, print_error, read_stored_type
 from amp_compiler.errors import AmpError
+from amp_compiler.onnx import needs_onnx
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},  # of every command below it
@@ -39,8 +41,16 @@ def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Tell errors alone.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Tell every capture and compilation.")] = False,
 ) -> None:
     """Automatic mixed precision as a compiler pass: plan it, read it, run it."""
+    if quiet and verbose:
+        raise UsageError("they say the opposite", where="--quiet, --verbose", hint="give one of them")
+    if quiet or verbose:
+        os.environ["AMP_LOG"] = (
+            "error" if quiet else "info"
+        )  # read when torch is imported, which help does not wait for
 
 
 app.command()(explain)
@@ -160,6 +170,8 @@ def convert(
 
 
 app.command()(tune)
+app.command()(profile)
+app.command(name="find-nonfinite")(find_nonfinite)
 
 
 @app.command()
@@ -210,13 +222,28 @@ def demo(
     run_demo(epochs=epochs, device=device.value, backend=backend)
 
 
+@app.command()
+def env() -> None:
+    """Print versions, devices, the compiler, caches and variables: what to paste into a report of a bug."""
+    from amp_compiler.cli.env import environment
+
+    for line in environment():
+        typer.echo(line)
+
+
+for _command in (*app.registered_commands, *rules_app.registered_commands):
+    _sentence = " ".join((_command.callback.__doc__ or "").split()).partition(". ")[0]
+    _command.short_help = f"{_sentence.rstrip('.')}."  # else the list of commands cuts what is longer than a line
+
+
 def main() -> None:
     """Run the command line; an `AmpError` is told on the standard error, with exit code 1, or 2 for a wrong option."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without our signs shows `?` rather than failing
             stream.reconfigure(errors="replace")
     try:
-        app(prog_name="amp-compiler")
+        with needs_onnx():
+            app(prog_name="amp-compiler")
     except AmpError as error:
         print_error(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)

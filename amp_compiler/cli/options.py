@@ -42,7 +42,7 @@ ArgsOption = Annotated[
         help="An example argument, such as `fp32[8,64]`, or `labels=i64[8]` for a keyword. Give it once for each.",
     ),
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write there instead of to the terminal.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 TargetOption = Annotated[
     Target | None,

@@ -141,7 +141,8 @@ def _of_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
     run = forward.compile(model, **options)
     with torch.set_grad_enabled(model.training):
         run(*args, **kwargs)
-    return run.stages
+    stages: Stages = run.stages
+    return stages
 
 
 def _of_step(

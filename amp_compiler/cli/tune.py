@@ -64,22 +64,14 @@ def tune(
     the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
     """
     check_place("OUT.yaml", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
-    is_onnx = model.endswith(".onnx")
-    if is_onnx and loss:
+    if model.endswith(".onnx") and loss:
         raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
-    if not is_onnx and data is not None:
-        raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
-    from amp_compiler.cli.model_spec import load_loss, load_model
+    from amp_compiler.cli.model_spec import load_loss
     from amp_compiler.diagnose.tuning import api
 
     loss_fn: Any = load_loss(loss) if loss else None
-    subject, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
+    subject, batches = model_and_batches(model, data, args, eval_mode, loss_fn)
     check_data_files(model, {"OUT.yaml": output})
-    batches: Any
-    if example is None:
-        batches = _drawn(model) if data is None else data
-    else:
-        batches = [_batch(example, "--args" if args else model)]
     if loss_fn is not None:
         if not isinstance(batches[0], tuple):
             raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
@@ -91,6 +83,36 @@ def tune(
     typer.echo(result.to_json() if json_ else str(result), nl=not json_)
     if result.stopped:
         raise typer.Exit(3)
+
+
+def model_and_batches(
+    model: str, data: Path | None, args: list[str] | None, eval_mode: bool, loss_fn: Any
+) -> tuple[Any, list[Any]]:
+    """The model that a command line names, and its batches.
+
+    Args:
+        model: as for `explain`.
+        data: `--data`.
+        args: `--args`.
+        eval_mode: `--eval`.
+        loss_fn: what calls the model, where that is not the model itself.
+
+    Raises:
+        UsageError: these do not go together.
+    """
+    if not model.endswith(".onnx") and data is not None:
+        raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
+    from amp_compiler.cli.model_spec import load_model
+
+    subject, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
+    if example is not None:
+        return subject, [_batch(example, "--args" if args else model)]
+    if data is None:
+        return subject, _drawn(model)
+    from amp_compiler.onnx.check.batches import iterate_batches
+    from amp_compiler.onnx.model.model import open_model
+
+    return subject, [*iterate_batches(data, open_model(model))]
 
 
 def _drawn(model: str) -> Any:

@@ -17,10 +17,12 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, make_settings
 from amp_compiler.ir.dtypes import DTypeArgument, low_name, low_type
 from amp_compiler.ir.nonfinite import NonfiniteReport
+from amp_compiler.onnx import needs_onnx
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.training.step import TrainingStep
 
 
+@needs_onnx()
 def find_nonfinite(
     subject: Any,
     batch: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from dataclasses import dataclass
@@ -197,6 +198,9 @@ class Profile:
         return "\n".join(lines)
 
     __repr__ = __str__  # a prompt is no place for thousands of counts
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

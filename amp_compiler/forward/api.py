@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.functions import compiled_function, is_function
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, check_enabled, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
@@ -32,6 +34,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.runtime import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
 from amp_compiler.policy.targets import Target
@@ -43,10 +46,43 @@ PARALLEL = (
 )
 # What `amp.compile` runs.
 RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, PIECE)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Class = TypeVar("_Class", bound=type[nn.Module])
 
 
+class _ModelProto(Protocol):
+    @property
+    def opset_import(self) -> Any: ...
+
+
+class _Options(TypedDict, total=False):
+    rules: Any
+    dtype: DTypeArgument
+    dynamic_shapes: Any
+    backend: BackendArgument
+    passes: Any
+    mode: Mode
+    fullgraph: bool
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, model: _Class, /) -> _Class: ...
+    @overload
+    def __call__(self, model: Callable[_P, _R], /) -> Callable[_P, _R]: ...
+
+
+@overload
+def compile(model: nn.Module | str | Path | _ModelProto, **options: Unpack[_Options]) -> CompiledModule: ...
+@overload
+def compile(model: _Class, **options: Unpack[_Options]) -> _Class: ...
+@overload
+def compile(model: Callable[_P, _R], **options: Unpack[_Options]) -> Callable[_P, _R]: ...
+@overload
+def compile(model: None = None, **options: Unpack[_Options]) -> _Decorator: ...
 def compile(
-    model: Any,
+    model: Any = None,
     *,
     rules: Any = "default",
     dtype: DTypeArgument = "auto",
@@ -55,12 +91,14 @@ def compile(
     passes: Any = None,
     mode: Mode = "default",
     enabled: bool = True,
-) -> CompiledModule:
-    """Compile a module for mixed precision.
+    fullgraph: bool = False,
+) -> Any:
+    """Compile a module, or a function, for mixed precision.
 
     Args:
         model: any `nn.Module`, or an ONNX model (a path or a `ModelProto`, see `amp.onnx_to_fx`); it is captured at
-            the first call for each input signature.
+            the first call for each input signature. Or a function, a method or a class of modules, whose `forward` is
+            meant: `@amp.compile` stands before them, or `@amp.compile(dtype="bf16")`.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"` (BF16 where the device computes it natively,
             else FP16).
@@ -74,9 +112,13 @@ def compile(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that.
         enabled: mixed precision; without it the model runs as it is written, in its own types, not compiled.
+        fullgraph: a graph break, and what else no graph can be made of, is an error; else subgraphs run, or
+            `torch.autocast`, and `execution` says why.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
+        For a function or a method, one whose attribute `compiled` has the plan; for a class, the class; without a
+        model, what compiles one with these options.
 
     Raises:
         AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`; `PassError` of a pass in `passes`.
@@ -87,15 +129,31 @@ def compile(
         >>> model(torch.ones(2, 8)).dtype
         torch.float32
     """
+    check_enabled(enabled)
+    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, fullgraph)
+    settings = replace(settings, enabled=enabled)
+    return functools.partial(_compiled, settings) if model is None else _compiled(settings, model)
+
+
+def _compiled(settings: Settings, model: Any) -> Any:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        model.forward = compiled_function(model.forward, settings)  # type: ignore[method-assign]
+        return model
+    if is_function(model):
+        return compiled_function(model, settings)
     model = unwrapped_model(module_of(model), PARALLEL)
     if not isinstance(model, nn.Module):
         raise AmpError(
-            f"amp.compile takes an nn.Module, not a {type(model).__name__}",
-            hint="wrap a function in a module whose forward calls it",
+            f"amp.compile takes an nn.Module or a function, not a {type(model).__name__}",
+            hint="compile the module or the function that computes with tensors",
         )
-    check_enabled(enabled)
-    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
-    return CompiledModule(model, replace(settings, enabled=enabled))
+    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
+        raise AmpError(
+            f"{type(model).__name__} is a LightningModule, whose training_step is called past a compiled forward",
+            hint="compile the network in it, `self.net = amp.compile(self.net)`, or the class by @amp.compile; keep the"
+            " Trainer at precision='32-true'",
+        )
+    return CompiledModule(model, settings)
 
 
 def _build(
@@ -210,6 +268,7 @@ def explain(
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 
 
+@needs_onnx()
 def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType, **options: Any) -> PrecisionPlan:
     from amp_compiler.onnx.check.batches import sizes_of  # here, so that nobody else waits for ONNX
     from amp_compiler.onnx.model.model import open_model

@@ -18,6 +18,7 @@ from amp_compiler.forward.notices import tell_of_missing_masters
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
 from amp_compiler.forward.tensor_versions import tell_of_hidden_write
+from amp_compiler.fx.capture.errors import name_of
 from amp_compiler.fx.capture.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo, why_not_captured
@@ -182,7 +183,7 @@ class CompiledModule(StandIn):
         hooks = () if why_not_captured() else self._hooks.key()
         subgraphs = self._frontends.get(hooks)
         if subgraphs is None:
-            subgraphs = Subgraphs(self.original, self.settings, type(self.original).__name__, said=self._warned)
+            subgraphs = Subgraphs(self.original, self.settings, name_of(self.original), said=self._warned)
             subgraphs = self._frontends.setdefault(hooks, subgraphs)
         return subgraphs  # type: ignore[no-any-return]
 
@@ -196,7 +197,7 @@ class CompiledModule(StandIn):
             tell_of_hidden_write(written)
         if "unused" not in self._warned:
             self._warned.add("unused")
-            warn_of_unused(plan_of(ran).unused_rules, type(self.original).__name__)
+            warn_of_unused(plan_of(ran).unused_rules, name_of(self.original))
         return result
 
     @property
@@ -235,6 +236,10 @@ class CompiledModule(StandIn):
                 raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint=hint)
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
         return self._last  # type: ignore[no-any-return]
+
+    def __prepare_scriptable__(self) -> None:
+        # torch.jit.script asks for it.
+        raise CaptureError("a compiled module cannot be scripted", hint="give torch.jit.script `model.original`")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         return CompiledModule(copy.deepcopy(self.original, memo), self.settings)

@@ -1,8 +1,8 @@
 """What a user is told of captures: one line each, and what is being done while one takes long.
 
 Everything goes to the logger `amp_compiler`, whose level the environment variable `AMP_LOG` can set (`debug`, `info`,
-`warning`, `error`). What takes long is shown beside that, but for the level `error`: on a terminal by a line that says
-what is done and is gone when it is done, elsewhere (a log of continuous integration, a notebook) by a line once.
+`warning`, `error`). A compilation that takes long is told at the level `warning`, which Python's logging shows by
+default: by a line where it begins to, but on a terminal and in a notebook by a bar, and by one where it is done.
 """
 
 from __future__ import annotations
@@ -10,25 +10,31 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
+from amp_compiler.fx.torch_private.inductor import cached_graphs
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
 _AS_IT_IS = nullcontext()
 _SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
+_PHASES = ("capturing", "planning", "rewriting", "compiling")
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -103,49 +109,108 @@ def silent_dynamo() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def telling(name: str, stages: Stages) -> Iterator[None]:
-    """While its block takes longer than `PATIENCE` seconds, say what is done.
+@dataclass(eq=False)
+class Course:
+    """What is compiled, and how far that is.
 
-    A terminal shows it until the end of the block. Where the error output is no terminal it is said once.
+    Args:
+        name: how messages call it.
+        captured: seconds that its capture took before.
+        stages: those that are made; `None` while it is captured.
+        plan: what was decided; `None` until it is compiled.
+    """
+
+    name: str
+    captured: float = 0.0
+    stages: Stages | None = None
+    plan: PrecisionPlan | None = None
+    began: float = field(default_factory=time.perf_counter)
+    cached: tuple[int, int] = field(default_factory=cached_graphs)  # until then: found, compiled
+
+    @property
+    def phase(self) -> int:
+        """The place in `_PHASES` of what is done."""
+        last = "" if self.stages is None else self.stages.last
+        if self.stages is None or not last:
+            return 0
+        return 3 if self.stages.begun else 1 if last in PLAN.names or last == "capture" else 2
+
+    @property
+    def doing(self) -> str:
+        """What is done, in words."""
+        behind = f", behind pass {self.stages.last}" if self.stages is not None and self.phase == 2 else ""
+        return f"{_PHASES[self.phase]} it{behind}"
+
+    def seconds(self) -> float:
+        """Since its capture began."""
+        return self.captured + time.perf_counter() - self.began
+
+    def report(self, plan: PrecisionPlan, stages: Stages) -> str:
+        """What was done, in one line.
+
+        Args:
+            plan: what was decided.
+            stages: those that were made.
+        """
+        nodes, low = len(plan.nodes), sum(node.precision == "low" for node in plan.nodes)
+        found, made = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
+        cache = f", {found} from Inductor's cache and {made} anew" if found or made else ""
+        captured = self.captured + max(0.0, stages.captured - self.began)
+        planned = max(0.0, stages.compiling - stages.captured)
+        return (
+            f"compiled {self.name} in {self.seconds():.1f} s: captured {nodes} nodes ({captured:.1f} s), planned {low}"
+            f" of them in {plan.dtype} with {len(plan.casts)} casts ({planned:.1f} s), compiled them"
+            f" ({self.seconds() - captured - planned:.1f} s{cache})"
+        )
+
+
+_COURSE: ContextVar[Course | None] = ContextVar("course", default=None)
+
+
+def course() -> Course | None:
+    """What this thread compiles; `None` where nothing is told of it."""
+    return _COURSE.get()
+
+
+@contextmanager
+def telling(name: str, captured: float = 0.0) -> Iterator[Course]:
+    """Where its block takes longer than `PATIENCE` seconds, say that, and at its end what was compiled.
+
+    A terminal and a notebook show meanwhile how far it is.
 
     Args:
         name: what is compiled.
-        stages: those that are made meanwhile.
+        captured: seconds that its capture took before.
     """
-    if _SILENT.get():
-        yield
+    told = Course(name, captured)
+    if _SILENT.get() or not logger.isEnabledFor(logging.WARNING):
+        yield told
         return
-    done = threading.Event()
-    thread = threading.Thread(target=_tell, args=(name, stages, PATIENCE, done), name="amp_compiler", daemon=True)
+    done, token = threading.Event(), _COURSE.set(told)
+    thread = threading.Thread(target=_tell, args=(told, PATIENCE - captured, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
-        yield
+        yield told
     finally:
         done.set()
         thread.join()
+        _COURSE.reset(token)
+    if told.plan is not None and told.stages is not None and told.seconds() >= PATIENCE:
+        logger.warning(told.report(told.plan, told.stages))
 
 
-def doing(stages: Stages) -> str:
-    """What comes behind the last of some stages, in words."""
-    last = stages.last
-    if not last:
-        return "capturing it"
-    if last in PIECE.names and stages.begun:
-        return "compiling it with the backend"
-    return "planning it" if last in PLAN.names or last == "capture" else f"rewriting it, behind pass {last}"
-
-
-def _tell(name: str, stages: Stages, patience: float, done: threading.Event) -> None:
-    if done.wait(patience) or not logger.isEnabledFor(logging.WARNING):
+def _tell(told: Course, patience: float, done: threading.Event) -> None:
+    if done.wait(max(0.0, patience)):
         return
-    if not sys.stderr.isatty():
-        words = f"compiling {name}, for {patience:g} s now: {doing(stages)}"
-        if logger.isEnabledFor(logging.INFO):
-            logger.info(words)
-        else:  # nothing is wrong, so it is no warning, and a log of warnings would not hold it
-            print(f"{logger.name}: {words}", file=sys.stderr, flush=True)
+    console = Console(stderr=True)
+    if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
+        if patience > 0 or not told.captured:  # it was said while it was captured
+            logger.warning("compiling %s, for %g s now: %s", told.name, PATIENCE, told.doing)
         return
-    with Console(stderr=True).status(f"{name}: {doing(stages)}") as status:
-        while not done.wait(_EVERY):
-            status.update(f"{name}: {doing(stages)}")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("", total=len(_PHASES))
+        while True:
+            bars.update(bar, completed=told.phase, description=f"{told.name}: {told.doing}")
+            if done.wait(_EVERY):
+                return

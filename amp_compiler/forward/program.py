@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from torch import fx
 
@@ -23,7 +23,7 @@ from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
 
 logger = logging.getLogger("amp_compiler")
-EAGER = "eager"  # the backend that runs any graph
+EAGER: Final = "eager"  # the backend that runs any graph
 
 
 def plan_captured(

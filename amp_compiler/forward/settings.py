@@ -28,25 +28,27 @@ class Settings:
     Args:
         rules: the rules, loaded.
         dtype: `fp16`, `bf16` or `auto`.
-        backend: name of a backend.
+        backend: a backend, or the name of one.
         dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew, `auto` makes sizes
             dynamic that turn out to change.
         pipelines: the passes, by name of their list.
         mode: one of the backend's.
         enabled: whether there is a plan at all.
+        fullgraph: whether a graph break is an error.
     """
 
     rules: RuleSet
     dtype: str = AUTO
-    backend: str = "inductor"
+    backend: BackendArgument = "inductor"
     dynamic_shapes: Any = None
     pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
     mode: str = DEFAULT
     enabled: bool = True
+    fullgraph: bool = False
 
     @property
     def runs_on(self) -> Backend:
-        """The backend of that name."""
+        """The backend."""
         return find_backend(self.backend)
 
     @property
@@ -81,6 +83,7 @@ def make_settings(
     passes: Any = None,
     allowed: Sequence[Pipeline] = PIPELINES,
     mode: Mode = DEFAULT,
+    fullgraph: bool = False,
 ) -> Settings:
     """Check the options of a public call.
 
@@ -97,9 +100,9 @@ def make_settings(
             hint=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"
             " for torch.export.export, one entry for each argument: ({0: torch.export.Dim.AUTO}, None)",
         )
-    known = find_backend(backend)
-    known.builder(mode)
-    return Settings(load_rules(rules), low, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
+    find_backend(backend).builder(mode)
+    pipelines = pipelines_with(passes, allowed)
+    return Settings(load_rules(rules), low, backend, dynamic_shapes, pipelines, mode, bool(fullgraph))
 
 
 def check_enabled(enabled: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
-from amp_compiler.forward.notices import silent_dynamo, telling, warn_of_static
+from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.errors import kind_of
+from amp_compiler.fx.capture.errors import kind_of, user_frame
 from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
@@ -34,6 +34,7 @@ from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.stand_in import FunctionModule
 from amp_compiler.fx.torch_private.breaks import Break, break_before
 from amp_compiler.fx.torch_private.dynamo import functions_given_up, restart_with_plain_numbers, why_not_captured
 from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_hooks
@@ -183,8 +184,10 @@ class Subgraphs:
         def run(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        self._frontend = self._frontend_of(run)
-        self._one_graph, self._cut = self._frontend_of(run, whole=True), ""
+        # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
+        captured = model.function if isinstance(model, FunctionModule) else run
+        self._one_graph, self._cut = self._frontend_of(captured, whole=True), ""
+        self._frontend = self._one_graph if settings.fullgraph else self._frontend_of(captured)
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -200,8 +203,15 @@ class Subgraphs:
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
-        dynamic, forms = self._settings.dynamic, self._forms.most + 1
-        return Frontend(function, self._build, self._name, dynamic, whole, silent_dynamo, forms)
+        dynamic, most = self._settings.dynamic, self._forms.most + 1
+        hooks = isinstance(self._model, FunctionModule)
+        return Frontend(function, self._build, self._name, dynamic, whole, self._capturing, most, hooks=hooks)
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """What its captures run within."""
+        with silent_dynamo(), telling(self._name):
+            yield
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -217,6 +227,8 @@ class Subgraphs:
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
         reason = self.given_up or why_not_captured() or cut
+        if reason and self._settings.fullgraph:
+            raise CaptureError(f"{self._name} is no one graph: {reason}", hint="leave out fullgraph=True")
         if reason:
             self.last = ()
             return self._under_autocast(reason, args, kwargs), ()
@@ -224,7 +236,7 @@ class Subgraphs:
         try:
             return self._run(self._one_graph if modes else self._frontend, args, kwargs, graphs)
         except ModelError as error:
-            if graphs:
+            if graphs or self._settings.fullgraph:
                 raise
             return self._without_capture(error, args, kwargs), ()
         except CaptureError as error:
@@ -258,8 +270,10 @@ class Subgraphs:
         """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
         try:
             return self._under_autocast(error.what, args, kwargs)
-        except Exception:  # noqa: BLE001  # the model's own, whatever that is
-            raise error  # noqa: B904  # it names the line, and is raised from what Dynamo says
+        except Exception as own:  # the model's own, whatever that is
+            what = f"{self._name} raises {type(own).__name__}: {own}"  # Dynamo's has sizes without a number
+            hint = "the call or the model is wrong: it raises the same without amp.compile"
+            raise ModelError(what, where=error.where or user_frame(own), hint=hint) from own
 
     def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no graph can take: torch's own mixed precision."""
@@ -286,8 +300,11 @@ class Subgraphs:
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
         names, called = Names.of(self._model), f"{name} of {self._name}"
         try:
-            with telling(self._name, stages):
-                subgraph = build_subgraph(graph_module, inputs, self._settings, low, names, stages, called)
+            if (told := course()) is not None:
+                told.stages = stages
+            subgraph = build_subgraph(graph_module, inputs, self._settings, low, names, stages, called)
+            if told is not None:
+                told.plan = subgraph.plan
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):

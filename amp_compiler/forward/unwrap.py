@@ -12,11 +12,12 @@ from amp_compiler.fx.capture.spread import spread_over, spread_tensors
 from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
+_OF_FABRIC = "_forward_module"  # where Lightning's Fabric keeps it, which then enters torch.autocast around it
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def unwrapped_model(model: Any, hint: str) -> Any:
-    """A model without what `torch.compile`, `amp.compile` and a `DataParallel` of one device put around it.
+    """A model without what `torch.compile`, `amp.compile`, Fabric and a `DataParallel` of one device put around it.
 
     Args:
         model: an `nn.Module`, or a dict, list or tuple of them; anything else is returned as it is.
@@ -84,7 +85,7 @@ def _inside(model: nn.Module) -> Any:
         return model.original
     if isinstance(model, nn.DataParallel):
         return model.module if len(model.device_ids) <= 1 else None
-    return getattr(model, _COMPILED, None)
+    return getattr(model, _OF_FABRIC if type(model).__name__ == "_FabricModule" else _COMPILED, None)
 
 
 def _added(wrapper: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -139,6 +140,11 @@ class NonfiniteReport:
         text = f"zero, and not so in FP32: {_gradients(self.zeros)}\n" if self.zeros else f"not finite: {what}\n"
         text += "".join(f"  {title} {node}\n" for node in self.nodes)
         return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _what(self) -> str:
         return ", ".join([*self.results, *([_gradients(self.parameters)] if self.parameters else [])])

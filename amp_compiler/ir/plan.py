@@ -330,6 +330,10 @@ class PrecisionPlan:
     def __str__(self) -> str:
         return self.to_text()
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.nodes)} nodes, {len(self.casts)} casts"
+        return f"PrecisionPlan(dtype={self.dtype!r}, rules={self.rules!r}, device={self.device!r}, {counts})"
+
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:
         """A unified diff of the two plans' text, under these names; empty where they are equal."""
         lines = self.to_text().splitlines(keepends=True), other.to_text().splitlines(keepends=True)

@@ -17,6 +17,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
@@ -72,6 +73,7 @@ class Conversion:
     notes: tuple[str, ...] = ()
 
 
+@needs_onnx()
 def convert_onnx(
     source: Source,
     output: str | Path | None = None,

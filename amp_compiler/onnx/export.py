@@ -23,6 +23,7 @@ from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.exporting.calibrate import measure
 from amp_compiler.onnx.exporting.exporter import run_exporter
 from amp_compiler.onnx.exporting.from_fx import (
@@ -65,6 +66,7 @@ class Export:
     path: Path | None = None
 
 
+@needs_onnx()
 def export_onnx(
     model: nn.Module,
     example_args: Any,

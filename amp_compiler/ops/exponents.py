@@ -68,7 +68,8 @@ def count_exponents(values: Sequence[Tensor]) -> Tensor:
     Returns:
         int64 [number of values, `BINS`].
     """
-    return torch.stack([count(one) for one in values])
+    counts = [count(one) for one in values]
+    return torch.stack(counts) if counts else torch.zeros(0, BINS, dtype=torch.int64)
 
 
 def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

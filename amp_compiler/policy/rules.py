@@ -318,6 +318,9 @@ class RuleSet:
     reduce: dict[str, object] = field(default_factory=dict)
     buffers: str = "always"
 
+    def __repr__(self) -> str:
+        return f"RuleSet({self.name!r}, {len(self.rules)} rules)"
+
     def keeps(self, what: str) -> bool:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 

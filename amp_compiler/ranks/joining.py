@@ -55,7 +55,7 @@ def join_ranks(
     device = device_of(model.parameters())
     options = {
         **options,
-        "backend": settings.backend,
+        "backend": settings.runs_on.name,
         "mode": settings.mode,
         "broadcast_buffers": broadcast_buffers,
         "passes": [pipeline.names for pipeline in settings.pipelines.values()],

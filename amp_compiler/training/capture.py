@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.forward.notices import silent_dynamo
+from amp_compiler.forward.notices import silent_dynamo, telling
 from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
@@ -215,16 +216,28 @@ class LossFrontend:
         def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return run(captured_loss(graph_module, inputs, model, low))
 
+        self._model, self._seconds = model, 0.0
         self._call = frontend.Frontend(
             _marked(model),
             build,
             NAME,
             dynamic,
             whole=True,
-            around=lambda: _around(model),
+            around=self._capturing,
             subject=SUBJECT,
             values=True,
         )
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        with _around(self._model), telling(NAME) as told:
+            yield
+        self._seconds += told.seconds()
+
+    def take_seconds(self) -> float:
+        """How long a capture took of which this was not asked yet."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def __call__(self, *batch: Any) -> Any:
         """The loss and aux, by what `run` gave.

@@ -284,9 +284,10 @@ class ProgramChoice:
         options = self.options(gather, self._leaves)
         if coordinator is not None:
             coordinator.builds()
-        with building(), telling(NAME, stages):
-            loss = replace(graph.loss, inputs=tuple(inputs))
+        with building(), telling(NAME, self._frontend().take_seconds()) as told:
+            told.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
             program = build_step(self._setup.module, loss, options, self._setup.state, stages)
+            told.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
         graph.programs[key] = program

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
@@ -39,9 +41,19 @@ logger = logging.getLogger("amp_compiler")
 _TENSORS_ALONE = {Tensor}
 
 
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise AmpError("the step has already updated the weights: its loss has no backward", hint="leave out backward(),"
+                   " optimizer.step() and zero_grad(); a loop of your own takes amp.compile(model)")  # fmt: skip
+
+
+# Attributes of the loss, which is saved without them: a checkpoint that holds it names no function of ours.
+_SPENT: dict[str, Any] = {"backward": _refuse_backward, "__getstate__": lambda: None}
+_Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
+
+
 def training_step(
     model: Any,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., _Loss],
     optimizer: Any,
     *,
     rules: Any = "default",
@@ -59,7 +71,7 @@ def training_step(
     broadcast_buffers: bool = True,
     uneven: Uneven = "refuse",
     callbacks: Any = (),
-) -> TrainingStep:
+) -> TrainingStep[_Loss]:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
     Where one graph cannot hold the loss, forward and backward run in subgraphs; `step.execution` says so and why.
@@ -153,7 +165,7 @@ def training_step(
         return TrainingStep(setup, callbacks)
 
 
-class TrainingStep(StepReadings):
+class TrainingStep(StepReadings, Generic[_Loss]):
     """What `amp.training_step` returns. Call it with a batch."""
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
@@ -172,7 +184,7 @@ class TrainingStep(StepReadings):
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
-    def __call__(self, *batch: Any, **named: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> _Loss:
         """Train on one batch.
 
         Args:
@@ -203,7 +215,9 @@ class TrainingStep(StepReadings):
         self._note(program, output, leaves, spec)
         if self._gathered == 0:
             self._behind_update(hooks)
-        return output.loss if output.aux is None else (output.loss, output.aux)
+        vars(output.loss).update(_SPENT)
+        result: Any = output.loss if output.aux is None else (output.loss, output.aux)
+        return result  # type: ignore[no-any-return]
 
     def flush(self) -> None:
         """Update the weights by what was gathered where that is less than `accumulate` batches: behind an epoch's last.
@@ -328,6 +342,15 @@ class TrainingStep(StepReadings):
                 spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
             return list(batch), spec
         return pytree.tree_flatten((batch, {}))
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(one).__name__ for one in (self.model, *self._optimizers))
+        last = "not called yet" if self._last is None else self.execution
+        return f"TrainingStep({names}, {self._low.short}, {last})"
+
+    def _repr_html_(self) -> str:
+        plan = "" if self._last is None or self.plan is None else self.plan._repr_html_()  # type: ignore[attr-defined]
+        return f"<p><code>{html.escape(repr(self))}</code></p>{plan}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(

@@ -14,6 +14,8 @@ QUICK = [
     ["explain", "--help"],
     ["convert", "--help"],
     ["demo", "--help"],
+    ["find-nonfinite", "-h"],
+    ["env", "-h"],
     ["rules", "--help"],
     ["rules", "list", "--help"],
     ["rules", "check", "--help"],
@@ -45,7 +47,7 @@ def test_help_and_usage_errors_import_nothing_heavy_and_rule_sets_are_listed_wit
         "assert not {'torch', 'numpy', 'onnx'} & set(sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    good = [arguments[-1] in ("--help", "--version") for arguments in QUICK]
+    good = [arguments[-1] in ("--help", "-h", "--version") for arguments in QUICK]
     assert done.stdout.splitlines()[: len(QUICK)] == [
         f"{arguments} [] {0 if fine else 2}" for arguments, fine in zip(QUICK, good, strict=True)
     ]

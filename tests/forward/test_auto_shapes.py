@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 import pytest
@@ -127,6 +128,28 @@ def test_each_capture_is_told_in_one_line(caplog):
     assert "no longer held: 2 <= batch[0].size()[0]" in told[2]
 
 
+class Bars:
+    """In the place of rich's bars."""
+
+    shown, texts = threading.Event(), {}
+
+    def __init__(self, *columns: object, **options: object) -> None:
+        pass
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shown.clear()
+
+    def add_task(self, description: str, total: int) -> int:
+        return 0
+
+    def update(self, bar: int, completed: int, description: str) -> None:
+        self.texts[description] = True
+        self.shown.set()
+
+
 class ErrorOutput:
     """An error output, and what was written to it."""
 
@@ -145,49 +168,84 @@ class ErrorOutput:
         pass
 
 
-@pytest.mark.parametrize("level", [None, "info", "error"])
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, terminal, level):
+def wait_for_the_teller() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "amp_compiler":
+            thread.join()
+
+
+@pytest.mark.parametrize("level", [None, "error"])
+@pytest.mark.parametrize("kind", ["log", "terminal", "notebook", "notebook without widgets"])
+def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, kind, level):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(notices, "PATIENCE", 0)
-    monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(terminal))
-    caplog.set_level(logging.INFO, "amp_compiler")  # of its handler; it sets the logger's back
-    notices.logger.setLevel(logging.WARNING)
+    monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(kind == "terminal"))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: "notebook" in kind)
+    monkeypatch.setattr(notices, "find_spec", lambda name: None if "without" in kind else name)
+    monkeypatch.setattr(notices, "Progress", Bars)
+    caplog.set_level(logging.WARNING, "amp_compiler")  # as Python has it; sets the level back
     notices.set_level(level)
-    with notices.telling("Model", Stages()):
-        threads = [one for one in threading.enumerate() if one.name == "amp_compiler"]
-        if terminal and level != "error":
-            error_output.written.wait()  # then it goes on until the block ends
+    draws, model = kind in ("terminal", "notebook") and level != "error", nn.Linear(4, 2)
+    with notices.telling("Model") as told:
+        if draws:
+            assert Bars.shown.wait(60)
         else:
-            for thread in threads:
-                thread.join()
-    if terminal:
-        assert ("Model: capturing it" in error_output.text) == (level != "error")
-        assert not caplog.records
+            wait_for_the_teller()
+        told.stages = Stages()
+        for name in ("capture", "classify", "apply_plan"):
+            told.stages.note(name, name)
+        told.stages.begin_piece("piece")
+        told.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
+    said = [record.getMessage() for record in caplog.records]
+    assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
+    assert not error_output.text
+    if level == "error":
+        assert not said
         return
-    line = "compiling Model, for 0 s now: capturing it"
-    assert [record.getMessage() for record in caplog.records] == ([line] if level == "info" else [])
-    assert error_output.text == ("" if level else f"amp_compiler: {line}\n")
+    assert said[:-1] == ([] if draws else ["compiling Model, for 1e-09 s now: capturing it"])
+    assert re.fullmatch(
+        r"compiled Model in \d+\.\d s: captured 1 nodes \(\d\.\d s\), planned 1 of them in bf16 with \d casts"
+        r" \(\d\.\d s\), compiled them \(\d\.\d s\)",
+        said[-1],
+    )
+
+
+def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", ErrorOutput(False))
+    model = nn.Linear(4, 2)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(2, 4))
+    step = amp.training_step(
+        model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager"
+    )
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    kinds = [record.getMessage().partition(",")[0].partition(" in ")[0] for record in caplog.records]
+    names = "Linear", "the training step"
+    assert kinds == [f"{word} {name}" for name in names for word in ("compiling", "compiled")]
 
 
 def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
-    with notices.telling("Model", Stages()):
-        pass
+    with notices.telling("Model") as told:
+        told.stages, told.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
     assert not error_output.text and not caplog.records
 
 
 def test_what_is_done_is_said_by_the_last_stage():
-    stages = Stages()
-    said = [notices.doing(stages)]
+    told = notices.Course("Model")
+    said = [told.doing]
+    told.stages = Stages()
     for name in ("capture", "classify", "apply_plan"):
-        stages.note(name, name)
-        said.append(notices.doing(stages))
-    stages.begin_piece("piece")
-    stages.note("native_ops", "piece")
-    said.append(notices.doing(stages))
+        told.stages.note(name, name)
+        said.append(told.doing)
+    told.stages.begin_piece("piece")
+    told.stages.note("native_ops", "piece")
+    said.append(told.doing)
     assert said == ["capturing it", "planning it", "planning it", "rewriting it, behind pass apply_plan",
-                    "compiling it with the backend"]  # fmt: skip
+                    "compiling it"]  # fmt: skip
 
 
 def test_a_level_that_does_not_exist_is_refused():

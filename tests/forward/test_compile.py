@@ -181,7 +181,7 @@ def test_a_model_that_nobody_can_take_is_named_with_its_line():
             return y
 
     with pytest.raises(
-        amp.CaptureError, match=r"test_compile\.py:\d+: Broken raises RuntimeError.*3, 1000.*; call the model"
+        amp.CaptureError, match=r"test_compile\.py:\d+: Broken raises RuntimeError.*3, 1000.*; the call or the model is"
     ):
         amp.compile(Broken(), dtype="bf16", backend="eager")(X)
 
@@ -197,11 +197,6 @@ def test_a_model_that_nobody_can_take_is_named_with_its_line():
 def test_wrong_options_are_refused_at_once(options, text):
     with pytest.raises(amp.AmpError, match=text):
         amp.compile(Net(), **options)
-
-
-def test_not_a_module():
-    with pytest.raises(amp.AmpError, match=r"nn\.Module"):
-        amp.compile(lambda x: x)
 
 
 def test_without_mixed_precision_the_model_runs_as_it_is():

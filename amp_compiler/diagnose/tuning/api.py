@@ -11,8 +11,10 @@ from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
 from amp_compiler.diagnose.tuning.writing import LOW
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
+from amp_compiler.onnx import needs_onnx
 
 
+@needs_onnx()
 def tune(
     subject: Any,
     batches: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -111,6 +112,11 @@ class TuneResult:
     def __str__(self) -> str:
         parts = [self.summary(), *([self.table()] if self.nodes else [])]
         return "\n".join([*parts, f"written to {self.path}"] if self.path is not None else parts)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, ready for JSON: what is infinite stands there as text."""

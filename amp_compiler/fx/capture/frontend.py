@@ -90,6 +90,7 @@ class Frontend:
         subject: how errors call it, where that is not its name.
         values: whether sizes and numbers that values of tensors say are part of a graph. Inductor compiles a backward
             when it first runs, and knows some of them then no more.
+        hooks: whether Dynamo looks at the hooks of modules at each call.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Frontend:
         forms: int = 0,
         subject: str = "",
         values: bool = False,
+        hooks: bool = False,
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
@@ -111,7 +113,7 @@ class Frontend:
         noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
         backend = as_backend(
             lambda *graph: noted()(*graph),  # type: ignore[misc]
-            hooks=False,
+            hooks=hooks,
             around=lambda code: timed()(code),  # type: ignore[misc]
             forms=forms,
             values=values,

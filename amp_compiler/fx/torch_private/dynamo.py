@@ -198,7 +198,8 @@ def compile_with_dynamo(
         if isinstance(function, FunctionType):  # sizes that one of them has seen make those of no other dynamic
             code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{_MODELS[0]}")
             names = function.__globals__, function.__name__, function.__defaults__, function.__closure__
-            function = FunctionType(code, *names)
+            keywords, function = function.__kwdefaults__, FunctionType(code, *names)
+            function.__kwdefaults__ = keywords
         # Dynamo would refuse a call, or run it as it is, while any other thread traces.
         with exchanged(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", lambda: False):
             compiled = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=whole, **options)

@@ -165,6 +165,12 @@ class _Giving:
         return self.table
 
 
+def cached_graphs() -> tuple[int, int]:
+    """How many graphs this process has found in Inductor's cache, and how many it has compiled anew."""
+    counted = torch._dynamo.utils.counters["inductor"]
+    return counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"]
+
+
 def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
 

@@ -275,12 +275,20 @@ def captures_here() -> bool:
     return getattr(_CAPTURING, "depth", 0) > 0
 
 
+# Torch 2.14 keeps it for each thread, before it was a flag of the process; the public question warns.
+_fx_traces: Callable[[], bool] = getattr(
+    torch.fx._symbolic_trace,
+    "_get_is_fx_tracing",
+    lambda: torch.fx._symbolic_trace._is_fx_tracing_flag,  # type: ignore[attr-defined]
+)
+
+
 def traced_elsewhere(inputs: Callable[[], Sequence[Any]]) -> str:
     """What a call with these inputs is part of, `torch.fx` or `torch.export`; empty where it is part of neither.
 
     Torch's flags for that are the process's: another thread may have set them.
     """
-    if torch.fx._symbolic_trace._is_fx_tracing_flag and any(isinstance(one, fx.Proxy) for one in inputs()):
+    if _fx_traces() and any(isinstance(one, fx.Proxy) for one in inputs()):
         return "traced by torch.fx"
     detect = getattr(torch._guards, "detect_fake_mode", None)
     exported = torch.compiler.is_exporting() and (detect is None or detect(list(inputs())) is not None)

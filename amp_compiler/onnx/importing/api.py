@@ -10,8 +10,10 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, OnnxCaptureError, OnnxError
+from amp_compiler.onnx import needs_onnx
 
 
+@needs_onnx()
 def onnx_to_fx(
     model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | None = None, check: bool = True
 ) -> fx.GraphModule:

@@ -37,8 +37,7 @@ def library() -> ctypes.CDLL | None:
     `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
     """
     without = "updates, recurrent layers, attention run as torch calls, slower"
-    command = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
-    compiler = command or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
+    compiler = compiler_command()
     if not compiler:
         _LOG.warning("no C++ compiler was found: %s", without)
         return None
@@ -50,6 +49,12 @@ def library() -> ctypes.CDLL | None:
         detail = getattr(cause, "stderr", None) or str(cause)
         _LOG.warning("'%s' cannot build '%s' (%s): %s", shlex.join(compiler), _NAME, without, detail)
         return None
+
+
+def compiler_command() -> list[str]:
+    """The command of the C++ compiler; empty where there is none."""
+    command = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
+    return command or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
 
 
 def _built(compiler: list[str], sources: dict[str, str]) -> Path:

@@ -88,7 +88,8 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     except Exception as cause:
         raise OptimizerError(
             f"{type(optimizer).__name__} cannot make its state: {type(cause).__name__}: {cause}",
-            hint="use an optimizer that makes its state in step()",
+            hint="use one that makes its state in step(), of plain tensors (torchao's has others), or train"
+            " amp.compile(model) with it in a loop of your own",
         ) from cause
     ordered = [parameter for group in groups for parameter in group["params"]]
     for parameter, entries in zip(ordered, made, strict=True):

@@ -1,0 +1,60 @@
+"""The commands `profile` and `find-nonfinite`: what 16 bits lose, and where an inf or a NaN came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from amp_compiler.cli.options import ArgsOption, EvalOption, OutputOption, RulesOption, TypeOption
+from amp_compiler.cli.tune import model_and_batches
+from amp_compiler.cli.usage import UsageError, check_place, emit
+
+_Model = Annotated[str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory, or an ONNX file.")]
+_Data = Annotated[
+    Path | None, typer.Option("--data", metavar="DATA", help="Of an ONNX file: an npz file of inputs, or a folder.")
+]
+_Loss = Annotated[
+    str,
+    typer.Option("--loss", metavar="FUNCTION", help="Called as loss(model, *args), named as MODEL is: gradients too."),
+]
+
+
+def _options(model: str, rules: str, dtype: Any, loss: str) -> dict[str, Any]:
+    if not loss:
+        return {"rules": rules, "dtype": dtype}
+    if model.endswith(".onnx"):
+        raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
+    from amp_compiler.cli.model_spec import load_loss
+
+    return {"rules": rules, "dtype": dtype, "loss_fn": load_loss(loss)}
+
+
+def profile(
+    model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
+    dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
+) -> None:  # fmt: skip
+    """Count the exponents of all that a model computes: what becomes zero, subnormal or infinite in 16 bits."""
+    check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
+    options = _options(model, rules, dtype, loss)
+    subject, batches = model_and_batches(model, data, args, eval_mode, options.get("loss_fn"))
+    from amp_compiler.diagnose import run
+
+    emit(f"{run.profile(subject, batches, **options)}\n", output)
+
+
+def find_nonfinite(
+    model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
+    dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
+) -> None:  # fmt: skip
+    """Name the first nodes that make an inf or a NaN, with a rule that mends it. Exit code 3 where there is one."""
+    check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
+    options = _options(model, rules, dtype, loss)
+    subject, batches = model_and_batches(model, data, args, eval_mode, options.get("loss_fn"))
+    from amp_compiler.diagnose import find
+
+    report = next(filter(None, (find.find_nonfinite(subject, one, **options) for one in batches)), None)
+    emit("all was finite\n" if report is None else f"{str(report).rstrip()}\n", output)
+    if report is not None:
+        raise typer.Exit(3)

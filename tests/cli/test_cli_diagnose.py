@@ -1,0 +1,109 @@
+"""`amp-compiler profile`, `find-nonfinite`, `env`, and what all commands have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+from amp_compiler import __version__
+
+MODEL = """
+import torch
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        torch.nn.init.constant_(self.layer.weight, 3e4)
+    def forward(self, x):
+        return self.layer(x.abs() + 10)
+def loss(model, x):
+    return model(x).square().mean() * 1e-9
+"""
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("scaled.py").write_text(MODEL, encoding="utf-8")
+    return "scaled.py:Scaled"
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    graph = onnx.parser.parse_graph("g (float[2,4] x, float[4,2] w) => (float[2,2] y) { y = MatMul(x, w) }")
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
+    onnx.save(proto, tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", x=np.full((2, 4), 1e3, np.float32), w=np.full((4, 2), 1e3, np.float32))
+    return tmp_path / "m.onnx"
+
+
+def test_find_nonfinite_names_the_node_and_the_rule(shell, model):
+    code, out, _ = shell("find-nonfinite", model, "--args", "fp32[2,4]", "--dtype", "fp16", "-o", "report.txt")
+    assert (code, out) == (3, "")
+    report = Path("report.txt").read_text(encoding="utf-8")
+    assert "in the plan: linear" in report and 'op: "aten.linear"' in report and "precision: fp32" in report
+    assert shell("find-nonfinite", model, "--args", "fp32[2,4]", "--dtype", "bf16")[:2] == (0, "all was finite\n")
+
+
+def test_profile_counts_a_model_and_its_loss(shell, model):
+    code, out, _ = shell("profile", model, "--args", "fp32[2,4]", "--dtype", "bf16")
+    assert code == 0 and "weight gradient" not in out and re.match(r"\d+ tensors over 1 batch", out)
+    code, loss, _ = shell("profile", model, "--args", "fp32[2,4]", "--dtype", "fp16", "--loss", "scaled.py:loss")
+    assert code == 0 and "gradients of weights" in loss
+    assert int(loss.split()[0]) > int(out.split()[0])
+
+
+def test_both_take_an_onnx_file_with_data(shell, file):
+    data = file.with_name("data.npz")
+    code, out, _ = shell("find-nonfinite", file, "--data", data)
+    assert code == 3 and "MatMul" in out
+    code, out, _ = shell("profile", file, "--data", data, "--dtype", "fp16")
+    assert code == 0 and "infinite" in out
+    code, _, error = shell("profile", file, "--loss", "scaled.py:loss")
+    assert code == 2 and "an ONNX file has no backward" in error
+
+
+def test_env_tells_versions_devices_and_variables(shell, monkeypatch):
+    monkeypatch.setenv("AMP_LOG", "warning")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, out, _ = shell("env")
+    assert code == 0
+    for text in (f"amp_compiler: {__version__}", "torch: ", "onnxruntime: ", "CPU: ", "AMP_LOG=warning",
+                 "C++ compiler: no-such-compiler does not run"):  # fmt: skip
+        assert text in out
+
+
+def test_no_list_of_commands_is_cut(shell, monkeypatch):
+    for arguments in ([], ["rules"]):
+        code, out, _ = shell(*arguments, "-h")
+        assert code == 0 and "..." not in out.partition("Commands:")[2]
+
+
+@pytest.mark.long
+def test_quiet_and_verbose_set_the_level(model):
+    command = [Path(sys.executable).with_name("amp-compiler")]
+    explain = ["explain", model, "--args", "fp32[2,4]", "--print-after", "apply_plan"]
+    said = {
+        option: subprocess.run([*command, option, *explain], capture_output=True, text=True, check=True).stderr
+        for option in ("--quiet", "--verbose")
+    }
+    assert said["--quiet"] == "" and "amp_compiler: captured " in said["--verbose"]
+    done = subprocess.run([*command, "-q", "-v", *explain], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "they say the opposite" in done.stderr
+
+
+@pytest.mark.long
+def test_a_shell_completes_commands():
+    code = "from amp_compiler.cli.main import main; main()"
+    variables = {"_AMP_COMPILER_COMPLETE": "complete_bash", "COMP_WORDS": "amp-compiler fin", "COMP_CWORD": "1"}
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False,
+                          env={**os.environ, **variables})  # fmt: skip
+    assert done.stdout.split() == ["find-nonfinite"], done.stderr

@@ -1,0 +1,65 @@
+"""What a prompt and a cell of a notebook show: a line or two, and a small table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.ones(2, 4)
+
+
+class Net(nn.Module):
+    """Its name and its names of modules are text of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"<b>": nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = self.layers["<b>"](x)
+        return x
+
+
+def step_of(model: nn.Module, calls: int = 1) -> amp.TrainingStep:
+    step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16",
+                             backend="eager")  # fmt: skip
+    for _ in range(calls):
+        step(X)
+    return step
+
+
+SHOWN = {
+    "plan": lambda: amp.explain(Net(), X, dtype="bf16"),
+    "step": lambda: step_of(Net()),
+    "stages": lambda: step_of(Net()).stages,
+    "profile": lambda: amp.profile(Net(), [X], dtype="bf16"),
+    "tune": lambda: amp.tune(Net(), [X], dtype="bf16", tolerance=1e-6),
+    "nonfinite": lambda: amp.find_nonfinite(Net(), X * 1e30, dtype="fp16"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_cell_shows_a_small_table_or_text(name):
+    shown = SHOWN[name]()
+    cell = shown._repr_html_()
+    assert "<table>" in cell or "<pre>" in cell
+    assert "<b>" not in cell.replace("<p><b>", "")  # escaped
+    assert len(cell) < 30_000
+
+
+@pytest.mark.parametrize("made", [SHOWN["plan"], SHOWN["stages"], SHOWN["step"], lambda: amp.load_rules("default")])
+def test_a_prompt_shows_a_line(made):
+    text = repr(made())
+    assert "\n" not in text and "object at" not in text
+    assert len(text) < 1000
+
+
+def test_a_step_that_was_not_called_has_something_to_show():
+    step = step_of(nn.Linear(4, 2), calls=0)
+    assert repr(step) == "TrainingStep(Linear, SGD, bf16, not called yet)"
+    assert "not called yet" in step._repr_html_()
