@@ -92,9 +92,7 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
         return Scaled(x.to(dtype), x.new_ones((), dtype=torch.float32))
     if way.scaling == "mx" and dim is not None:
         return _scaled_in_blocks(x, dtype, dim)
-    rowwise = way.scaling == "rowwise" and dim is not None
-    magnitudes = x.abs()
-    amax = magnitudes.amax(dim, keepdim=True) if rowwise else magnitudes.amax()
+    amax = x.abs().amax() if dim is None or way.scaling != "rowwise" else x.abs().amax(dim, keepdim=True)
     scale = (largest / amax.double().clamp(min=_TINY)).float()
     if way.power_of_2:
         scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
