@@ -137,7 +137,7 @@ class Probes:
         self, label: str, options: Iterator[Sizes], ids: tuple[str, ...], shift: int | None = None
     ) -> Generator[dict[str, Any], None, Sizes | None]:
         """The first batch that the original runs, and its sizes; what was tried before it is told as untried."""
-        refusals: list[Any] = []
+        refusals: list[str] = []
         for sizes in options:
             self._refused = self._too_much(sizes)
             for kind in ids if self._refused is None else ():
