@@ -20,6 +20,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.kinds import refuse_lightning
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
@@ -88,6 +89,7 @@ def compile(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
             hint="wrap a function in a module whose forward calls it",
         )
+    refuse_lightning(model)
     return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
 
 
