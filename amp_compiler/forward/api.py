@@ -22,7 +22,7 @@ from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.kinds import refuse_lightning
 from amp_compiler.forward.program import plan_captured
-from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
+from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.autocast_state import refuse_other_autocast
@@ -54,6 +54,7 @@ def compile(
     backend: BackendArgument = "inductor",
     passes: Any = None,
     mode: Mode = "default",
+    weights: WeightsArgument = "fp32",
 ) -> CompiledModule:
     """Compile a module for mixed precision.
 
@@ -70,6 +71,9 @@ def compile(
             `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that.
+        weights: `"fp32"`, or `"low"` for inference in little memory: the first call converts the parameters of `model`
+            itself to 16 bits, but for those that a rule has read in FP32, and keeps no others. `state_dict()` gives
+            them as they are then, and training is refused.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
@@ -90,7 +94,7 @@ def compile(
             hint="wrap a function in a module whose forward calls it",
         )
     refuse_lightning(model)
-    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
+    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, weights))
 
 
 def _build(

@@ -14,6 +14,7 @@ from torch import fx, nn
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.first_calls import end_watch, watch_call
 from amp_compiler.forward.kinds import derived_class
+from amp_compiler.forward.low_weights import refuse_training
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
@@ -189,6 +190,8 @@ class CompiledModule(StandIn):
                 f"a compiled module cannot be {traced}",
                 hint=f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it",
             )
+        if self.settings.weights == "low":
+            refuse_training(self.original)
         subgraphs = self._subgraphs()
         result, ran = subgraphs(args, kwargs)
         self.__dict__["_unplanned"] = "" if ran else subgraphs.unplanned_call

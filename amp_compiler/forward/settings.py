@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import OpTable, RuleSet
 
 AUTO: Literal["auto"] = "auto"
+WeightsArgument = Literal["fp32", "low"]
 _FORMS = (Mapping, tuple, list, torch.export.ShapesCollection, torch.export.AdditionalInputs)  # of torch.export
 
 
@@ -33,6 +34,7 @@ class Settings:
             dynamic that turn out to change.
         pipelines: the passes, by name of their list.
         mode: one of the backend's.
+        weights: `fp32`, or `low`: those of `amp.compile` are stored in 16 bits alone.
     """
 
     rules: RuleSet
@@ -41,6 +43,7 @@ class Settings:
     dynamic_shapes: Any = None
     pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
     mode: str = DEFAULT
+    weights: str = "fp32"
 
     @property
     def runs_on(self) -> Backend:
@@ -79,11 +82,13 @@ def make_settings(
     passes: Any = None,
     allowed: Sequence[Pipeline] = PIPELINES,
     mode: Mode = DEFAULT,
+    weights: WeightsArgument = "fp32",
 ) -> Settings:
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend or mode, or `dynamic_shapes` of no form that torch.export takes.
+        AmpError: an unknown dtype, backend, mode or storage of weights, or `dynamic_shapes` of no form that
+            torch.export takes.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
@@ -95,9 +100,11 @@ def make_settings(
             hint=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"
             " for torch.export.export, one entry for each argument: ({0: torch.export.Dim.AUTO}, None)",
         )
+    if weights not in get_args(WeightsArgument):
+        raise AmpError(f"weights={weights!r}", hint="use 'fp32', or 'low' for inference on 16-bit weights alone")
     known = find_backend(backend)
     known.builder(mode)
-    return Settings(load_rules(rules), low, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
+    return Settings(load_rules(rules), low, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode, weights)
 
 
 def device_of(tensors: Any) -> torch.device:

@@ -20,6 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
+from amp_compiler.forward.low_weights import store_low
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.settings import Settings, device_of
@@ -46,6 +47,7 @@ from amp_compiler.fx.uncapturable import refuse_sharded
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.place_weights import PlaceWeights
 
 logger = logging.getLogger("amp_compiler")
 Run = Callable[..., Any]
@@ -113,14 +115,19 @@ def build_subgraph(
     """
     stages = Stages() if stages is None else stages
     with generators_kept(), no_saved_tensor_hooks():
-        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
+        alone = settings.weights == "low"
+        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names(), lambda one: alone)
         plan = plan_captured(captured, settings, low, stages)
+        stored = store_low(captured, inputs, plan, torch_dtype(low)) if alone else {}
         if torch.is_grad_enabled():
             emulated = rewrite(captured.graph_module, plan, settings, stages)
         else:
             held = (Source.PARAMETER, Source.BUFFER)
-            kept = tuple(entry.name for entry in captured.inputs if entry.source in held)
+            kept = tuple(entry.name for entry in captured.inputs if entry.source in held and entry.name not in stored)
             emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept)
+        if stored:
+            PlaceWeights(stored, ()).run(captured.graph_module)
+            stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
