@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,40 +40,71 @@ def refuse_as_trained(model: object) -> None:
         raise AmpError(NO_TRAINING, hint=_FOR_TRAINING)
 
 
-def store_low(
-    captured: Captured, inputs: Sequence[Any], plan: PrecisionPlan, low: torch.dtype
-) -> dict[str, torch.dtype]:
-    """Convert the parameters of a graph to 16 bits, in place, but for those that a rule or the model has read in FP32.
+class LowWeights:
+    """The parameters of a model that are stored in 16 bits.
+
+    While the model is captured they are FP32, for which it was written: what asks for their type is answered so.
 
     Args:
-        captured: in normal form; parameters that have 16 bits already are FP32 in it.
-        inputs: what Dynamo gives it.
-        plan: of that graph.
-        low: the 16-bit type.
-
-    Returns:
-        The types of those that have 16 bits, by placeholder.
-
-    Raises:
-        AmpError: a number is beyond what that type holds; nothing of the parameter is converted.
+        model: the module.
     """
-    wide, stored = _read_wide(captured, plan), {}
-    for entry, parameter in zip(captured.inputs, inputs, strict=False):
-        if entry.source is not Source.PARAMETER or not isinstance(parameter, torch.Tensor):
-            continue
-        if parameter.dtype is torch.float32 and entry.name not in wide:
-            rounded = parameter.detach().to(low)
-            if not torch.equal(rounded.isinf(), parameter.detach().isinf()):
-                raise AmpError(
-                    f"numbers of '{entry.target}' are beyond what {str(low).removeprefix('torch.')} holds",
-                    hint="use dtype='bf16', or a rule that keeps what reads it in FP32",
-                )
-            parameter.data = rounded
-        elif parameter.dtype in LOW_TYPES and entry.name in wide:
-            logger.warning("'%s' is stored in 16 bits already: '%s' reads it in FP32", entry.target, wide[entry.name])
-        if parameter.dtype in LOW_TYPES:
-            stored[entry.name] = parameter.dtype
-    return stored
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Around a capture; `store` ends it, so that Dynamo guards the parameters as they are stored."""
+        self._kept = {id(one): (one, one.data) for one in self._model.parameters() if one.dtype in LOW_TYPES}
+        for parameter, data in self._kept.values():
+            parameter.data = data.float()
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for parameter, data in self._kept.values():
+            parameter.data = data
+        self._kept = {}
+
+    def store(
+        self, captured: Captured, inputs: Sequence[Any], plan: PrecisionPlan, low: torch.dtype
+    ) -> dict[str, torch.dtype]:
+        """Convert the parameters of a graph, in place, but for those that a rule or the model has read in FP32.
+
+        Args:
+            captured: in normal form.
+            inputs: what Dynamo gives it.
+            plan: of that graph.
+            low: the 16-bit type.
+
+        Returns:
+            The types of those that have 16 bits, by placeholder.
+
+        Raises:
+            AmpError: a number is beyond what that type holds; the parameter stays as it is.
+        """
+        wide, stored = _read_wide(captured, plan), {}
+        for entry, parameter in zip(captured.inputs, inputs, strict=False):
+            if entry.source is not Source.PARAMETER or not isinstance(parameter, nn.Parameter):
+                continue
+            known = self._kept.get(id(parameter))
+            if known is None and parameter.dtype is torch.float32 and entry.name not in wide:
+                rounded = parameter.detach().to(low)
+                if not torch.equal(rounded.isinf(), parameter.detach().isinf()):
+                    raise AmpError(
+                        f"numbers of '{entry.target}' are beyond what {str(low).removeprefix('torch.')} holds",
+                        hint="use dtype='bf16', or a rule that keeps what reads it in FP32",
+                    )
+                parameter.data, stored[entry.name] = rounded, low
+            elif known is not None:
+                stored[entry.name] = known[1].dtype
+                if entry.name in wide:
+                    logger.warning("'%s' has 16 bits already: '%s' reads it in FP32", entry.target, wide[entry.name])
+        self._restore()
+        return stored
 
 
 def _read_wide(captured: Captured, plan: PrecisionPlan) -> dict[str, str]:

@@ -20,7 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
-from amp_compiler.forward.low_weights import store_low
+from amp_compiler.forward.low_weights import LowWeights
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.settings import Settings, device_of
@@ -97,6 +97,7 @@ def build_subgraph(
     low: DType,
     names: Names | None = None,
     stages: Stages | None = None,
+    low_weights: LowWeights | None = None,
 ) -> Subgraph:
     """Plan, rewrite and compile one of Dynamo's graphs.
 
@@ -107,6 +108,7 @@ def build_subgraph(
         low: the 16-bit type.
         names: of the model.
         stages: takes the text behind each pass; new ones where it is `None`.
+        low_weights: stores its parameters in 16 bits; `None` where they stay as they are.
 
     Raises:
         CaptureError: it cannot be traced.
@@ -115,10 +117,9 @@ def build_subgraph(
     """
     stages = Stages() if stages is None else stages
     with generators_kept(), no_saved_tensor_hooks():
-        alone = settings.weights == "low"
-        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names(), lambda one: alone)
+        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
         plan = plan_captured(captured, settings, low, stages)
-        stored = store_low(captured, inputs, plan, torch_dtype(low)) if alone else {}
+        stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         if torch.is_grad_enabled():
             emulated = rewrite(captured.graph_module, plan, settings, stages)
         else:
@@ -178,6 +179,7 @@ class Subgraphs:
         refuse_sharded(model)
         self._model, self._settings, self._name = model, settings, name
         self._called, self._breaks = threading.local(), False
+        self._low_weights = LowWeights(model) if settings.weights == "low" else None
         # Layers of one kind that break have one function, which is compiled for each of them.
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
 
@@ -201,7 +203,9 @@ class Subgraphs:
         return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
-        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, forms=self._forms.most + 1)
+        around = contextlib.nullcontext if self._low_weights is None else self._low_weights.widened
+        forms = self._forms.most + 1
+        return Frontend(function, self._build, self._name, self._settings.dynamic, whole, around, forms)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
@@ -240,7 +244,9 @@ class Subgraphs:
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
         # Dynamo's guards on functions that are called between two graphs fail now and then while another thread calls.
-        turn = BUILDING if self._breaks or not self.made else contextlib.nullcontext()
+        # A capture widens parameters that are stored in 16 bits.
+        alone = self._breaks or not self.made or self._low_weights is not None
+        turn = BUILDING if alone else contextlib.nullcontext()
         try:
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
@@ -286,7 +292,9 @@ class Subgraphs:
         low = self._settings.low(device_of([*inputs, *self._model.parameters()]))
         try:
             with telling(self._name, stages):
-                subgraph = build_subgraph(graph_module, inputs, self._settings, low, Names.of(self._model), stages)
+                subgraph = build_subgraph(
+                    graph_module, inputs, self._settings, low, Names.of(self._model), stages, self._low_weights
+                )
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):

@@ -26,7 +26,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.full((8,), 1.5))
 
     def forward(self, ids):
-        x = self.norm(self.table(ids)) * self.scale
+        x = self.norm(self.table(ids)).to(self.middle.dtype) * self.scale  # which is FP32, for which it was written
         return self.out(self.last(x @ self.middle.view(8, 8).t()))
 
 

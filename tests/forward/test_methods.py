@@ -160,8 +160,8 @@ def test_a_lightning_module_is_refused():
         amp.compile(type("Lit", (made,), {})())
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_transformer_generates_by_what_was_compiled(cache, caplog):
+@pytest.mark.parametrize(("cache", "weights"), [("dynamic", "fp32"), ("static", "fp32"), ("dynamic", "low")])
+def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -169,7 +169,7 @@ def test_a_transformer_generates_by_what_was_compiled(cache, caplog):
     )  # fmt: skip
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(config).eval()
-    model = amp.compile(plain, dtype="bf16", backend="eager")
+    model = amp.compile(copy.deepcopy(plain), dtype="bf16", backend="eager", weights=weights)
     prompt = torch.randint(2, 64, (2, 5))
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache,
                "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
