@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
@@ -186,10 +187,12 @@ class CompiledModule(StandIn):
         if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
         if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):
-            raise CaptureError(
-                f"a compiled module cannot be {traced}",
-                hint=f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it",
-            )
+            if torch.onnx.is_in_onnx_export():
+                hint = "amp.export_onnx(model, example_args, path) writes what amp.compile plans"
+            else:
+                hint = f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it"
+                hint += "; amp.export gives the rewritten graph" if "export" in traced else ""
+            raise CaptureError(f"a compiled module cannot be {traced}", hint=hint)
         if self.settings.weights == "low":
             refuse_training(self.original)
         subgraphs = self._subgraphs()
