@@ -198,6 +198,13 @@ class TrainingStep(StepReadings):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
 
+    def update_next(self) -> None:
+        """Let the next call update the weights, however few calls of `accumulate` were gathered (as an epoch ends).
+
+        Gradients are averaged over `accumulate` calls as ever: scale the losses where fewer are to count in full.
+        """
+        self._gathered = self._accumulate - 1
+
     def _note(self, program: StepProgram | SubgraphProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""
         self._detector.left()
