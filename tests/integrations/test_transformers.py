@@ -29,7 +29,7 @@ def trainer(folder, ours=True, cls=None, amp_options=None, **options):
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, per_device_train_batch_size=3, report_to=[], logging_steps=1,
-        disable_tqdm=True, learning_rate=0.05, max_grad_norm=0.5,
+        disable_tqdm=True, learning_rate=0.01, max_grad_norm=0.5,
         **{"bf16": not ours, "max_steps": 12, "save_strategy": "no", "gradient_accumulation_steps": 2, **options},
     )  # fmt: skip
     extra = {"amp_options": {"dtype": "bf16", "backend": "eager", **(amp_options or {})}} if ours else {}
