@@ -99,8 +99,8 @@ class AmpTrainer(Trainer):  # type: ignore[misc]
                 counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
                 scaled = counted or self.compute_loss_func is not None
             weight = torch.tensor(float(every) if scaled else every / gathered, device=device_of(inputs.values()))
-        loss: Tensor = step(inputs, num_items_in_batch, weight)
-        return loss / every
+        loss: Tensor = step(inputs, num_items_in_batch, weight) / every
+        return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return None  # part of the step
