@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch test-torch211 docs \
+.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch test-torch211 test-frameworks docs \
   scenarios browser screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
@@ -106,6 +106,21 @@ test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` an
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
+
+# Other frameworks live in an environment of their own, which borrows the project's; none of them brings another torch.
+FRAMEWORKS := $(VENV)/frameworks
+$(FRAMEWORKS)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+	  > $$($(FRAMEWORKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
+	$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	  lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics accelerate==1.15.0 peft==0.21.2 trl==1.16.0 \
+	  diffusers==0.42.1 sentence-transformers==6.2.0 torch-geometric==2.8.1 monai==1.6.1 skorch==1.4.0 pytorch-ignite==0.5.5 \
+	  importlib_metadata zipp datasets multiprocess dill xxhash pyarrow pandas python-dateutil six aiohttp httpx
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed ## the integrations and docs/frameworks.md beside Lightning, diffusers and others, which are installed
+	$(CACHES) OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -P -m pytest -q tests/integrations
 
 test-torch: ## the tests of `make test` with another torch (TORCH=2.14.1), in an environment of its own, .venv-TORCH
 	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.14.1" >&2; exit 1; }

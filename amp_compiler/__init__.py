@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from amp_compiler.forward.api import compile, explain
     from amp_compiler.forward.compiled_module import CompiledModule
+    from amp_compiler.forward.export import export
     from amp_compiler.ir.nonfinite import NonfiniteNode, NonfiniteReport
     from amp_compiler.ir.plan import PrecisionPlan
     from amp_compiler.onnx.convert import Conversion, convert_onnx
@@ -85,6 +86,7 @@ __all__ = [
     "compile",
     "convert_onnx",
     "explain",
+    "export",
     "export_onnx",
     "find_nonfinite",
     "load_checkpoint",
@@ -133,6 +135,7 @@ _HOMES = {
     "compile": "forward.api",
     "convert_onnx": "onnx.convert",
     "explain": "forward.api",
+    "export": "forward.export",
     "export_onnx": "onnx.export",
     "find_nonfinite": "diagnose.find",
     "load_checkpoint": "training.checkpoint",

@@ -106,3 +106,15 @@ def test_a_pass_of_ones_own_saturates_casts(capsys):
     largest = load("07_own_pass.py")()
     assert largest == {"plain": float("inf"), "saturating": 65504.0}
     assert "aten.clamp.default(linear, -65504.0, 65504.0)" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_training_goes_on_from_its_checkpoint_to_the_bit(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    example = runpy.run_path(str(EXAMPLES / "train_gpt.py"))
+    whole = example["train"](str(tmp_path / "whole"), 40, logs=str(tmp_path / "logs"))
+    first = example["train"](str(tmp_path / "half"), 20)
+    assert first + example["train"](str(tmp_path / "half"), 40) == whole and whole[-1] < 0.8 * whole[0]
+    beside = example["train_with_autocast"](40)
+    assert whole == pytest.approx(beside, rel=0.05)  # BF16 roundings that AdamW amplifies over 40 updates
+    assert capsys.readouterr().out.count("on what is held back") == 4 and any((tmp_path / "logs").iterdir())

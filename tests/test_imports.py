@@ -39,6 +39,7 @@ ROOMS = {
     "diagnose": "errors ir policy planner ops fx passes backends onnx forward training",
     "": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
     "cli": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
+    "integrations": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
     "__main__": "cli",
 }
 NO_TORCH = (

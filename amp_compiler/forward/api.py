@@ -22,8 +22,9 @@ from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.functions import compiled_function, is_function
+from amp_compiler.forward.kinds import refuse_lightning
 from amp_compiler.forward.program import plan_captured
-from amp_compiler.forward.settings import AUTO, Settings, check_enabled, device_of, make_settings
+from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, check_enabled, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
@@ -92,6 +93,7 @@ def compile(
     mode: Mode = "default",
     enabled: bool = True,
     fullgraph: bool = False,
+    weights: WeightsArgument = "fp32",
 ) -> Any:
     """Compile a module, or a function, for mixed precision.
 
@@ -114,6 +116,9 @@ def compile(
         enabled: mixed precision; without it the model runs as it is written, in its own types, not compiled.
         fullgraph: a graph break, and what else no graph can be made of, is an error; else subgraphs run, or
             `torch.autocast`, and `execution` says why.
+        weights: `"fp32"`, or `"low"` for inference in little memory: the first call converts the parameters of `model`
+            itself to 16 bits, but for those that a rule has read in FP32, and keeps no others. `state_dict()` gives
+            them as they are then, and training is refused.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
@@ -130,7 +135,7 @@ def compile(
         torch.float32
     """
     check_enabled(enabled)
-    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, fullgraph)
+    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, fullgraph, weights)
     settings = replace(settings, enabled=enabled)
     return functools.partial(_compiled, settings) if model is None else _compiled(settings, model)
 
@@ -147,12 +152,7 @@ def _compiled(settings: Settings, model: Any) -> Any:
             f"amp.compile takes an nn.Module or a function, not a {type(model).__name__}",
             hint="compile the module or the function that computes with tensors",
         )
-    if any(kind.__name__ == "LightningModule" for kind in type(model).__mro__):
-        raise AmpError(
-            f"{type(model).__name__} is a LightningModule, whose training_step is called past a compiled forward",
-            hint="compile the network in it, `self.net = amp.compile(self.net)`, or the class by @amp.compile; keep the"
-            " Trainer at precision='32-true'",
-        )
+    refuse_lightning(model)
     return CompiledModule(model, settings)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,9 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.forward.kinds import forwarding_members, kinds_of, like_forward_of
+from amp_compiler.forward.first_calls import end_watch, watch_call
+from amp_compiler.forward.kinds import derived_class
+from amp_compiler.forward.low_weights import refuse_training
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import tell_of_missing_masters
 from amp_compiler.forward.settings import Settings
@@ -35,11 +38,11 @@ _OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: the
 class CompiledModule(StandIn):
     """What `amp.compile` returns: it shares parameters, buffers and submodules with the module it was made of.
 
-    Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
-    the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
-    names that begin with an underscore and that the original does not have. Its class is made for the class of the
-    original and has its name, by which some tools decide what to do, and `forward` has the same signature; for a
-    `PreTrainedModel` of transformers it is one too, by which the Trainer saves it as such.
+    It is an instance of the original's class too, has the name of that class, and its `forward` the same signature, as
+    tools ask for all of them. Its other methods are those of the original, and `self(…)` in them (`generate` of
+    transformers) runs what was compiled; one that runs layers past that is told of once. What is assigned to it goes to
+    the original, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and names
+    that begin with an underscore, that the original does not have and that no method of its own assigns.
 
     Any number of threads may call it. While one compiles, calls that have their code go on.
 
@@ -53,7 +56,8 @@ class CompiledModule(StandIn):
 
     def __new__(cls, model: nn.Module, settings: Settings) -> CompiledModule:
         """An object of the class for this kind of model."""
-        return super().__new__(_class_for(model) if cls is CompiledModule else cls)
+        made = object.__new__(_class_for(model) if cls is CompiledModule else cls)
+        return made  # type: ignore[return-value]
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         nn.Module.__init__(self)  # a class that only stands among the bases is none to begin
@@ -65,11 +69,14 @@ class CompiledModule(StandIn):
         own["_unplanned"] = "" if settings.enabled else "as it is written: enabled=False"
         own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
 
+    def __init_subclass__(cls) -> None:
+        """Nothing of what the original's class does for each class that derives from it, such as registering it."""
+
+    def __repr__(self) -> str:
+        return f"amp.compile({self.original!r}, dtype={self.settings.dtype!r})"
+
     def __getattr__(self, name: str) -> Any:
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            return getattr(self.__dict__["original"], name)
+        return getattr(self.__dict__["original"], name)  # parameters, buffers and submodules are the same
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
@@ -90,11 +97,23 @@ class CompiledModule(StandIn):
         if not note or name in self._SHARED:
             return False
         # What nn.Module keeps for each module, its hooks above all, is the wrapper's own.
-        return name in self.__dict__ or not hasattr(self.__dict__["original"], name)
+        return name in self.__dict__ or not (hasattr(self.__dict__["original"], name) or self._writes_itself())
+
+    def _writes_itself(self) -> bool:
+        """Whether a method of the original's class assigns an attribute."""
+        caller = sys._getframe(3)  # past __setattr__ and _is_own
+        code, defined = (
+            caller.f_code,
+            {one.__module__ for one in type(self.original).__mro__[: -len(nn.Module.__mro__)]},
+        )
+        first = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        return first is self and caller.f_globals.get("__name__") in defined
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""
         # While any thread traces, torch puts a wrapper in the place of `nn.Module.__call__` for the whole process.
+        if "forward" in self.__dict__ and "forward" not in self._warned and not captured_within():
+            return watch_call(self, "forward", self._wrapped_call_impl, *args, **kwargs)
         return self._wrapped_call_impl(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
@@ -163,13 +182,18 @@ class CompiledModule(StandIn):
 
     @skipped_by_dynamo
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        end_watch()
         if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
         if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):
-            raise CaptureError(
-                f"a compiled module cannot be {traced}",
-                hint=f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it",
-            )
+            if torch.onnx.is_in_onnx_export():
+                hint = "amp.export_onnx(model, example_args, path) writes what amp.compile plans"
+            else:
+                hint = f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it"
+                hint += "; amp.export gives the rewritten graph" if "export" in traced else ""
+            raise CaptureError(f"a compiled module cannot be {traced}", hint=hint)
+        if self.settings.weights == "low":
+            refuse_training(self.original)
         subgraphs = self._subgraphs()
         if "masters" not in self._warned and torch.is_grad_enabled():
             self._warned.add("masters")
@@ -254,22 +278,15 @@ class CompiledModule(StandIn):
         return self
 
 
-_CLASSES: weakref.WeakKeyDictionary[type, type[CompiledModule]] = weakref.WeakKeyDictionary()
+_CLASSES: weakref.WeakKeyDictionary[type, weakref.ref[type[CompiledModule]]] = weakref.WeakKeyDictionary()
 
 
 def _class_for(model: nn.Module) -> type[CompiledModule]:
-    """The class of compiled modules whose `forward` is called as that of a model."""
-    known = _CLASSES.get(type(model)) if "forward" not in vars(model) else None
-    if known is not None:
-        return known
-    forward = like_forward_of(model, CompiledModule._run, CompiledModule.forward.__doc__)
-    kinds = kinds_of(type(model))
-    members: dict[str, Any] = {}
-    for kind in kinds:
-        members |= forwarding_members(kind, CompiledModule)
-    members |= {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
-    # Tools tell models by the name of their class: the Trainer's label smoothing, whether it has to shift the labels.
-    made = type(type(model).__name__, (CompiledModule, *kinds), members)
-    if "forward" not in vars(model):
-        _CLASSES[type(model)] = made
-    return made
+    """The class of compiled modules for the class of a model; one of its own where the model has its own forward."""
+    shared = "forward" not in vars(model)
+    known = _CLASSES[type(model)]() if shared and type(model) in _CLASSES else None
+    if known is None:
+        known = derived_class(model, CompiledModule, CompiledModule._run)
+        if shared:
+            _CLASSES[type(model)] = weakref.ref(known)
+    return known

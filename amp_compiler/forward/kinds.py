@@ -1,71 +1,92 @@
-"""What other tools ask of a compiled module: the classes that it derives from, and the arguments of its forward."""
+"""What other tools ask of a compiled module: its original's class and members, and the arguments of its forward."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-# The Trainer of transformers saves with its own `save_pretrained` what is one of these, and else the plain state dict,
-# which safetensors refuses where weights are tied.
-_ASKED_FOR = frozenset({("transformers.modeling_utils", "PreTrainedModel")})
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.first_calls import told_at_first
 
 
-def kinds_of(model: type[nn.Module]) -> tuple[type[nn.Module], ...]:
-    """The classes among the bases of a model's class that tools ask for.
+def refuse_lightning(model: object) -> None:
+    """Refuse a module of Lightning, whose training is not its forward.
+
+    Raises:
+        AmpError: says what to write instead.
+    """
+    if any(one.__name__ == "LightningModule" and "lightning" in one.__module__ for one in type(model).__mro__):
+        raise AmpError(
+            f"'{type(model).__name__}' is a LightningModule, whose training_step calls more than its forward",
+            hint="compile the net in it (self.net = amp.compile(net)), or train all of it as one graph with"
+            " Trainer(plugins=amp_compiler.integrations.lightning.AmpPrecision())",
+        )
+
+
+def derived_class(model: nn.Module, base: type[nn.Module], run: Callable[..., Any]) -> type[Any]:
+    """A class of compiled modules that is one of the model's class too, and has its name and members.
+
+    A method is called with the compiled module, so that `self(…)` in it runs what was compiled. Everything else is read
+    from the original. Called, the class makes a module of the original's class, as `type(self)(config)` expects.
 
     Args:
-        model: the class.
-
-    Example:
-        >>> kinds_of(nn.Linear)
-        ()
+        model: the module.
+        base: the class of all compiled modules, whose members go before those of the model's class.
+        run: the forward: called with the object, the positional and the keyword arguments.
     """
-    return tuple(one for one in model.__mro__ if (one.__module__, one.__qualname__) in _ASKED_FOR)
+    kind, module = type(model), base.__module__
+    members: dict[str, Any] = {"__doc__": base.__doc__, "forward": _like_forward_of(model, run, base.forward.__doc__)}
+    if not isinstance(model, fx.GraphModule):  # which makes a class of its own for each object, and writes to it
+        if kind.__module__.partition(".")[0] != "torch":  # of torch's own Dynamo knows what they do
+            module = kind.__module__
+
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return kind(*args, **kwargs) if args or kwargs else object.__new__(cls)
+
+        own = {**_members(kind, base), **members, "__module__": module, "__new__": new}
+        with contextlib.suppress(TypeError):  # of a class that takes no other beside it
+            return types.new_class(kind.__name__, (base, kind), exec_body=lambda names: names.update(own))
+    return type(kind.__name__, (base,), {**members, "__module__": module})
 
 
-def forwarding_members(kind: type[nn.Module], own: type) -> dict[str, Any]:
-    """Members for a class that derives from `kind` in name only: what that defines is the original's.
-
-    Args:
-        kind: one of `kinds_of`.
-        own: the class whose members go before these.
-
-    Returns:
-        By name, what reads the attribute of the original; for what `nn.Module` has too, that of `nn.Module`.
-    """
-    taken = {name for one in own.__mro__ if one not in nn.Module.__mro__ for name in vars(one)}
-    members: dict[str, Any] = {}
+def _members(kind: type[nn.Module], base: type[nn.Module]) -> dict[str, Any]:
+    taken = {name for one in base.__mro__ if one not in nn.Module.__mro__ for name in vars(one)}
+    members: dict[str, Any] = {"__del__": lambda module: None} if hasattr(kind, "__del__") else {}
     for one in kind.__mro__:
         if one in nn.Module.__mro__:
             continue
-        for name in vars(one):
-            if name in taken or (name.startswith("__") and name.endswith("__")):
+        for name, value in vars(one).items():
+            if name in taken or name in members or (name.startswith("__") and name.endswith("__")):
                 continue
-            members[name] = vars(nn.Module)[name] if name in vars(nn.Module) else _OfTheOriginal(kind, name)
+            private = name.startswith("_") and name in vars(nn.Module)
+            members[name] = vars(nn.Module)[name] if private else _Member(kind, name, value)
     return members
 
 
-class _OfTheOriginal:
-    """An attribute that is read from the original; on the class itself, from the class that defines it."""
+class _Member:
+    """A member of the model's class: a method is bound to the compiled module, all else is the original's."""
 
-    def __init__(self, kind: type, name: str) -> None:
+    def __init__(self, kind: type, name: str, value: Any) -> None:
         self._kind, self._name = kind, name
+        is_method = isinstance(value, types.FunctionType)
+        self._function = value if is_method and name.startswith("_") else told_at_first(value) if is_method else None
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
-        return getattr(self._kind if module is None else module.__dict__["original"], self._name)
+        if module is None:
+            return getattr(self._kind, self._name)
+        original = module.__dict__["original"]
+        if self._function is None or self._name in original.__dict__:
+            return getattr(original, self._name)
+        return types.MethodType(self._function, module)
 
 
-def like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
-    """A method `forward` with the signature that the forward of a model has.
-
-    Args:
-        model: the module; where its forward says nothing of its arguments, any are shown.
-        run: called with the object, the positional and the keyword arguments.
-        doc: its docstring.
-    """
+def _like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
+    """A method `forward` with the signature that the forward of a model has; any arguments where that says nothing."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)

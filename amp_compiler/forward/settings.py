@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -18,6 +18,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import OpTable, RuleSet
 
 AUTO: Literal["auto"] = "auto"
+WeightsArgument = Literal["fp32", "low"]
 _FORMS = (Mapping, tuple, list, torch.export.ShapesCollection, torch.export.AdditionalInputs)  # of torch.export
 
 
@@ -35,6 +36,7 @@ class Settings:
         mode: one of the backend's.
         enabled: whether there is a plan at all.
         fullgraph: whether a graph break is an error.
+        weights: `fp32`, or `low`: those of `amp.compile` are stored in 16 bits alone.
     """
 
     rules: RuleSet
@@ -45,6 +47,7 @@ class Settings:
     mode: str = DEFAULT
     enabled: bool = True
     fullgraph: bool = False
+    weights: str = "fp32"
 
     @property
     def runs_on(self) -> Backend:
@@ -84,11 +87,13 @@ def make_settings(
     allowed: Sequence[Pipeline] = PIPELINES,
     mode: Mode = DEFAULT,
     fullgraph: bool = False,
+    weights: WeightsArgument = "fp32",
 ) -> Settings:
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend or mode, or `dynamic_shapes` of no form that torch.export takes.
+        AmpError: an unknown dtype, backend, mode or storage of weights, or `dynamic_shapes` of no form that
+            torch.export takes.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
@@ -101,8 +106,12 @@ def make_settings(
             " for torch.export.export, one entry for each argument: ({0: torch.export.Dim.AUTO}, None)",
         )
     find_backend(backend).builder(mode)
+    if weights not in get_args(WeightsArgument):
+        raise AmpError(f"weights={weights!r}", hint="use 'fp32', or 'low' for inference on 16-bit weights alone")
     pipelines = pipelines_with(passes, allowed)
-    return Settings(load_rules(rules), low, backend, dynamic_shapes, pipelines, mode, bool(fullgraph))
+    return Settings(
+        load_rules(rules), low, backend, dynamic_shapes, pipelines, mode, fullgraph=bool(fullgraph), weights=weights
+    )
 
 
 def check_enabled(enabled: Any) -> None:

@@ -20,6 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
+from amp_compiler.forward.low_weights import LowWeights
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
 from amp_compiler.forward.rerun import Rerun
@@ -42,6 +43,7 @@ from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.place_weights import PlaceWeights
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
@@ -93,6 +95,7 @@ def build_subgraph(
     names: Names | None = None,
     stages: Stages | None = None,
     called: str = "a compiled graph",
+    low_weights: LowWeights | None = None,
 ) -> Subgraph:
     """Plan, rewrite and compile one of Dynamo's graphs.
 
@@ -104,6 +107,7 @@ def build_subgraph(
         names: of the model.
         stages: takes the text behind each pass; new ones where it is `None`.
         called: how messages call the graph.
+        low_weights: stores its parameters in 16 bits; `None` where they stay as they are.
 
     Raises:
         CaptureError: it cannot be traced.
@@ -114,14 +118,18 @@ def build_subgraph(
     with generators_kept(), no_saved_tensor_hooks():
         captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
         plan = plan_captured(captured, settings, low, stages)
+        stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
         protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
         if torch.is_grad_enabled():
             emulated = rewrite(captured.graph_module, plan, settings, stages, protected=protected)
         else:
             held = (Source.PARAMETER, Source.BUFFER)
-            kept = tuple(entry.name for entry in captured.inputs if entry.source in held)
+            kept = tuple(entry.name for entry in captured.inputs if entry.source in held and entry.name not in stored)
             emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept, protected)
+        if stored:
+            PlaceWeights(stored, ()).run(captured.graph_module)
+            stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
@@ -178,6 +186,7 @@ class Subgraphs:
         refuse_sharded(model)
         self._model, self._settings, self._name = model, settings, name
         self._called, self._breaks = threading.local(), False
+        self._low_weights = LowWeights(model) if settings.weights == "low" else None
         # Layers of one kind that break have one function, which is compiled for each of them.
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
 
@@ -210,7 +219,8 @@ class Subgraphs:
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
         """What its captures run within."""
-        with silent_dynamo(), telling(self._name):
+        widened = contextlib.nullcontext() if self._low_weights is None else self._low_weights.widened()
+        with silent_dynamo(), telling(self._name), widened:
             yield
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
@@ -252,7 +262,9 @@ class Subgraphs:
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
         # Dynamo's guards on functions that are called between two graphs fail now and then while another thread calls.
-        turn = BUILDING if self._breaks or not self.made else contextlib.nullcontext()
+        # A capture widens parameters that are stored in 16 bits.
+        alone = self._breaks or not self.made or self._low_weights is not None
+        turn = BUILDING if alone else contextlib.nullcontext()
         try:
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
@@ -302,7 +314,9 @@ class Subgraphs:
         try:
             if (told := course()) is not None:
                 told.stages = stages
-            subgraph = build_subgraph(graph_module, inputs, self._settings, low, names, stages, called)
+            subgraph = build_subgraph(
+                graph_module, inputs, self._settings, low, names, stages, called, self._low_weights
+            )
             if told is not None:
                 told.plan = subgraph.plan
         except AmpError as cause:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
+from amp_compiler.forward.low_weights import refuse_as_trained
 from amp_compiler.forward.settings import Settings, check_enabled, device_of, make_settings
 from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
 from amp_compiler.fx.graph import torch_dtype
@@ -126,6 +128,8 @@ def set_up(
         AmpError: one of them is wrong, or the ranks differ.
     """
     check_enabled(enabled)
+    for one in pytree.tree_leaves(model):
+        refuse_as_trained(one)
     model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
     check_numbers(clip_norm, accumulate)
     check_uneven(uneven)

@@ -246,6 +246,13 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._note(*ran, self._leaves, self._spec, batch=False)
         self._behind_update(hooks)
 
+    def update_next(self) -> None:
+        """Let the next call update the weights, however few calls of `accumulate` were gathered (as an epoch ends).
+
+        Gradients are averaged over `accumulate` calls as ever: scale the losses where fewer are to count in full.
+        """
+        self._gathered = self._accumulate - 1
+
     def _flushed(self) -> tuple[StepProgram, StepOutput] | None:
         self._look()
         if self._coordinator is not None:

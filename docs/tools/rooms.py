@@ -31,8 +31,9 @@ ABOUT = {
 # room: row, left and right edge in pixels
 LEFT, MIDDLE, RIGHT = 150, 560, 960
 PLACES = {
-    "": (0, LEFT, MIDDLE - 15),
-    "cli": (0, MIDDLE + 15, RIGHT),
+    "": (0, LEFT, 400),
+    "cli": (0, 430, 680),
+    "integrations": (0, 710, RIGHT),
     "diagnose": (1, LEFT, MIDDLE - 15),
     "training": (1, MIDDLE + 15, RIGHT),
     "forward": (2, LEFT, MIDDLE - 15),

@@ -251,3 +251,26 @@ def test_wrong_arguments_are_named(change, text):
     options = {key: arguments.pop(key) for key in list(arguments) if key == "clip_norm"}
     with pytest.raises(amp.AmpError, match=text):
         amp.training_step(**arguments, **options, backend="eager")(X, Y)
+
+
+def test_the_next_call_updates_where_fewer_are_gathered():
+    """As at the end of an epoch: the average is over all of `accumulate`, and the next calls gather anew."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 5)
+    plain = copy.deepcopy(model)
+    optimizer, reference = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, accumulate=4, enabled=False, backend="eager"
+    )
+    for gathered in (2, 1, 4):
+        before = model.weight.clone()
+        for number in range(gathered):
+            assert torch.equal(model.weight, before)
+            if number == gathered - 1 < 3:
+                step.update_next()
+            rows = slice(8 * number, 8 * number + 8)
+            step(X[rows], Y[rows])
+            (F.cross_entropy(plain(X[rows]), Y[rows]) / 4).backward()
+        reference.step()
+        reference.zero_grad()
+        torch.testing.assert_close(model.weight, plain.weight)

@@ -1,0 +1,180 @@
+"""A compiled module is one of its original's class: its methods run what was compiled, or tell what does not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import types
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Base(nn.Module):
+    """What a framework brings: it notes the classes that derive from it."""
+
+    known: ClassVar[dict[str, type]] = {}
+    flag = "of the class"
+
+    def __init_subclass__(cls) -> None:
+        Base.known[cls.__name__] = cls
+
+    def predict(self, x):
+        return self(x).argmax(1)
+
+
+class Net(Base):
+    """Methods of all kinds around a forward."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.width, self.flag = width, "of the object"
+        self.encoder, self.heads = nn.Linear(8, width), nn.ModuleList([nn.Linear(width, 4)])
+
+    def forward(self, x):
+        return self.heads[0](self.encoder(x)) * getattr(self, "_factor", 1.0)
+
+    def predict(self, x):
+        return super().predict(x), self.flag
+
+    def encode(self, x):
+        return self.encoder(x)
+
+    def head(self, x):
+        return self.heads[0](x)
+
+    def scale_by(self, factor):
+        self._factor = factor
+        return self
+
+    def twin(self):
+        return type(self)(self.width)
+
+    @property
+    def device(self):
+        return self.encoder.weight.device
+
+    @classmethod
+    def of_width(cls, width):
+        return cls(width)
+
+    def half_encoded(self, x):
+        y = self(x)
+        return self.encoder(x), y
+
+
+def compiled() -> amp.CompiledModule:
+    torch.manual_seed(0)
+    return amp.compile(Net(), dtype="bf16", backend="eager")
+
+
+def test_methods_run_what_was_compiled(caplog):
+    model = compiled()
+    labels, flag = model.predict(X)
+    assert model.compilations == 1 and flag == model.flag == "of the object"
+    assert torch.equal(labels, model(X).argmax(1))
+    before = model(X)
+    assert model.scale_by(2.0) is model and model.original._factor == 2.0
+    assert torch.equal(model(X), 2 * before)
+    model.half_encoded(X)
+    assert not caplog.records
+
+
+def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
+    model = compiled()
+    for _ in range(2):
+        assert torch.equal(model.encode(X), model.encoder(X))
+        model.head(X)
+    model.forward = types.MethodType(lambda self, x: self.encode(x), model)
+    model(X), model(X)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Net.{name} runs `{path}` as it is, not compiled and in its own types: to compile that, write"
+        f" model.{place} = amp.compile(model.{place})"
+        for name, path, place in (
+            ("encode", "encoder", "encoder"),
+            ("head", "heads.0", "heads[0]"),
+            ("forward", "encoder", "encoder"),
+        )
+    ]
+    model.encoder = amp.compile(model.encoder, dtype="bf16", backend="eager")
+    expected = model.original.encoder.original(X)
+    assert torch.allclose(model.encode(X), expected, atol=2e-2) and not torch.equal(model.encode(X), expected)
+
+
+def test_layers_that_run_behind_a_call_of_what_was_compiled_are_told_of_by_nobody_else(caplog):
+    model, others = compiled(), Net()
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        others.encode(X)
+        model(X)
+    assert not caplog.records and not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_it_is_one_of_its_originals_class():
+    model = compiled()
+    assert isinstance(model, Net) and isinstance(model, amp.CompiledModule) and type(model).__module__ == __name__
+    assert Base.known["Net"] is Net
+    assert repr(model).startswith("amp.compile(Net(\n  (encoder)") and repr(model).endswith("), dtype='bf16')")
+    for made in (model.twin(), model.of_width(8), type(model)(width=8)):
+        assert type(made) is Net
+    assert model.device.type == "cpu"
+    model.original.encode = lambda x: "the object's own"
+    assert model.encode(X) == "the object's own"
+    for twin in (copy.deepcopy(compiled()), pickle.loads(pickle.dumps(compiled()))):
+        assert isinstance(twin, Net) and torch.equal(twin(X), model(X))
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Linear(8, 4), nn.Sequential(nn.Linear(8, 4)), nn.LSTM(8, 4), torch.fx.symbolic_trace(nn.Linear(8, 4))]
+)
+def test_it_is_one_of_torchs_classes(module):
+    model = amp.compile(module, dtype="bf16", backend="eager")
+    assert isinstance(model, nn.LSTM if isinstance(module, nn.LSTM) else nn.Module) and model(X) is not None
+    if isinstance(module, nn.Sequential):
+        assert isinstance(model[:1], nn.Sequential) and model[0] is module[0] and len(model.append(nn.ReLU())) == 2
+
+
+def test_classes_that_are_made_go_with_their_models():
+    class Local(nn.Linear):
+        pass
+
+    model = amp.compile(Local(8, 4), dtype="bf16", backend="eager")
+    gone = weakref.ref(type(model)), weakref.ref(Local)
+    del model, Local
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_lightning_module_is_refused():
+    made = types.new_class("LightningModule", (nn.Module,), exec_body=lambda names: names.update(
+        __module__="lightning.pytorch.core.module"))  # fmt: skip
+    with pytest.raises(amp.AmpError, match=r"LightningModule.*self\.net = amp\.compile\(net\).*AmpPrecision"):
+        amp.compile(type("Lit", (made,), {})())
+
+
+@pytest.mark.parametrize(("cache", "weights"), [("dynamic", "fp32"), ("static", "fp32"), ("dynamic", "low")])
+def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    model = amp.compile(copy.deepcopy(plain), dtype="bf16", backend="eager", weights=weights)
+    prompt = torch.randint(2, 64, (2, 5))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "cache_implementation": cache,
+               "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    made, expected = model.generate(prompt, **options), plain.generate(prompt, **options)
+    assert model.compilations in (2, 3) and model.plan.low_nodes and model.execution == "as one graph"
+    for ours, theirs in zip(made.logits[:1], expected.logits[:1], strict=True):
+        assert 0 < float((ours - theirs).abs().max()) < 2e-2 * float(theirs.abs().max())
+    assert not [record for record in caplog.records if "as it is" in record.getMessage()]
