@@ -203,8 +203,8 @@ def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
     form = draft.rules.ops.info(node.op).fp8
     operands = [draft.graph.values[operand.value] for operand in node.inputs]
     matrices = [value.shape or () for value in operands if (value.rank or 0) > 1][-2:]
-    if not form or draft.context.device == "onnx":
-        return "the op table knows no FP8 product of it" if not form else "it becomes an ONNX model"
+    if not form:
+        return "the op table knows no FP8 product of it"
     if decision.precision is not Precision.LOW:
         return "it does not run low"
     if decision.backward is Precision.FP32:

@@ -243,3 +243,9 @@ def test_a_compiled_step_is_near_one_that_runs_node_by_node() -> None:
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
         losses.append([float(step(x)) for _ in range(4)])
     np.testing.assert_allclose(*losses, rtol=0.02)
+
+
+def test_an_exported_model_has_none_and_says_so() -> None:
+    plan = amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules("fp8"), dtype="fp16").plan
+    layers = [node for node in plan.nodes if node.op == "aten.linear"]
+    assert not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
