@@ -40,7 +40,8 @@ class Squares(Walker):
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
         """True for one value, and for two that nodes of one kind make of the same: exporters repeat slices."""
         first, second = self.graph.producer(one), self.graph.producer(other)
-        if one == other or first is None or second is None or not self.passes(first) or not depth:
+        known = first is not None and (self.passes(first) or first.op == "onnx.Constant")
+        if one == other or first is None or second is None or not known or not depth:
             numbers = self.graph.stored_numbers(one) if self.holds_data(one) and self.holds_data(other) else None
             return one == other or (numbers is not None and numbers == self.graph.stored_numbers(other))
         alike = first.op == second.op and first.attrs == second.attrs and len(first.inputs) == len(second.inputs)

@@ -94,7 +94,9 @@ def test_no_backend_is_known_by_its_name():
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            parts += [node.slice] if isinstance(node, ast.Subscript) else []
+            parts += (
+                [node.slice] if isinstance(node, ast.Subscript) and "counters" not in ast.unparse(node.value) else []
+            )
             values = [part.value for part in parts if isinstance(part, ast.Constant)]
             known = {"inductor", "eager"} & {value for value in values if isinstance(value, str)}
             assert not known, f"{path.relative_to(ROOT)}:{node.lineno}"

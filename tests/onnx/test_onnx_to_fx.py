@@ -291,7 +291,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     )
     losses = [float(step(x34())) for _ in range(5)]
     assert losses[-1] < losses[0]
-    with pytest.raises(AmpError, match=r"amp\.compile takes an nn.Module, not a int"):
+    with pytest.raises(AmpError, match=r"amp\.compile takes an nn.Module or a function, not a int"):
         amp.compile(3)
 
 

@@ -218,7 +218,7 @@ def test_it_is_told_once_and_can_be_read(caplog):
     (told,) = [record.message for record in caplog.records if "in 1 subgraph," in record.message]
     assert "the update as one graph, because: the loss function branches on the values of a tensor" in told
     names = [stage.name for stage in step.stages]
-    assert names[0] == "capture" and names[-1] == "fuse_update" and "take_gradients" in names
+    assert names[0] == "capture" and names[-1] == "gather_weights" and "take_gradients" in names
     assert any("sgd_update" in str(node.target) for node in step.graph_module.graph.nodes)
     assert {node.op for node in step.plan.nodes} >= {"aten.linear", "aten.cross_entropy_loss"}
 
