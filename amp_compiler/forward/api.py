@@ -64,7 +64,9 @@ class _Options(TypedDict, total=False):
     backend: BackendArgument
     passes: Any
     mode: Mode
+    enabled: bool
     fullgraph: bool
+    weights: WeightsArgument
 
 
 class _Decorator(Protocol):

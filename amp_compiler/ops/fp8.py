@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from amp_compiler.errors import DoubleBackwardError
 from amp_compiler.ir.arithmetic import Fp8
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> 
     if op is aten.addmm.default:
         added, x, right, beta, alpha = (*args, 1, 1)[:5]
         product = _Product.apply(ways, x, right)  # type: ignore[no-untyped-call]
-        return added * beta + product * alpha  # type: ignore[no-any-return]
+        return product * alpha if beta == 0 else added * beta + product * alpha  # type: ignore[no-any-return]
     x, weight, bias, *rest = (*args, None)[: max(len(args), 3)]
     product = _Convolution.apply(ways, op, tuple(rest), x, weight)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.reshape(-1, *[1] * (weight.dim() - 2))  # type: ignore[no-any-return]
@@ -102,11 +102,12 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
 def _scaled_in_blocks(x: Tensor, dtype: torch.dtype, dim: int) -> Scaled:
     """Blocks along `dim`, each with a power of two: that of its largest magnitude over that of the format."""
     largest = torch.finfo(dtype).max
-    blocks = F.pad(x.movedim(dim, -1), (0, -x.shape[dim] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    rows = _filled(x.movedim(dim, -1), _BLOCK)
+    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // _BLOCK, _BLOCK)
     exponents = (blocks.abs().amax(-1, keepdim=True).float().view(torch.int32) & _EXPONENT).view(torch.float32)
     scale = 2.0 ** _LARGEST_POWER[dtype] / exponents.clamp(min=2.0**-110)  # so that no scale is infinite
     rounded = (blocks.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
-    numbers = rounded.flatten(-2)[..., : x.shape[dim]].movedim(-1, dim)
+    numbers = rounded.reshape(rows.shape).narrow(-1, 0, x.shape[dim]).movedim(-1, dim)
     return Scaled(numbers, x.new_ones((), dtype=torch.float32))
 
 
@@ -121,16 +122,21 @@ def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tenso
     """
     if way.scaling == "mx" or not _has_fp8(left.values):
         return (left.numbers() @ right.numbers()).to(dtype)
-    missing = -left.values.shape[1] % _ALIGNED  # zeros add nothing to a sum
-    rows, columns = _in_rows(left.values), _in_rows(right.values.t())
-    if missing:
-        rows, columns = F.pad(rows.view(torch.uint8), (0, missing)), F.pad(columns.view(torch.uint8), (0, missing))
-        rows, columns = rows.view(left.values.dtype), columns.view(right.values.dtype)
+    rows, columns = (_filled(_in_rows(one), _ALIGNED) for one in (left.values, right.values.t()))
     scales = 1 / left.scale, 1 / right.scale
     if way.scaling == "rowwise":  # a scale for each row and column, also where one operand has a single one
         scales = scales[0].expand(rows.shape[0], 1).contiguous(), scales[1].expand(1, columns.shape[0]).contiguous()
     product: Tensor = aten._scaled_mm.default(rows, columns.t(), *scales, out_dtype=dtype)
     return product
+
+
+def _filled(x: Tensor, multiple: int) -> Tensor:
+    """With zeros, which add nothing to a sum, behind its rows; `F.pad` takes no size that is a symbol."""
+    missing = -x.shape[-1] % multiple
+    if isinstance(missing, int) and not missing:
+        return x
+    plain = x.view(torch.uint8) if x.dtype in _LARGEST_POWER else x
+    return torch.cat([plain, plain.new_zeros(*x.shape[:-1], missing)], -1).view(x.dtype)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -165,6 +171,7 @@ class _Product(torch.autograd.Function):
         if way is None:
             x, right = ctx.saved_tensors
             return None, gradient @ right.t() if for_x else None, x.t() @ gradient if for_right else None
+        _refuse_second()
         incoming = _E5M2 if way.format == "hybrid" else _E4M3
         x_slope = right_slope = None
         if ctx.kept:
@@ -203,6 +210,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        _refuse_second()
         x, weight = ctx.saved_tensors
         way: Fp8 | None = ctx.ways[1]
         wanted = ctx.needs_input_grad[3:]
@@ -216,6 +224,14 @@ class _Convolution(torch.autograd.Function):
         if wanted[1] and way.weight_gradient == "low":
             weight_slope = _convolution_slopes(ctx, gradient, x, weight, (False, True))[1]
         return None, None, None, _as(x_slope, x.dtype), _as(weight_slope, weight.dtype)
+
+
+def _refuse_second() -> None:
+    if torch.is_grad_enabled():
+        raise DoubleBackwardError(
+            "a gradient of FP8 products is differentiated, which they have no backward for",
+            hint="add a rule that runs these nodes in 16 bits: precision: low, and no math",
+        )
 
 
 def _as(slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -111,6 +111,7 @@ class StepReport:
         weights: gets these parameters.
         parts: of how many of them, the first ones, a rank has a part of the gradient only.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
+        execution: how what came before it ran, in words; empty where it says that itself.
     """
 
     graph_module: fx.GraphModule
@@ -121,6 +122,7 @@ class StepReport:
     weights: tuple[Callable[[], Tensor], ...]
     parts: int
     divisor: int
+    execution: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ class StepProgram:
     @property
     def execution(self) -> str:
         """How it ran, in words: as one CUDA graph, or without one and why."""
-        return self.compiled.run.execution
+        return self.report.execution or self.compiled.run.execution
 
     def gradient_node(self, number: int) -> fx.Node:
         """The node of the graph that gives the gradient of a parameter of `updated`."""

@@ -180,7 +180,8 @@ class ProgramChoice:
             return None
         with building():
             program = self._flushing.update_for(made, options, self._detector.owners)
-        program.report = replace(program.report, plan=None if last is None else last[0].plan)
+        plan, execution = (None, "") if last is None else (last[0].plan, last[0].execution)
+        program.report = replace(program.report, plan=plan, execution=execution)
         output = self._guarded(lambda: program(made.given()))
         for one in weights.values():
             sums.get(one).zero_()

@@ -249,3 +249,35 @@ def test_an_exported_model_has_none_and_says_so() -> None:
     plan = amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules("fp8"), dtype="fp16").plan
     layers = [node for node in plan.nodes if node.op == "aten.linear"]
     assert not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
+
+
+@pytest.mark.parametrize("math", ["fp8", {"scaling": "rowwise"}, {"scaling": "mx"}])
+def test_sizes_may_change(math: Any) -> None:
+    losses = []
+    for shapes in ("auto", None):
+        model = Mlp()
+        step = amp.training_step(
+            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.05), rules=rules(math),
+            dtype="bf16", backend="eager", dynamic_shapes=shapes,
+        )  # fmt: skip
+        sizes = (4, 7, 3, 40)
+        losses.append([float(step(torch.ones(size, 64) * size)) for size in sizes])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("model", [Mlp, lambda: nn.Conv1d(64, 16, 1)], ids=["linear", "convolution"])
+def test_a_gradient_that_is_differentiated_is_refused(model: Any) -> None:
+    compiled = amp.compile(model(), rules=rules("fp8"), dtype="bf16", backend="eager")
+    x = torch.randn(2, 64, 5 if isinstance(compiled, nn.Conv1d) else 64)[..., :64].requires_grad_()
+    loss = compiled(x).square().sum()
+    with pytest.raises(amp.AmpError, match=r"FP8 products.*precision: low"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_what_beta_leaves_out_is_not_read() -> None:
+    class Added(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(torch.full((16,), torch.nan), x, x, beta=0)
+
+    compiled = amp.compile(Added(), rules=rules("fp8"), dtype="bf16", backend="eager")
+    assert compiled(torch.ones(16, 16)).isfinite().all()

@@ -234,7 +234,7 @@ def test_a_flush_updates_by_what_was_gathered(loss_fn, options):
     for mine, theirs in zip(*weights, strict=True):
         assert torch.equal(mine, theirs)
     four, two = steps
-    assert torch.equal(four.grad_norm, two.grad_norm)
+    assert torch.equal(four.grad_norm, two.grad_norm) and four.execution.startswith(two.execution[:30])
     for name, mine in four.gradients().items():
         assert torch.equal(mine, two.gradients()[name])
     if "enabled" not in options:
