@@ -28,7 +28,7 @@ Every rewrite of a graph is a pass, and stands in a pipeline, in the order in wh
 described once, where it first stands. `amp-compiler passes` prints this too.
 [architecture.md](../docs/architecture.md) shows a training step after each pass;
 [pipelines.md](../docs/pipelines.md) how to print the stages, leave a pass out or put one in;
-[errands.md](../docs/errands.md) how to add one to the project.
+[extending.md](../docs/extending.md) how to add one to the project.
 
 """
 

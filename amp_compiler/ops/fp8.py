@@ -158,9 +158,13 @@ class _Product(torch.autograd.Function):
         # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
         shared = back is not None and way.scaling == back.scaling == "tensorwise" and way.power_of_2 == back.power_of_2
         ctx.ways, ctx.shared, ctx.types = ways, shared, (x.dtype, right.dtype)
-        rounded = [left_scaled.values, left_scaled.scale, right_scaled.values, right_scaled.scale]
+        for_x, for_right = ctx.needs_input_grad[1:]
         kept = shared and back is not None and back.weight_gradient == "fp8"
-        ctx.save_for_backward(*(rounded if kept else [x, right]))
+        left_kept = (left_scaled.values, left_scaled.scale) if kept else (x,)
+        right_kept = (right_scaled.values, right_scaled.scale) if kept else (right,)
+        # The gradient of each operand is a product with the other one.
+        saved = [*(one if for_right else None for one in left_kept), *(one if for_x else None for one in right_kept)]
+        ctx.save_for_backward(*saved)
         ctx.kept = kept
         return multiply(left_scaled, right_scaled, x.dtype, way)
 

@@ -121,6 +121,10 @@ def load_checkpoint(
     The files are compared with their checksums, and what they hold with the step, before anything is changed. The step
     may be new or have trained before. torch's random state is taken over where there are as many ranks as there were.
 
+    Warning:
+        A checkpoint can run code: torch.distributed.checkpoint unpickles its metadata and `extra`, and checksums find
+        damage, not an attacker. Load only checkpoints that you trust.
+
     Args:
         steps: a step, or those of one training by name, as they were saved.
         folder: of this training's checkpoints; all ranks see it.

@@ -20,6 +20,7 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/results/notes_cpu.md": "notes_cpu.md",
     "benchmarks/results/notes_gpu.md": "notes_gpu.md",
     "passes/README.md": "passes.md",

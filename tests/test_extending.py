@@ -1,4 +1,4 @@
-"""The examples of docs/errands.md and docs/pipelines.md run as they stand there."""
+"""The examples of docs/extending.md and docs/pipelines.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.op_table import parse_op_table
 
-PAGE = Path(__file__).parent.parent / "docs" / "errands.md"
+PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S))
 
 
@@ -46,7 +46,7 @@ def test_the_page_of_pipelines_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "aten.to.dtype(p_model_weight, torch.bfloat16)" in capsys.readouterr().out
 
 
-def test_the_table_lists_every_errand() -> None:
+def test_the_table_lists_every_section() -> None:
     listed = re.findall(r"^\| \[(.*?)\]\(#(.*?)\)", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert [name.capitalize().replace("onnx", "ONNX") for name, _ in listed] == list(SECTIONS)
     assert [anchor for _, anchor in listed] == [title.lower().replace(" ", "-") for title in SECTIONS]
