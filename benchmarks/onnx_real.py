@@ -371,17 +371,18 @@ def main() -> None:
     """Fetch, convert, compare, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="parts of the names of files to measure"
+        "--only", nargs="+", default=[""], metavar="TEXT", help="parts of the names of files to measure anew"
     )
     parser.add_argument("--peers", type=Path, help="interpreter of the peers' environment")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where packages are downloaded to")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for file in (one for one in FILES if any(text in one.name for text in options.only)):
-            rows.append(measure(file, Path(folder), options))
-            Console(stderr=True).print(f"{file.name}: {'; '.join(misses(rows[-1])) or 'held'}", markup=False)
+            known = {row["file"]: row for row in rows} | {file.name: (row := measure(file, Path(folder), options))}
+            Console(stderr=True).print(f"{file.name}: {'; '.join(misses(row)) or 'held'}", markup=False)
+            rows = [known[one.name] for one in FILES if one.name in known]
             told = {"what": "real ONNX files", **machine_facts(), "onnx": onnx.__version__, "goal": GOAL}
             write_atomically(
                 options.json, json.dumps({**told, "outcome": outcome(rows), "rows": rows}, indent=1) + "\n"

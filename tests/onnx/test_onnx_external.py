@@ -92,13 +92,13 @@ def corpus():
         yield pytest.param(case.name, id=case.name, marks=marks)
 
 
-@pytest.mark.parametrize("name", corpus())
+@pytest.mark.parametrize("name", list(corpus()))
 def test_the_models_of_the_corpus(name, tmp_path):
     check_both(built(name)[0], tmp_path)
 
 
 @pytest.mark.sweep(12)
-@pytest.mark.parametrize("name", corpus())
+@pytest.mark.parametrize("name", list(corpus()))
 def test_the_models_of_the_corpus_in_bf16(name, tmp_path):
     """Whose opset is raised for it, by a converter that looks at stored numbers."""
     check_both(built(name)[0], tmp_path, dtype="bf16", keep_io_types=False)
@@ -113,7 +113,7 @@ def told(work):
 
 
 @pytest.mark.sweep(12)
-@pytest.mark.parametrize("name", corpus())
+@pytest.mark.parametrize("name", list(corpus()))
 def test_what_runs_the_models_of_the_corpus(name, tmp_path):
     """Calibration, verification, drawn inputs and the way to FX give the same."""
     source, batches = built(name)
