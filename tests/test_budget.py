@@ -26,7 +26,7 @@ BUDGET = {
     "training": 7_790,  # to come to 4,600: it has the capture of the loss, and its subgraphs
     "ranks": 3_000,
     "backends": 1_200,
-    "ops": 7_680,  # to come to 7,400: the mark of a loss came
+    "ops": 7_700,  # to come to 7,400: the mark of a loss came
     "onnx": 12_780,  # to come to 11,600: types of ONNX Runtime's own ops came
     "diagnose": 4_020,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
     "report": 2_920,  # to come to 2,900
@@ -36,7 +36,7 @@ BUDGET = {
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
 SOURCES = 68_100  # of all rooms together; to come to 58,400
-TESTS = 60_200  # to come to 50,000; 4,000 are tests/behaviour
+TESTS = 60_400  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 
