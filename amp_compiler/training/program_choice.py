@@ -168,7 +168,7 @@ class ProgramChoice:
             )
         if self._flushing is None:
             cause = CaptureError("gathered gradients are used up")
-            self._flushing = self._subgraph_step(cause)
+            self._flushing = SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         made = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
