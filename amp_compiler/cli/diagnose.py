@@ -21,14 +21,20 @@ _Loss = Annotated[
 ]
 
 
-def _options(model: str, rules: str, dtype: Any, loss: str) -> dict[str, Any]:
-    if not loss:
-        return {"rules": rules, "dtype": dtype}
-    if model.endswith(".onnx"):
-        raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
-    from amp_compiler.cli.model_spec import load_loss
+def _opened(
+    model: str, data: Path | None, args: list[str] | None, rules: str, dtype: Any, loss: str, eval_mode: bool,
+    output: Path | None,
+) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
+    """What is looked into, its batches and the options."""
+    check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
+    options = {"rules": rules, "dtype": dtype}
+    if loss:
+        if model.endswith(".onnx"):
+            raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
+        from amp_compiler.cli.model_spec import load_loss
 
-    return {"rules": rules, "dtype": dtype, "loss_fn": load_loss(loss)}
+        options["loss_fn"] = load_loss(loss)
+    return *model_and_batches(model, data, args, eval_mode, options.get("loss_fn")), options
 
 
 def profile(
@@ -36,9 +42,7 @@ def profile(
     dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
 ) -> None:  # fmt: skip
     """Count the exponents of all that a model computes: what becomes zero, subnormal or infinite in 16 bits."""
-    check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
-    options = _options(model, rules, dtype, loss)
-    subject, batches = model_and_batches(model, data, args, eval_mode, options.get("loss_fn"))
+    subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import run
 
     emit(f"{run.profile(subject, batches, **options)}\n", output)
@@ -49,9 +53,7 @@ def find_nonfinite(
     dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
 ) -> None:  # fmt: skip
     """Name the first nodes that make an inf or a NaN, with a rule that mends it. Exit code 3 where there is one."""
-    check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
-    options = _options(model, rules, dtype, loss)
-    subject, batches = model_and_batches(model, data, args, eval_mode, options.get("loss_fn"))
+    subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import find
 
     report = next(filter(None, (find.find_nonfinite(subject, one, **options) for one in batches)), None)

@@ -21,6 +21,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
+from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.ops.recurrent import KINDS
 from amp_compiler.ops.recurrent_network import empty_results
 from amp_compiler.ops.typed_op import typed_op
@@ -90,6 +91,12 @@ def canonical_op(target: Any) -> str:
         return f"higher_order.{target.name()}"
     module = getattr(target, "__module__", "") or "builtins"
     return f"{module.lstrip('_')}.{getattr(target, '__name__', str(target))}"
+
+
+def op_of(node: fx.Node) -> str:
+    """The canonical name of what a call computes: of the operator within, where the call carries one out."""
+    carries = node.target in (typed_op, fp8_product)
+    return canonical_op(node.args[0] if carries else node.target)
 
 
 def flat_arguments(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
@@ -434,12 +441,12 @@ class _Propagator(FakeTensorProp):
         except Exception as cause:  # any op may raise anything on types that it does not take
             if type(cause).__name__ in _READS_VALUES or "data is not allocated" in str(cause):
                 raise ValuesReadError(
-                    f"node '{n.name}' ({canonical_op(n.target)}) reads the values of a tensor while the graph is made",
+                    f"node '{n.name}' ({op_of(n)}) reads the values of a tensor while the graph is made",
                     where=user_source(n.meta.get("stack_trace")),
                     hint="give it Python numbers, or tensors that need not be read, such as a mask in torch.where",
                 ) from cause
             raise LoweringError(
-                f"node '{n.name}' ({canonical_op(n.target)}) cannot run on the planned types: {cause}",
+                f"node '{n.name}' ({op_of(n)}) cannot run on the planned types: {cause}",
                 where=user_source(n.meta.get("stack_trace")),
-                hint=f"add a rule that keeps it in fp32: match: {{op: {canonical_op(n.target)}}}, precision: fp32",
+                hint=f"add a rule that keeps it in fp32: match: {{op: {op_of(n)}}}, precision: fp32",
             ) from cause

@@ -77,6 +77,10 @@ class Scaled:
         """What it stands for, FP32."""
         return self.values.float() / self.scale
 
+    def t(self) -> Scaled:
+        """The transposed matrix."""
+        return Scaled(self.values.t(), self.scale.t() if self.scale.dim() else self.scale)
+
 
 def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
     """Scale and round an operand.
@@ -156,10 +160,14 @@ class _Product(torch.autograd.Function):
         way, back = ways
         left_scaled, right_scaled = scaled(x, _E4M3, way, 1), scaled(right, _E4M3, way, 0)
         # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
-        shared = back is not None and way.scaling == back.scaling == "tensorwise" and way.power_of_2 == back.power_of_2
-        ctx.ways, ctx.shared, ctx.types = ways, shared, (x.dtype, right.dtype)
+        same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == (
+            way.scaling,
+            way.power_of_2,
+            "fp8",
+        )
+        kept = same and way.scaling == "tensorwise"
+        ctx.ways, ctx.types = ways, (x.dtype, right.dtype)
         for_x, for_right = ctx.needs_input_grad[1:]
-        kept = shared and back is not None and back.weight_gradient == "fp8"
         left_kept = (left_scaled.values, left_scaled.scale) if kept else (x,)
         right_kept = (right_scaled.values, right_scaled.scale) if kept else (right,)
         # The gradient of each operand is a product with the other one.
@@ -187,15 +195,12 @@ class _Product(torch.autograd.Function):
             # torchao keeps one scale for a weight whose own gradient is made in 16 bits.
             dim = None if way.weight_gradient == "low" and way.scaling == "rowwise" else 1
             by = right_scaled if ctx.kept else scaled(right, _E4M3, way, dim)
-            turned = Scaled(by.values.t(), by.scale if not by.scale.dim() else by.scale.t())
-            x_slope = multiply(scaled(gradient, incoming, way, 1), turned, ctx.types[0], way)
+            x_slope = multiply(scaled(gradient, incoming, way, 1), by.t(), ctx.types[0], way)
         if for_right and way.weight_gradient == "low":
             right_slope = (gradient.t() @ x).t()
         elif for_right:
             of = x_scaled if ctx.kept else scaled(x, _E4M3, way, 0)
-            arrived = scaled(gradient, incoming, way, 0)
-            turned = Scaled(arrived.values.t(), arrived.scale if not arrived.scale.dim() else arrived.scale.t())
-            right_slope = multiply(turned, of, ctx.types[1], way).t()
+            right_slope = multiply(scaled(gradient, incoming, way, 0).t(), of, ctx.types[1], way).t()
         return None, x_slope, right_slope
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.graph import node_tensor, replace_other_uses, results_of, trace_before
+from amp_compiler.fx.graph import node_tensor, results_of, trace_before
 from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.step.separate_buffers import work_on_copies
 
 aten = torch.ops.aten
 
@@ -51,20 +52,15 @@ class ProtectBuffers(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        placeholders, output = graph.find_nodes(op="placeholder"), graph.output_node()
-        buffers = [node for node in placeholders if node.name in self.protected]
-        if not buffers:
+        pairs, output = work_on_copies(graph, self.protected), graph.output_node()
+        if not pairs:
             return PassResult(subject, False)
-        copies = []
-        for node in buffers:
-            with graph.inserting_after(placeholders[-1]):
-                copies.append(graph.call_function(aten.clone.default, (node,)))
-            copies[-1].meta["val"] = node.meta["val"].clone()  # a trace tells two values apart by their tensors
-            replace_other_uses(node, copies[-1])
         made = [node for node in results_of(graph) if isinstance(node, fx.Node)]
-        read = [node for node in dict.fromkeys([*made, *copies]) if _may_overflow(node_tensor(node))]
+        read = [
+            node for node in dict.fromkeys([*made, *(copy for _, copy in pairs)]) if _may_overflow(node_tensor(node))
+        ]
         (finite,) = trace_before(output, _all_finite, read, "") if read else (None,)
-        for node, copy in zip(buffers, copies, strict=True):
+        for node, copy in pairs:
             new = copy if finite is None else trace_before(output, torch.where, [finite, copy, node], "")[0]
             with graph.inserting_before(output):
                 graph.call_function(aten.copy_.default, (node, new)).meta["val"] = node.meta["val"]

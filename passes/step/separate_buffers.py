@@ -48,18 +48,29 @@ class SeparateBuffers(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        copies = []
-        for node in [node for node in placeholders if node.name in self.buffers]:
-            with graph.inserting_after(placeholders[-1]):
-                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-            copy.meta["val"] = node.meta["val"]
-            replace_other_uses(node, copy)
-            copies.append(copy)
+        copies = [copy for _, copy in work_on_copies(graph, self.buffers)]
         if copies:
             graph.output_node().args = ((*results_of(graph), *copies),)
             subject.recompile()
         return PassResult(subject, bool(copies))
+
+
+def work_on_copies(graph: fx.Graph, names: Iterable[str]) -> list[tuple[fx.Node, fx.Node]]:
+    """Let a graph work on copies of some placeholders; gives each of these with its copy.
+
+    Args:
+        graph: the graph.
+        names: of the placeholders.
+    """
+    placeholders, wanted = graph.find_nodes(op="placeholder"), frozenset(names)
+    pairs = []
+    for node in [node for node in placeholders if node.name in wanted]:
+        with graph.inserting_after(placeholders[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta["val"] = node.meta["val"].clone()  # a trace tells two values apart by their tensors
+        replace_other_uses(node, copy)
+        pairs.append((node, copy))
+    return pairs
 
 
 def written_placeholders(graph: fx.Graph, among: Iterable[str]) -> tuple[str, ...]:

@@ -281,3 +281,12 @@ def test_what_beta_leaves_out_is_not_read() -> None:
 
     compiled = amp.compile(Added(), rules=rules("fp8"), dtype="bf16", backend="eager")
     assert compiled(torch.ones(16, 16)).isfinite().all()
+
+
+def test_a_report_calls_a_node_by_what_it_computes() -> None:
+    model = nn.Linear(64, 32)
+    nn.init.constant_(model.weight, 1.0)
+    report = amp.find_nonfinite(model, torch.full((2, 64), 6e4), rules=rules("fp8"), dtype="fp16")
+    assert report is not None
+    assert [node.op for node in report.nodes][:1] == ["aten.linear"]
+    assert "fp8_product" not in str(report)

@@ -18,7 +18,7 @@ from amp_compiler.onnx.check.cost import Cost, stride_of
 from amp_compiler.onnx.check.memory import LimitError, Limits, memory_text
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
 from amp_compiler.onnx.check.tables import Tables
-from amp_compiler.onnx.model.infer import is_open, with_small_data
+from amp_compiler.onnx.model.infer import is_open
 from amp_compiler.onnx.model.model import Source
 
 SMALL = 2  # of every open dimension in the first batch
@@ -83,7 +83,7 @@ class Probes:
 
     def __init__(self, source: Source, memory: float | None = None, seconds: float | None = None) -> None:
         opened = open_to_run(source)
-        proto = with_small_data(opened.proto, opened.folder)
+        proto = opened.proto
         self.label = ""
         self.limits = Limits(
             limits.MEMORY if memory is None else memory, limits.SECONDS if seconds is None else seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def check_providers(session: Any, engine: Engine) -> None:
 
 
 def open_to_run(source: Source) -> OnnxFile:
-    """Open a model that is going to run.
+    """Open a model that is going to run, with the numbers that shapes and types follow from read in.
 
     Args:
         source: as for `open_model`.
@@ -142,7 +142,7 @@ def open_to_run(source: Source) -> OnnxFile:
             "the ModelProto refers to external data, and not to where it is",
             hint="give the model's path, or load it with onnx.load(path)",
         )
-    return opened
+    return replace(opened, proto=with_small_data(opened.proto, opened.folder))
 
 
 def stored_bytes(opened: OnnxFile) -> int:

@@ -42,9 +42,9 @@ def pinned_nodes(
             known.types[value] = ValueType(dtype, None if sizes is None else tuple(sizes))
     lowered = lower(known, low)
     pin_nodes(lowered, rules, {name: most for name, most in ranges.items() if name in lowered.graph.values})
-    lows = {node.name for node in plan.nodes if node.precision == LOW}
+    low_nodes = {node.name for node in plan.nodes if node.precision == LOW}
     found = {lowered.nodes[name].meta.get(ORIGIN): node.pin for name, node in lowered.graph.nodes.items()}
-    return {name: pin.reason for name, pin in found.items() if pin and pin.precision == "fp32" and name in lows}
+    return {name: pin.reason for name, pin in found.items() if pin and pin.precision == "fp32" and name in low_nodes}
 
 
 def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Providers | None) -> dict[str, str]:
@@ -56,7 +56,7 @@ def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Provid
         plan: the plan that was carried out.
         target: the execution provider that is to run it, where it is known: it must have a kernel.
     """
-    lows = {node.name for node in plan.nodes if node.precision == LOW}
+    low_nodes = {node.name for node in plan.nodes if node.precision == LOW}
     version = model.opset_imports[""]
     reasons: dict[str, str] = {}
     for node in model.graph:
@@ -69,7 +69,7 @@ def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Provid
             reason = target.obstacle(op, version, low)
             if node.op_type == "BatchNormalization" and _touches(node, DType.FLOAT32):
                 reason = f"{target.name} has it in one type, and its parameters are FP32"
-        if reason is not None and node.meta.get(ORIGIN) in lows:
+        if reason is not None and node.meta.get(ORIGIN) in low_nodes:
             reasons[node.meta[ORIGIN]] = reason
     return reasons
 

@@ -16,7 +16,7 @@ from amp_compiler.fx.finiteness import (
     planned_for,
     rounds,
 )
-from amp_compiler.fx.graph import canonical_op, module_of, user_source
+from amp_compiler.fx.graph import module_of, op_of, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
 from amp_compiler.ir.plan import PrecisionPlan
@@ -99,7 +99,7 @@ def described(
         read = f"read by {decided.name}, " if decided is not None else ""
     return NonfiniteNode(
         prefix + node.name,
-        canonical_op(node.target) if is_op else INPUT,
+        op_of(node) if is_op else INPUT,
         (module_of(node)[0] if is_op else "") or (decided.module if decided is not None else ""),
         "forward" if is_forward or not is_op else "backward",
         user_source(node.meta.get("stack_trace")) or (decided.source if decided is not None else ""),
