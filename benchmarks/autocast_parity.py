@@ -39,17 +39,17 @@ RESULTS = Path(__file__).parent / "results" / "autocast_parity.json"
 
 def table(rows: Sequence[Parity], settings: Settings) -> Table:
     """One line per model."""
-    made = Table(
+    result = Table(
         title=f"amp.compile ({settings.rules}, {settings.backend}) beside torch.autocast: "
         f"{settings.dtype} on {settings.device}, {settings.size} models, {settings.seeds} seeds"
     )
-    made.add_column("model")
+    result.add_column("model")
     for column in ("output error\nautocast", "\nours", "\nratio", "gradient error\nautocast", "\nours", "\nratio"):
-        made.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     for column in ("bytes cast\nautocast", "\nplan", "\ncounted", "\nratio", "nodes\nlow", "\nfp32", "\nkeep"):
-        made.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     for row in rows:
-        made.add_row(
+        result.add_row(
             row.model,
             f"{row.autocast_output_error:.2e}",
             f"{row.amp_output_error:.2e}",
@@ -65,7 +65,7 @@ def table(rows: Sequence[Parity], settings: Settings) -> Table:
             str(row.fp32_nodes),
             str(row.keep_nodes),
         )
-    return made
+    return result
 
 
 def _coloured(value: float, bound: float) -> str:

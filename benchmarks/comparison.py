@@ -174,9 +174,9 @@ class Comparison:
 
             count = -(-options.steps // options.turn)
             groups = bursts.measure(start, list(caches), options.together, limit, count, options.turn, _is_tuned)
-            for found in groups:
-                rows = self._rows(name, bound, options.device, product, found, {}) if found.times else []
-                yield rows, found.failed
+            for result in groups:
+                rows = self._rows(name, bound, options.device, product, result, {}) if result.times else []
+                yield rows, result.failed
 
     def _start(
         self,
@@ -199,10 +199,10 @@ class Comparison:
         bound: str,
         device: str,
         gemm: float,
-        found: bursts.Found,
+        result: bursts.Found,
         warm: Mapping[str, float],
     ) -> list[dict[str, Any]]:
-        first, times, memory = found.first, found.times, found.memory
+        first, times, memory = result.first, result.times, result.memory
         flops, items = _facts(name, bound, self.backward, device)
         rate = Gemm.flops(device) / gemm  # per ms
         base = _base(times)
@@ -309,20 +309,20 @@ def _time_facts(step: Spread, base: Spread, items: int) -> dict[str, float]:
 
 def _empty(title: str, columns: Sequence[str]) -> Table:
     """A table of cases, with columns of numbers behind them."""
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for column in ("model", "bound by", "variant"):
-        made.add_column(column, no_wrap=True)
+        result.add_column(column, no_wrap=True)
     for column in columns:
-        made.add_column(column, justify="right")
-    return made
+        result.add_column(column, justify="right")
+    return result
 
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One line per model, batch and variant."""
     columns = ("step\nms", "10 to 90 %", "ratio", "tokens or\nimages / s", "GEMM\nfloor", "peak\nmemory", "ratio")
-    made = _empty(title, (*columns, "of it\nstate", "first\ncall s", "ratio", "with full\ncaches s", "ratio"))
+    result = _empty(title, (*columns, "of it\nstate", "first\ncall s", "ratio", "with full\ncaches s", "ratio"))
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        made.add_row(
+        result.add_row(
             row["model"],
             row["bound"],
             row["variant"],
@@ -340,15 +340,15 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             coloured(row["warm_call_ratio"]),
             end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
         )
-    return made
+    return result
 
 
 def short_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """The same in 110 columns: one line per model, batch and variant."""
     columns = ("step\nms", "10 to 90 %", "ratio", "TFLOP/s", "of a\nGEMM's", "peak\nGB", "ratio", "first\ncall s")
-    made = _empty(title, columns)
+    result = _empty(title, columns)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        made.add_row(
+        result.add_row(
             row["model"],
             row["bound"],
             row["variant"],
@@ -362,4 +362,4 @@ def short_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             f"{row['first_call_s']:.0f}",
             end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
         )
-    return made
+    return result

@@ -66,16 +66,16 @@ def measure(name: str, variant: str, prepared: Path, options: argparse.Namespace
         prepared: caches that hold what is compiled once per machine.
         options: the command line.
     """
-    found: dict[str, list[dict[str, Any]]] = {start: [] for start in STARTS}
+    matches: dict[str, list[dict[str, Any]]] = {start: [] for start in STARTS}
     for number in range(options.runs):
         with tempfile.TemporaryDirectory() as folder:
             caches = Path(folder) / "caches"
             shutil.copytree(prepared, caches)
-            found[COLD].append(first_step(variant, name, caches, options.threads))
-            found[WARM].append(first_step(variant, name, caches, options.threads))
+            matches[COLD].append(first_step(variant, name, caches, options.threads))
+            matches[WARM].append(first_step(variant, name, caches, options.threads))
             if number == 0:  # the cold start takes minutes: once unless asked for more
                 for _ in range(options.warm_runs - 1):
-                    found[WARM].append(first_step(variant, name, caches, options.threads))
+                    matches[WARM].append(first_step(variant, name, caches, options.threads))
     return [
         {
             "model": name,
@@ -85,17 +85,17 @@ def measure(name: str, variant: str, prepared: Path, options: argparse.Namespace
             **{key: statistics.median(run[key] for run in runs) for key in _MEASURED},
             "misses": max(run["looked"]["miss"] + run["looked"]["bypass"] for run in runs),
         }
-        for start, runs in found.items()
+        for start, runs in matches.items()
     ]
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One line per model and start."""
-    made = Table(title="first training step, CPU seconds, ours / theirs", title_justify="left")
+    result = Table(title="first training step, CPU seconds, ours / theirs", title_justify="left")
     for column in ("model", "start"):
-        made.add_column(column, no_wrap=True)
+        result.add_column(column, no_wrap=True)
     for column in (THEIRS, OURS, "ratio", "with imports\n" + THEIRS, OURS, "ratio"):
-        made.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     by_case = {(row["model"], row["start"], row["variant"]): row for row in rows}
     for name, start in dict.fromkeys((row["model"], row["start"]) for row in rows):
         pair = [by_case.get((name, start, variant)) for variant in (THEIRS, OURS)]
@@ -104,8 +104,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
             numbers = [row[key] if row else None for row in pair]
             ratio = "" if None in numbers else coloured(numbers[1] / numbers[0])
             cells += ["" if number is None else f"{number:.1f}" for number in numbers] + [ratio]
-        made.add_row(name, start, *cells, end_section=start == WARM)
-    return made
+        result.add_row(name, start, *cells, end_section=start == WARM)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:

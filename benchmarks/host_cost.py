@@ -126,15 +126,15 @@ def _empty(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]
     *_, output = graph_module.graph.nodes
     inputs = {node: place for place, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
     results = output.args[0]
-    made = [_made(node) if isinstance(node, fx.Node) and node not in inputs else None for node in results]
+    outputs = [_made(node) if isinstance(node, fx.Node) and node not in inputs else None for node in results]
 
-    def run(given: list[Any]) -> list[Any]:
-        found = [
-            one.detach() if one is not None else given[inputs[node]] if node in inputs else None
-            for node, one in zip(results, made, strict=True)
+    def run(args: list[Any]) -> list[Any]:
+        matches = [
+            one.detach() if one is not None else args[inputs[node]] if node in inputs else None
+            for node, one in zip(results, outputs, strict=True)
         ]
-        given.clear()
-        return found
+        args.clear()
+        return matches
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -195,9 +195,9 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
     x = torch.randn(2, 8, WIDTH)
     y = torch.randint(0, 8, (2, 8))
     steps: dict[str, Callable[[], Any]] = {}
-    told: dict[str, Callable[[], str]] = {}
+    messages: dict[str, Callable[[], str]] = {}
     for variant, dtype in (("ours, BF16", "bf16"), ("ours, FP16", "fp16")):
-        step, told[variant] = ours(KINDS[kind](int(layers)), dtype, graph=True)
+        step, messages[variant] = ours(KINDS[kind](int(layers)), dtype, graph=True)
         steps[variant] = lambda step=step: step(x, y)
     model = KINDS[kind](int(layers))
     compiled = torchs(model)
@@ -205,7 +205,7 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
     for step in steps.values():
         for _ in range(6):
             step()
-    for variant, execution in told.items():
+    for variant, execution in messages.items():
         if execution() != "as one graph, replayed as a CUDA graph":
             raise SystemExit(f"{name}: {variant} is {execution()}")
     if profile:

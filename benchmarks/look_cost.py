@@ -61,9 +61,9 @@ def timed(run: Run, turns: int) -> tuple[float, float, float]:
     def counted(watch: CopyWatch, turn: int = 0) -> list[int]:
         nonlocal looked
         start = time.process_time()
-        found = look(watch, turn)
+        result = look(watch, turn)
         looked += time.process_time() - start
-        return found
+        return result
 
     rows = []
     for _ in range(turns + 2):

@@ -72,32 +72,32 @@ def chain(nodes: int) -> onnx.ModelProto:
         numpy_helper.from_array(random.standard_normal(WIDTH).astype(np.float32), "b"),
     ]
     steps = (("MatMul", ("w",)), ("Add", ("b",)), ("Tanh", ()), ("Softmax", ()))
-    made, previous = [], "x"
+    result, previous = [], "x"
     for index in range(nodes):
         op, others = steps[index % len(steps)]
         name = "y" if index == nodes - 1 else f"v{index}"
-        made.append(helper.make_node(op, [previous, *others], [name], name=f"node_{index}"))
+        result.append(helper.make_node(op, [previous, *others], [name], name=f"node_{index}"))
         previous = name
-    return _model(made, WIDTH, weights)
+    return _model(result, WIDTH, weights)
 
 
 def large(megabytes: int) -> onnx.ModelProto:
     """Linear layers of 1024 by 1024 with normalisation and activation: a file of about `megabytes`."""
     random = np.random.default_rng(0)
-    weights, made, previous = [], [], "x"
+    weights, result, previous = [], [], "x"
     weights.append(numpy_helper.from_array(np.ones(1024, np.float32), "gain"))
     layers = round(megabytes * 1e6 / (4 * 1024 * 1024))
     for index in range(layers):
         array = (random.standard_normal((1024, 1024)) / 32).astype(np.float32)
         weights.append(numpy_helper.from_array(array, f"w{index}"))
         last = "y" if index == layers - 1 else f"r{index}"
-        made += [
+        result += [
             helper.make_node("MatMul", [previous, f"w{index}"], [f"m{index}"], name=f"matmul_{index}"),
             helper.make_node("LayerNormalization", [f"m{index}", "gain"], [f"n{index}"], name=f"norm_{index}"),
             helper.make_node("Relu", [f"n{index}"], [last], name=f"relu_{index}"),
         ]
         previous = last
-    return _model(made, 1024, weights)
+    return _model(result, 1024, weights)
 
 
 def _model(nodes: list[onnx.NodeProto], width: int, weights: list[TensorProto]) -> onnx.ModelProto:
@@ -124,7 +124,7 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         peers: interpreter that has the peers.
         slow: peers that ran out of time on a chain, to which longer ones are not given; may be added to.
     """
-    target, copy, made = folder / "out.onnx", folder / "copy.onnx", folder / "peer.onnx"
+    target, copy, result = folder / "out.onnx", folder / "copy.onnx", folder / "peer.onnx"
     source, nodes = case.source, len(onnx.load(case.source, load_external_data=False).graph.node)
     row: dict[str, Any] = {"model": case.name, "nodes": nodes, "bytes": source.stat().st_size}
     turns: dict[str, list[float]] = {"load_check_save": [], "convert": [], "unchecked": []}
@@ -137,11 +137,11 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
             known = theirs.setdefault(peer, {"failed": TOO_SLOW} if peer in slow and case.feeds is None else {})
             if "failed" in known or known.get("seconds", 0.0) > ONE_TURN:
                 continue
-            told = run_peer(peers, peer, source, made, PEER_LIMIT)  # type: ignore[arg-type]
-            if "seconds" in told and "casts" not in known:
-                known.update(facts(source, made, case.feeds))
-            best = min(told.get("seconds", PEER_LIMIT), known.get("seconds", PEER_LIMIT))
-            known.update({**told, "seconds": best} if "seconds" in told else {"failed": told["error"]})
+            message = run_peer(peers, peer, source, result, PEER_LIMIT)  # type: ignore[arg-type]
+            if "seconds" in message and "casts" not in known:
+                known.update(facts(source, result, case.feeds))
+            best = min(message.get("seconds", PEER_LIMIT), known.get("seconds", PEER_LIMIT))
+            known.update({**message, "seconds": best} if "seconds" in message else {"failed": message["error"]})
     row |= {name: min(seconds) for name, seconds in turns.items()}
     row |= {
         "us_per_node": row["convert"] / nodes * 1e6,
@@ -153,7 +153,7 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         convert_onnx(source, target, dtype="fp16", fuse=True, opset=FUSING_OPSET)
         row["fused"] = facts(source, target, case.feeds)
     if peers is not None:
-        slow.update(peer for peer, told in theirs.items() if "stopped" in told.get("failed", ""))
+        slow.update(peer for peer, message in theirs.items() if "stopped" in message.get("failed", ""))
         row["peers"] = theirs
     return row
 
@@ -226,16 +226,16 @@ def _told(one: dict[str, Any]) -> str:
 
 def outcome(rows: list[dict[str, Any]]) -> str:
     """What came of the goal."""
-    told = []
+    messages = []
     for row in rows:
         if row["model"].startswith("chain"):
             us, checked = row["unchecked"] / row["nodes"] * 1e6, row["convert"] / row["unchecked"]
             held = us <= MOST_US and checked <= MOST_CHECKED
-            told.append((held, f"{row['model']}: {us:.0f} µs a node, {checked:.1f} times that with checks"))
+            messages.append((held, f"{row['model']}: {us:.0f} µs a node, {checked:.1f} times that with checks"))
         elif row["bytes"] > 1e8 and "seconds" in row.get("peers", {}).get(RUNTIME, {}):
             ratio = row["convert"] / row["peers"][RUNTIME]["seconds"]
-            told.append((ratio <= 1, f"{row['model']}: {ratio:.2f} of ONNX Runtime's time"))
-    return "; ".join(f"{text} ({'held' if held else 'missed'})" for held, text in told)
+            messages.append((ratio <= 1, f"{row['model']}: {ratio:.2f} of ONNX Runtime's time"))
+    return "; ".join(f"{text} ({'held' if held else 'missed'})" for held, text in messages)
 
 
 def main() -> None:

@@ -85,16 +85,16 @@ class Parity:
 
     def broken(self) -> list[str]:
         """What is out of bounds, in words."""
-        found = []
+        matches = []
         if not self.output_ratio <= ERROR_BOUND:
-            found.append(f"output error {self.output_ratio:.2f} times autocast's")
+            matches.append(f"output error {self.output_ratio:.2f} times autocast's")
         if not self.grad_ratio <= ERROR_BOUND:
-            found.append(f"gradient error {self.grad_ratio:.2f} times autocast's")
+            matches.append(f"gradient error {self.grad_ratio:.2f} times autocast's")
         if max(self.amp_bytes, self.amp_counted_bytes) > BYTES_BOUND * self.autocast_bytes:
-            found.append(
+            matches.append(
                 f"{self.amp_bytes} bytes cast ({self.amp_counted_bytes} counted), autocast {self.autocast_bytes}"
             )
-        return found
+        return matches
 
 
 @dataclass(frozen=True)

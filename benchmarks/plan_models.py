@@ -24,12 +24,12 @@ def best_of(repeats: int, prepare: Callable[[], Any], run: Callable[[Any], Any])
     """The fewest processor seconds of `run`, and its last result; what `prepare` makes for it does not count."""
     seconds = []
     for _ in range(repeats):
-        given = prepare()
+        args = prepare()
         gc.collect()
         start = time.process_time()
-        made = run(given)
+        result = run(args)
         seconds.append(time.process_time() - start)
-    return min(seconds), made
+    return min(seconds), result
 
 
 def measure_model(name: str, rules: RuleSet, dtype: str, device: str, repeats: int) -> dict[str, Any]:

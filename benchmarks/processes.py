@@ -170,8 +170,8 @@ def taking_turns(
     begin = time.perf_counter()
     for number in itertools.count():
         for name, process in processes.items():
-            found = process.times(1 + turn)[1:]
-            times[name] += found if number else []
+            result = process.times(1 + turn)[1:]
+            times[name] += result if number else []
         passed = time.perf_counter() - begin
         if (number * turn >= steps and passed >= least) or (number >= _FEWEST and passed > seconds):
             break
@@ -224,11 +224,11 @@ def _times(step: Measured, device: str, count: int) -> list[float]:
 
 
 def _computing(step: Measured, device: str, count: int) -> list[tuple[float, float]]:
-    found = []
+    matches = []
     for _ in range(count):
         before = time.process_time()
-        found.append((_timed(step, device), 1000 * (time.process_time() - before)))
-    return found
+        matches.append((_timed(step, device), 1000 * (time.process_time() - before)))
+    return matches
 
 
 def _burst(step: Measured, device: str, count: int) -> float:
@@ -273,8 +273,8 @@ def _resident_growth(step: Measured) -> int:
 
 
 def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    return 1024 * int(found[1]) if found else 0
+    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return 1024 * int(match[1]) if match else 0
 
 
 def _live_bytes() -> int:

@@ -149,15 +149,15 @@ def onnx_table() -> str:
     for row in rows:
         theirs = [row["peers"].get(peer, {}) for peer in peers]
         cells = [f"{one['seconds']:.2f}" if "seconds" in one else one.get("failed", "") for one in theirs]
-        made = [row, *theirs]
-        told = (
-            " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in made),
-            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in made),
-            " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in made),
+        results = [row, *theirs]
+        messages = (
+            " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in results),
+            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in results),
+            " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in results),
         )
         lines.append(
             f"| {row['model']} | {row['nodes']:,} | {row['bytes'] / 1e6:.1f} | {row['convert']:.2f}"
-            f" | {row['unchecked']:.2f} | {' | '.join((*cells, *told))} |"
+            f" | {row['unchecked']:.2f} | {' | '.join((*cells, *messages))} |"
         )
     return "\n".join(lines)
 
@@ -191,10 +191,10 @@ def real_table() -> str:
     lines = [f"| file (nodes, MB) | {' | '.join(names)} | --verify: s, MB |", "|" + "---|" * (len(names) + 2)]
     for row in rows:
         cells = []
-        for found in (row.get(name, {}) for name in names):
-            error = f"{found['error']:.1e}" if found.get("loads") and "error" in found else "does not load"
-            text = f"{error}, {found['casts']}, {found['megabytes']:.1f} MB" if "casts" in found else ""
-            cells.append("fails" if "failed" in found and not text else text)
+        for result in (row.get(name, {}) for name in names):
+            error = f"{result['error']:.1e}" if result.get("loads") and "error" in result else "does not load"
+            text = f"{error}, {result['casts']}, {result['megabytes']:.1f} MB" if "casts" in result else ""
+            cells.append("fails" if "failed" in result and not text else text)
         took = row["verify"]
         head = f"{row['file']} ({row['nodes']}, {row['megabytes']:.1f})"
         lines.append(f"| {head} | {' | '.join(cells)} | {took['seconds']:.0f}, {took['megabytes']:.0f} |")
@@ -280,9 +280,9 @@ def tune_table() -> str:
     ]
     for row in rows:
         ours = row["tune"]
-        told = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
+        messages = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
         runs = f"{ours['runs']} (at most {ours['limit']})" if "runs" in ours else ""
-        lines.append(f"| {row['model']} | {row['nodes']} | {told[0]} | {told[1]} | {_in_fp32(ours)} | {runs} |")
+        lines.append(f"| {row['model']} | {row['nodes']} | {messages[0]} | {messages[1]} | {_in_fp32(ours)} | {runs} |")
     return "\n".join(lines)
 
 
@@ -311,9 +311,9 @@ def reduction_table() -> str:
         f"|---{'|---:' * 8}|",
     ]
     for row in _load("reduction")["rows"]:
-        found = " | ".join(f"{row[kind]:.1e}" for kind in kinds)
+        result = " | ".join(f"{row[kind]:.1e}" for kind in kinds)
         losses = f"{row['loss']:.4f} ± {row['spread']:.4f} | {row['bf16 loss']:.4f} | {row['fp16 loss']:.4f}"
-        lines.append(f"| {row['ranks']:,} | {row['noise']:.2f} | {found} | {losses} |")
+        lines.append(f"| {row['ranks']:,} | {row['noise']:.2f} | {result} | {losses} |")
     return "\n".join(lines)
 
 

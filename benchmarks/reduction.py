@@ -39,37 +39,37 @@ def classifier(seed: int) -> nn.Module:
 
 def images() -> tuple[Tensor, Tensor]:
     """1,797 of them, from -1 to 1, and their classes."""
-    found = load_digits()
-    return torch.tensor(found.data / 8 - 1, dtype=torch.float32), torch.tensor(found.target)
+    result = load_digits()
+    return torch.tensor(result.data / 8 - 1, dtype=torch.float32), torch.tensor(result.target)
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """FP32 [ranks, elements]: of the cross entropy of one image each."""
     weights = {name: one.detach() for name, one in model.named_parameters()}
 
-    def loss(given: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(model, given, (image[None],)), label[None])
+    def loss(options: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, options, (image[None],)), label[None])
 
-    made = vmap(grad(loss), (None, 0, 0))(weights, x, y)
-    return torch.cat([made[name].flatten(1) for name, _ in model.named_parameters()], 1)
+    result = vmap(grad(loss), (None, 0, 0))(weights, x, y)
+    return torch.cat([result[name].flatten(1) for name, _ in model.named_parameters()], 1)
 
 
-def ring(given: Tensor) -> Tensor:
+def ring(value: Tensor) -> Tensor:
     """The sum over the first dimension, one after the other, rounded to the type of what is given each time."""
-    total = given[0].clone()
-    for one in given[1:]:
+    total = value[0].clone()
+    for one in value[1:]:
         total += one
     return total
 
 
-def tree(given: Tensor) -> Tensor:
+def tree(value: Tensor) -> Tensor:
     """The same in pairs; the number of summands is a power of two."""
-    while len(given) > 1:
-        given = given[0::2] + given[1::2]
-    return given[0]
+    while len(value) > 1:
+        value = value[0::2] + value[1::2]
+    return value[0]
 
 
-def reduced(made: Tensor, dtype: torch.dtype, order: Callable[[Tensor], Tensor]) -> Tensor:
+def reduced(result: Tensor, dtype: torch.dtype, order: Callable[[Tensor], Tensor]) -> Tensor:
     """FP32 mean of gradients that are summed in a type.
 
     Args:
@@ -79,20 +79,20 @@ def reduced(made: Tensor, dtype: torch.dtype, order: Callable[[Tensor], Tensor])
     """
     scale = 1.0
     if dtype is torch.float16:  # room for every partial sum
-        scale = 2.0 ** math.floor(math.log2(LARGEST / float(made.abs().sum(0).max())))
-    return order((made * scale).to(dtype)).float() / (scale * len(made))
+        scale = 2.0 ** math.floor(math.log2(LARGEST / float(result.abs().sum(0).max())))
+    return order((result * scale).to(dtype)).float() / (scale * len(result))
 
 
-def errors(made: Tensor) -> dict[str, float]:
+def errors(result: Tensor) -> dict[str, float]:
     """Relative errors of the mean, by type and order, and the standard error that the mean has by itself."""
-    exact = made.double().mean(0)
-    found = {
-        f"{name} {order.__name__}": float((reduced(made, dtype, order).double() - exact).norm() / exact.norm())
+    exact = result.double().mean(0)
+    matches = {
+        f"{name} {order.__name__}": float((reduced(result, dtype, order).double() - exact).norm() / exact.norm())
         for name, dtype in TYPES.items()
         for order in (ring, tree)
     }
-    spread = (made.double() - exact).square().mean(0).sum().sqrt()
-    return {**found, "noise": float(spread / len(made) ** 0.5 / exact.norm())}
+    spread = (result.double() - exact).square().mean(0).sum().sqrt()
+    return {**matches, "noise": float(spread / len(result) ** 0.5 / exact.norm())}
 
 
 def trained(seed: int, ranks: int, steps: int, dtype: torch.dtype) -> float:

@@ -79,14 +79,14 @@ def measure(mix: str, dtype: str, options: argparse.Namespace) -> list[dict[str,
 
 def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One line per model, gradient type and variant."""
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for column in ("tensors of", "gradients", "variant"):
-        made.add_column(column, no_wrap=True)
+        result.add_column(column, no_wrap=True)
     for column in ("ms", "10 to 90 %", "ratio", "bytes per\nparameter", "GB/s", "of a\ncopy's"):
-        made.add_column(column, justify="right")
-    made.add_column("bytes: read and written")
+        result.add_column(column, justify="right")
+    result.add_column("bytes: read and written")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
-        made.add_row(
+        result.add_row(
             row["model"],
             row["gradients"],
             row["variant"],
@@ -99,7 +99,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             row["formula"],
             end_section=following is None or following["gradients"] != row["gradients"],
         )
-    return made
+    return result
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

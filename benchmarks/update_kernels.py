@@ -163,13 +163,13 @@ def sizes(name: str, block: int, options: Mapping[str, Any]) -> Iterator[None]:
 def choices(name: str) -> list[tuple[int, dict[str, Any]]]:
     """What is tried: what the project uses, and all others of 4 to 64 elements a thread."""
     own = used(name)
-    found = [own]
+    matches = [own]
     for block, warps, most in itertools.product(BLOCKS[name], WARPS[name], MOST_REGISTERS[name]):
         options = {**own[1], "num_warps": warps, "maxnreg": most}
         kept = {key: value for key, value in options.items() if value is not None}
         if 4 <= block // (32 * warps) <= 64 and (block, kept) != own:
-            found.append((block, kept))
-    return found
+            matches.append((block, kept))
+    return matches
 
 
 def sweep(name: str, gradients: str, parameters: int, repeats: int) -> list[Row]:
@@ -212,14 +212,14 @@ def _milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """All that is known of each row."""
-    made = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left")
     for column in rows[0]:
-        made.add_column(column, justify="right")
+        result.add_column(column, justify="right")
     for row in rows:
-        made.add_row(
+        result.add_row(
             *(f"{one:.3f}" if isinstance(one, float) else "" if one is None else str(one) for one in row.values())
         )
-    return made
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,10 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows = []
     for gradients, name in itertools.product(options.dtype, (CHECK, ADAM)):
-        found = sweep(name, gradients, options.parameters, options.repeats)
-        ranked = [found[0], *sorted(found[1:], key=lambda row: row["ms"])]
+        result = sweep(name, gradients, options.parameters, options.repeats)
+        ranked = [result[0], *sorted(result[1:], key=lambda row: row["ms"])]
         console.print(table(ranked[:8], f"{name}, {gradients} gradients: the project's own, then the fastest"))
-        rows += found
+        rows += result
         measuring.write_results(options.json, "update_kernels", options, rows)
     return 0
 

@@ -1,4 +1,4 @@
-"""Before a training begins, its profile says what FP16 will make of it, and which loss scale mends that.
+"""Before a training begins, its profile says what FP16 will make of it, and which loss scale fixes that.
 
 Five convolutions without BatchNorm, whose weights begin with a deviation of 0.04, draw the mask of a handwritten
 digit: which of 48 x 48 pixels are ink. The loss is a mean over all pixels of a large batch, of which a step sees a

@@ -34,8 +34,8 @@ class Stages(Sequence[Stage]):
     def __init__(self) -> None:
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
-        self._pieces: dict[int, bytes] = {}
-        self.captured = self.compiling = 0.0  # when it was captured, and when pieces began to be made for the backend
+        self._subgraphs: dict[int, bytes] = {}
+        self.captured = self.compiling = 0.0  # when: captured, and began to be made for the backend
         self.texts = Texts()  # what writes them while they are made
 
     @property
@@ -45,7 +45,7 @@ class Stages(Sequence[Stage]):
 
     @property
     def begun(self) -> bool:
-        """Whether pieces are made for the backend."""
+        """Whether subgraphs are made for the backend."""
         return self.compiling > 0
 
     def note(self, name: str, text: str) -> None:
@@ -55,11 +55,11 @@ class Stages(Sequence[Stage]):
         self._kept.append((name, self._kept[-1][1] if same else zlib.compress(text.encode(), 1)))
         self._last = text
 
-    def begin_piece(self, text: str) -> None:
-        """Say that the next stage is made of a piece of the graph, and is to be compared with that."""
+    def begin_subgraph(self, text: str) -> None:
+        """Say that the next stage is made of a subgraph of the graph, and is to be compared with that."""
         self.compiling = self.compiling or time.perf_counter()
         if text != self._last:
-            self._pieces[len(self)] = zlib.compress(text.encode(), 1)
+            self._subgraphs[len(self)] = zlib.compress(text.encode(), 1)
 
     def changed(self, name: str) -> bool:
         """Whether the pass of that name ran and changed the text."""
@@ -84,9 +84,9 @@ class Stages(Sequence[Stage]):
         return Stage(name, zlib.decompress(packed).decode())
 
     def before(self, place: int) -> Stage | None:
-        """What the stage at a place is to be compared with: the one before it; for a graph, the last graph or piece."""
-        if place in self._pieces:
-            return Stage("piece", zlib.decompress(self._pieces[place]).decode())
+        """What the stage at a place is to be compared with: the one before it; for a graph, the last one."""
+        if place in self._subgraphs:
+            return Stage("subgraph", zlib.decompress(self._subgraphs[place]).decode())
         planned = self._kept[place][0] in PLAN.names
         places = range(place - 1, -1, -1)
         match = next((one for one in places if planned or self._kept[one][0] not in PLAN.names), None)
@@ -391,10 +391,10 @@ DEVICE = Pipeline(
     ("recompute_cheap", "defer_gradients", "cut_step"),
     "The step fitted to the device that runs it.",
 )
-PIECE = Pipeline(
-    "PIECE",
+SUBGRAPH = Pipeline(
+    "SUBGRAPH",
     ("reshape_views", "two_matrices", "native_ops", "recompute_upcasts"),
-    "On each piece of a graph that a compiler is given.",
+    "On each subgraph of a graph that a compiler is given.",
 )
 LATE = Pipeline(
     "LATE",
@@ -427,7 +427,7 @@ PIPELINES = (
     STEP,
     UPDATE,
     DEVICE,
-    PIECE,
+    SUBGRAPH,
     LATE,
     COUNT,
     ONNX_CAPTURE,

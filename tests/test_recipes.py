@@ -145,9 +145,9 @@ def test_what_is_learnt_from_is_not_what_is_tested(load):
     _, learnt = seq2seq.examples(300, 0)
     _, tested = seq2seq.examples(300, 0, tested=True)
     assert not {tuple(one.tolist()) for one in learnt} & {tuple(one.tolist()) for one in tested}
-    for pieces in (text.paragraphs(), text.functions()):
-        first, second = text.split(pieces)
-        assert len(first) + len(second) == len(pieces) and len(second) == pytest.approx(len(pieces) / 10, abs=1)
+    for passages in (text.paragraphs(), text.functions()):
+        first, second = text.split(passages)
+        assert len(first) + len(second) == len(passages) and len(second) == pytest.approx(len(passages) / 10, abs=1)
     assert not set(text.split(text.paragraphs())[0]) & set(text.split(text.paragraphs())[1])
     rows, following = text.windows(torch.arange(50), 5, 8, torch.Generator().manual_seed(0))
     assert torch.equal(following, rows + 1) and rows.shape == (8, 5)

@@ -84,9 +84,9 @@ def picture(window: Window) -> bytes:
     from PIL import Image
 
     shown = Image.open(io.BytesIO(window.driver.get_screenshot_as_png())).convert("RGB")
-    made = io.BytesIO()
-    shown.quantize(256, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)
-    return made.getvalue()
+    result = io.BytesIO()
+    shown.quantize(256, dither=Image.Dither.NONE).save(result, "PNG", optimize=True)
+    return result.getvalue()
 
 
 @contextmanager

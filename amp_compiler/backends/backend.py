@@ -27,7 +27,7 @@ class Backend:
         build: takes the graph (which it leaves as it is), example inputs, and whether every down-cast in the graph must
             really round; gives a function of the graph's flat inputs. It raises `LoweringError` where it cannot.
         compiled: whether it is a compiler. A compiler is given the forms that it does fastest, and of a training step
-            only the pieces between the update kernels; any other runs a step whole, as its graph says.
+            only the subgraphs between the update kernels; any other runs a step whole, as its graph says.
         no_cuda_graph: why a training step of it is not replayed as a CUDA graph; empty where it may be.
         asks_arena: whether its code asks `ops.cpu.arena` for the memory of intermediate values on a CPU.
         modes: what a user may write as `mode=` beside `"default"`, each with what builds in the place of `build`.

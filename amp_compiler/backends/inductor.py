@@ -55,7 +55,7 @@ _LAST_PASS = "post_grad_custom_post_pass"
 def build(
     graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False, tuned: bool = False
 ) -> Callable[..., Any]:
-    """Compile the graph, as the pipeline PIECE made it, for inputs like these; it stays as it is, for reading.
+    """Compile the graph, as the pipeline SUBGRAPH made it, for inputs like these; it stays as it is, for reading.
 
     Args:
         graph_module: the graph.

@@ -52,7 +52,7 @@ def find_nonfinite(
     model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
     dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
 ) -> None:  # fmt: skip
-    """Name the first nodes that make an inf or a NaN, with a rule that mends it. Exit code 3 where there is one."""
+    """Name the first nodes that make an inf or a NaN, with a rule that fixes it. Exit code 3 where there is one."""
     subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import find
 

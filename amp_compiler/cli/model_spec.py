@@ -22,7 +22,7 @@ from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import dtype_from_short
 
 _ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>\s*(?:\d+\s*(?:,\s*\d+\s*)*)?)\]$")
-_SPEC_MEND = "write `package.module:name` or `path/to/file.py:name`"
+_SPEC_HINT = "write `package.module:name` or `path/to/file.py:name`"
 
 
 def load_model(
@@ -152,7 +152,7 @@ def _tensor(short: str, shape: list[int], generator: torch.Generator, where: str
 def _find(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise AmpError(f"'{spec}' names no model", hint=_SPEC_MEND)
+        raise AmpError(f"'{spec}' names no model", hint=_SPEC_HINT)
     value: Any = _import(place)
     for part in name.split("."):
         if not hasattr(value, part):
@@ -167,7 +167,7 @@ def _import(place: str) -> ModuleType:
     path = Path(place)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
-        raise AmpError("there is no such file", where=place, hint=_SPEC_MEND)
+        raise AmpError("there is no such file", where=place, hint=_SPEC_HINT)
     # A model's own imports must work as they do when its file is run, or when Python is started in this folder.
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
     try:

@@ -35,7 +35,7 @@ def _where_it_runs(name: str) -> str:
         "FORWARD INFERENCE": "give --backend inductor",
         "STEP": "leave out --eval",
         "DEVICE": "give --backend inductor, without --eval",
-        "PIECE": "give --backend inductor",
+        "SUBGRAPH": "give --backend inductor",
         "LATE": "it runs inside of Inductor, and TORCH_LOGS=post_grad_graphs prints what comes out",
         "": "amp.export_onnx runs it, this command does not",
     }

@@ -1,1 +1,1 @@
-"""Where range is lost: what goes through a graph, which node broke, which rule mends it."""
+"""Where range is lost: what goes through a graph, which node broke, which rule fixes it."""

@@ -1,4 +1,4 @@
-"""`amp.find_nonfinite`: which node made the first inf or NaN of a batch, and which rule mends it."""
+"""`amp.find_nonfinite`: which node made the first inf or NaN of a batch, and which rule fixes it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_nonfinite(
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
 ) -> NonfiniteReport:
-    """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that mends it.
+    """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that fixes it.
 
     The rule is proved: the batch runs again with the node in FP32, with its neighbours where that is not enough, until
     loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number.

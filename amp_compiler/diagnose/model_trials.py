@@ -133,7 +133,7 @@ class ModelTrials:
         self._device = tried.device
 
     def report(self) -> NonfiniteReport:
-        """What is not finite, and what mends it.
+        """What is not finite, and what fixes it.
 
         Raises:
             CaptureError: the module is no one graph.
@@ -150,7 +150,7 @@ class ModelTrials:
         return replace(self._report(seen.nodes, cure), parameters=seen.parameters, results=seen.results)
 
     def _report(self, nodes: tuple[NonfiniteNode, ...], cure: Cure) -> NonfiniteReport:
-        return NonfiniteReport((), nodes[:SHOWN], True, (), cure.rule, cure.told)
+        return NonfiniteReport((), nodes[:SHOWN], True, (), cure.rule, cure.message)
 
     def _trial(self, rules: RuleSet, *, swallowed: bool = False) -> Trial:
         seen = self._run(rules)
@@ -159,16 +159,16 @@ class ModelTrials:
     def _run(self, rules: RuleSet) -> Observed:
         with autocast_off(), building(), generators_kept(self._model, self._args, self._kwargs):
             program = self._rewritten(self._tried.under(rules))
-            given = [
+            args = [
                 self._leaves[entry.index]
                 if entry.source is Source.USER
                 else tensor_getter(self._model, program.captured, entry)()
                 for entry in program.captured.inputs
             ]
-            seen = self._forward(program, given)
+            seen = self._forward(program, args)
             if seen.results or self._backward is None:
                 return seen
-            return self._gradients(program, given, seen, self._backward)
+            return self._gradients(program, args, seen, self._backward)
 
     def _rewritten(self, settings: Settings) -> _Rewritten:
         low = settings.low(self._device)

@@ -37,7 +37,7 @@ from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, sho
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.importing.api import module_of
-from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
+from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, SUBGRAPH
 from amp_compiler.policy.targets import Target
 
 logger = logging.getLogger("amp_compiler")
@@ -46,7 +46,7 @@ PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
 )
 # What `amp.compile` runs.
-RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, PIECE)
+RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, SUBGRAPH)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Class = TypeVar("_Class", bound=type[nn.Module])
@@ -107,7 +107,7 @@ def compile(
         dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"` (BF16 where the device computes it natively,
             else FP16).
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new input shape is captured anew. Or as for `torch.export.export`.
+            differs becomes dynamic. `None`: every new input shape is recompiled. Or as for `torch.export.export`.
         backend: `"inductor"`, or `"eager"` (node by node: the oracle). A call that is differentiated twice (a gradient
             penalty, a Hessian product) runs once more node by node with either, said once; with dropout in it, it needs
             `"eager"`.
@@ -165,15 +165,15 @@ def _build(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    given = dict(options or {})
-    unknown = sorted(set(given) - {"rules", "dtype", "backend", "mode"})
+    args = dict(options or {})
+    unknown = sorted(set(args) - {"rules", "dtype", "backend", "mode"})
     if unknown:
         raise AmpError(
             f"unknown option {unknown[0]!r} of backend 'amp_compiler'", hint="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        given["mode"] = mode
-    settings = make_settings(**given)
+        args["mode"] = mode
+    settings = make_settings(**args)
     low = settings.low(device_of(inputs))
     refuse_other_autocast(torch_dtype(low))
     return build_subgraph(graph_module, inputs, settings, low)
@@ -244,8 +244,8 @@ def explain(
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
     if (fuse or opset is not None or target is not None) and not is_onnx(model):
-        told = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
-        raise AmpError(f"{told} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
+        message = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
+        raise AmpError(f"{message} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:

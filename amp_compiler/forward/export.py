@@ -120,10 +120,10 @@ class _Rewritten(nn.Module):
     def _forward_like(self, model: nn.Module) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = iter(pytree.tree_leaves((args, kwargs)))
-            given = [
+            inputs = [
                 next(leaves) if entry.source is Source.USER else self._tensor(entry.target) for entry in self._places
             ]
-            return pytree.tree_unflatten(list(self._graph(*given)), self._out)
+            return pytree.tree_unflatten(list(self._graph(*inputs)), self._out)
 
         forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # names of the inputs
         return forward

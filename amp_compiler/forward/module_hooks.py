@@ -27,9 +27,9 @@ class ModuleHooks:
 
     def key(self) -> tuple[Any, ...]:
         """The numbers of all hooks, those of all modules first."""
-        made = hooks_made()
-        if made != self._made:
-            self._made = made
+        result = hooks_made()
+        if result != self._made:
+            self._made = result
             tables = (vars(one)[name] for module in self._model.modules() for one in _with_original(module)
                       for name in MODULE_HOOKS)  # fmt: skip
             self._tables = [table for table in tables if table]

@@ -153,8 +153,8 @@ class Course:
             stages: those that were made.
         """
         nodes, low = len(plan.nodes), sum(node.precision == "low" for node in plan.nodes)
-        found, made = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
-        cache = f", {found} from Inductor's cache and {made} anew" if found or made else ""
+        output, result = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
+        cache = f", {output} from Inductor's cache and {result} anew" if output or result else ""
         captured = self.captured + max(0.0, stages.captured - self.began)
         planned = max(0.0, stages.compiling - stages.captured)
         return (
@@ -182,35 +182,35 @@ def telling(name: str, captured: float = 0.0) -> Iterator[Course]:
         name: what is compiled.
         captured: seconds that its capture took before.
     """
-    told = Course(name, captured)
+    message = Course(name, captured)
     if _SILENT.get() or not logger.isEnabledFor(logging.WARNING):
-        yield told
+        yield message
         return
-    done, token = threading.Event(), _COURSE.set(told)
-    thread = threading.Thread(target=_tell, args=(told, PATIENCE - captured, done), name="amp_compiler", daemon=True)
+    done, token = threading.Event(), _COURSE.set(message)
+    thread = threading.Thread(target=_tell, args=(message, PATIENCE - captured, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
-        yield told
+        yield message
     finally:
         done.set()
         thread.join()
         _COURSE.reset(token)
-    if told.plan is not None and told.stages is not None and told.seconds() >= PATIENCE:
-        logger.warning(told.report(told.plan, told.stages))
+    if message.plan is not None and message.stages is not None and message.seconds() >= PATIENCE:
+        logger.warning(message.report(message.plan, message.stages))
 
 
-def _tell(told: Course, patience: float, done: threading.Event) -> None:
+def _tell(message: Course, patience: float, done: threading.Event) -> None:
     if done.wait(max(0.0, patience)):
         return
     console = Console(stderr=True)
     if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
-        if patience > 0 or not told.captured:  # it was said while it was captured
-            logger.warning("compiling %s, for %g s now: %s", told.name, PATIENCE, told.doing)
+        if patience > 0 or not message.captured:  # it was said while it was captured
+            logger.warning("compiling %s, for %g s now: %s", message.name, PATIENCE, message.doing)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("", total=len(_PHASES))
         while True:
-            bars.update(bar, completed=told.phase, description=f"{told.name}: {told.doing}")
+            bars.update(bar, completed=message.phase, description=f"{message.name}: {message.doing}")
             if done.wait(_EVERY):
                 return

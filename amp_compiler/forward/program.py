@@ -139,7 +139,7 @@ def _for_backend(pipeline: Pipeline, settings: Settings) -> Pipeline:
 def build_run(
     graph_module: fx.GraphModule, examples: Sequence[Any], settings: Settings, round_exactly: bool, stages: Stages
 ) -> Callable[..., Any]:
-    """A finished graph, or a piece of one, as a function of its flat inputs; a compiler is given it as PIECE makes it.
+    """A finished graph or subgraph as a function of its flat inputs; a compiler is given it as SUBGRAPH makes it.
 
     Args:
         graph_module: the graph, which stays as it is for reading.
@@ -160,8 +160,8 @@ def build_run(
     if not backend.compiled:
         return settings.builder(graph_module, examples, round_exactly)
     compiled = copy_graph(graph_module)
-    stages.begin_piece(stages.texts.of(compiled))
-    settings.pipelines["PIECE"].run(compiled, {}, stages)
+    stages.begin_subgraph(stages.texts.of(compiled))
+    settings.pipelines["SUBGRAPH"].run(compiled, {}, stages)
     try:
         return settings.builder(compiled, examples, round_exactly)
     except LoweringError as cause:

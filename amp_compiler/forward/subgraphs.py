@@ -76,14 +76,14 @@ class Subgraph:
         """The rewritten graph."""
         return self.captured.graph_module
 
-    def inputs(self, given: Sequence[Any]) -> list[Any]:
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
         """All that the graph takes, by what Dynamo gives."""
-        return [*given, *self.captured.constants.values(), *self.weights.current(given)]
+        return [*args, *self.captured.constants.values(), *self.weights.current(args)]
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run it on what Dynamo gives."""
         with autocast_off():
-            return self.run(*self.inputs(given))
+            return self.run(*self.inputs(args))
 
 
 @without_full_collections()
@@ -312,13 +312,13 @@ class Subgraphs:
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
         names, called = Names.of(self._model), f"{name} of {self._name}"
         try:
-            if (told := course()) is not None:
-                told.stages = stages
+            if (message := course()) is not None:
+                message.stages = stages
             subgraph = build_subgraph(
                 graph_module, inputs, self._settings, low, names, stages, called, self._low_weights
             )
-            if told is not None:
-                told.plan = subgraph.plan
+            if message is not None:
+                message.plan = subgraph.plan
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):

@@ -66,7 +66,7 @@ class ZeroTrail:
             steps.append(_Step(node, canonical_op(node.target), inputs, gradients, narrow))
         return cls(tuple(steps))
 
-    def vanished(self, zero: Mapping[fx.Node, bool], asked: Collection[fx.Node]) -> set[fx.Node]:
+    def vanished(self, zero: Mapping[fx.Node, bool], requested: Collection[fx.Node]) -> set[fx.Node]:
         """Those of the nodes asked for of which it is not known that they are zero in FP32 too.
 
         Args:
@@ -74,11 +74,11 @@ class ZeroTrail:
             asked: nodes that are.
         """
         states: dict[fx.Node, _State] = {}
-        wanted = set(asked)
+        wanted = set(requested)
         for step in self.steps:
             is_zero = step.node in wanted or zero.get(step.node)
             states[step.node] = _state(step, is_zero, states)
-        return {node for node in asked if states.get(node) is _State.VANISHED}
+        return {node for node in requested if states.get(node) is _State.VANISHED}
 
 
 def _state(step: _Step, is_zero: bool | None, states: Mapping[fx.Node, _State]) -> _State:

@@ -52,19 +52,19 @@ def checkpoints_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     Args:
         nodes: the forward, in order.
     """
-    found = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
-    if not found:
-        return found
+    matches = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
+    if not matches:
+        return matches
     within = set(nodes)
     for node in reversed(nodes):
-        regions = {found.get(user) for user in node.users if user in within}
-        if node.op != "call_function" or node in found or len(regions) != 1:
+        regions = {matches.get(user) for user in node.users if user in within}
+        if node.op != "call_function" or node in matches or len(regions) != 1:
             continue
         (region,) = regions
-        inside = node.target in _CASTS or any(found.get(one) == region for one in node.all_input_nodes)
+        inside = node.target in _CASTS or any(matches.get(one) == region for one in node.all_input_nodes)
         if region is not None and inside:
-            found[node] = region
-    return found
+            matches[node] = region
+    return matches
 
 
 def recomputed_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

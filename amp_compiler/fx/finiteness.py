@@ -77,7 +77,7 @@ class Finiteness:
         Args:
             wanted: the nodes to go back from.
         """
-        found: set[fx.Node] = set()
+        matches: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         open_nodes = list(wanted)
         while open_nodes:
@@ -92,8 +92,8 @@ class Finiteness:
             causes = [source for source in node.all_input_nodes if self.is_bad(source)]
             open_nodes += causes
             if not causes:
-                found.add(node)
-        return found
+                matches.add(node)
+        return matches
 
     @property
     def bad(self) -> list[fx.Node]:
@@ -104,8 +104,10 @@ class Finiteness:
     def vanished(self) -> list[fx.Node]:
         """All nodes that made zeros alone of inputs that hold other numbers."""
         zero = {node for node, one in self.ranges.items() if one.is_zero}
-        made = (node for node in zero if node.op == "call_function")
-        return [node for node in made if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}]
+        results = (node for node in zero if node.op == "call_function")
+        return [
+            node for node in results if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}
+        ]
 
     def is_zero(self, node: fx.Node) -> bool:
         """Whether its value holds zeros and nothing else."""
@@ -135,7 +137,7 @@ class Replay(fx.Interpreter):
         self.source = graph_module.graph
         self.seen = Finiteness(is_forward)
 
-    def run_again(self, given: Mapping[fx.Node, Any], device: torch.device) -> Finiteness:
+    def run_again(self, options: Mapping[fx.Node, Any], device: torch.device) -> Finiteness:
         """Run up to the update; random numbers stay as they are.
 
         Args:
@@ -143,7 +145,7 @@ class Replay(fx.Interpreter):
             device: whose random numbers are drawn, beside the CPU's.
         """
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for node, value in given.items():
+            for node, value in options.items():
                 self._note(node, value)
             for node in self.source.nodes:
                 if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
@@ -175,11 +177,11 @@ def rounds(node: fx.Node) -> bool:
     """Whether a node is a cast to a narrower type, or an input that is the rounded copy of another one."""
     if node.op == "placeholder":
         return Key.LOW in node.meta
-    made = node_tensor(node)
-    if node.op != "call_function" or made is None or canonical_op(node.target) not in _CASTS:
+    result = node_tensor(node)
+    if node.op != "call_function" or result is None or canonical_op(node.target) not in _CASTS:
         return False
     source = node_tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
-    return source is not None and made.dtype.itemsize < source.dtype.itemsize
+    return source is not None and result.dtype.itemsize < source.dtype.itemsize
 
 
 def planned_for(node: fx.Node, planned: Mapping[str, Any]) -> str:

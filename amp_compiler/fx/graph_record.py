@@ -85,11 +85,11 @@ def graph_of(record: Record, sources: Sequence[fx.Node], mode: FakeTensorMode) -
         Unrecordable: the data is of another form.
     """
     graph = fx.Graph()
-    made: list[fx.Node] = []
+    results: list[fx.Node] = []
     try:
         for op, name, target, args, kwargs, example, has_example, origin, marks in record:
             function = _function(target) if op == "call_function" else target
-            node = graph.create_node(op, function, _decoded(args, made), _decoded(kwargs, made), name)
+            node = graph.create_node(op, function, _decoded(args, results), _decoded(kwargs, results), name)
             if node.name != name:
                 raise Unrecordable(f"'{name}' is no name of a node")
             if has_example:
@@ -97,7 +97,7 @@ def graph_of(record: Record, sources: Sequence[fx.Node], mode: FakeTensorMode) -
             source = {} if origin is None else sources[origin].meta
             node.meta.update({key: source[key] for key in marks["same"]})
             node.meta.update({_OWN[key]: value for key, value in marks["own"].items()})
-            made.append(node)
+            results.append(node)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as cause:
         raise Unrecordable(f"this is no record of a graph: {cause}") from cause
     return graph
@@ -130,12 +130,12 @@ def _target(target: Any) -> str:
 def _function(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
-    found: Any = torch.ops
+    result: Any = torch.ops
     for part in name.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, torch._ops.OpOverload):
+        result = getattr(result, part)
+    if not isinstance(result, torch._ops.OpOverload):
         raise ValueError(f"'{name}' is no operator")
-    return found
+    return result
 
 
 def _encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
@@ -159,17 +159,17 @@ def _encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
     raise Unrecordable(f"{value!r} has no exact form")
 
 
-def _decoded(value: Any, made: Sequence[fx.Node]) -> Any:
+def _decoded(value: Any, results: Sequence[fx.Node]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
     if kind == "node":
-        return made[held]
+        return results[held]
     if kind in ("tuple", "list", "slice"):
-        items = [_decoded(item, made) for item in held]
+        items = [_decoded(item, results) for item in held]
         return items if kind == "list" else tuple(items) if kind == "tuple" else slice(*items)
     if kind == "dict":
-        return {key: _decoded(item, made) for key, item in held.items()}
+        return {key: _decoded(item, results) for key, item in held.items()}
     if kind == "device":
         return torch.device(held)
     return _function(held) if kind == "function" else getattr(torch, held)

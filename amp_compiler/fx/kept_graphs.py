@@ -54,7 +54,7 @@ class KeptGraph:
     mode: FakeTensorMode
 
     @classmethod
-    def of(cls, graph: fx.Graph, asked: Any, identity: str) -> KeptGraph | None:
+    def of(cls, graph: fx.Graph, requested: Any, identity: str) -> KeptGraph | None:
         """The place of what is traced from a graph; `None` where it may not be kept.
 
         That is a graph with inner graphs, sizes that are symbols or operators of the user's; one that is traced under
@@ -72,12 +72,12 @@ class KeptGraph:
         if settings is None or mode is None or not source:
             return None
         try:
-            told = json.dumps([record_of(graph), asked, settings, source])
+            message = json.dumps([record_of(graph), requested, settings, source])
             folder = cache_folder()
         except (Unrecordable, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
             return None
-        name = f"joint_{hashlib.sha256(told.encode()).hexdigest()[:32]}.json.gz"
+        name = f"joint_{hashlib.sha256(message.encode()).hexdigest()[:32]}.json.gz"
         return cls(folder / name, list(graph.nodes), mode)
 
     def load(self) -> fx.Graph | None:
@@ -134,12 +134,12 @@ def _own_source(tracer: str) -> str:
     pending: list[Any] = [resources.files("amp_compiler") / room for room in _ROOMS]
     found_any = False
     while pending:
-        found = pending.pop()
-        if found.is_dir():
-            pending += sorted(found.iterdir(), key=lambda one: one.name)
-        elif found.name.endswith(".py"):
+        result = pending.pop()
+        if result.is_dir():
+            pending += sorted(result.iterdir(), key=lambda one: one.name)
+        elif result.name.endswith(".py"):
             found_any = True
-            digest.update(found.name.encode() + b"\0" + found.read_bytes())
+            digest.update(result.name.encode() + b"\0" + result.read_bytes())
     try:
         digest.update(inspect.getsource(sys.modules[tracer]).encode())
     except OSError:  # as in a program that was frozen into one file

@@ -142,8 +142,8 @@ def _line(node: fx.Node) -> str:
         results: Any = node.args[0]
         flat = results if isinstance(results, (list, tuple)) else [results]
         return f"return {', '.join(map(_argument, flat))}".rstrip() + behind
-    made = _value(node.meta.get("val"))
-    typed = f"{node.name}: {made}" if made else node.name
+    result = _value(node.meta.get("val"))
+    typed = f"{node.name}: {result}" if result else node.name
     if node.op == "placeholder":
         return f"in {typed}{behind}"
     arguments = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
@@ -259,12 +259,12 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
 
 
 def _marks(node: fx.Node) -> str:
-    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
+    matches = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
     if node.op == "call_function":
         module, kind = module_of(node)
         if module or kind:
-            found.append(f"at={module}:{kind}")
-    return " ".join(found)
+            matches.append(f"at={module}:{kind}")
+    return " ".join(matches)
 
 
 def parse_fx(text: str) -> fx.GraphModule:
@@ -286,10 +286,10 @@ def parse_fx(text: str) -> fx.GraphModule:
     root = torch.nn.Module()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for name in sorted(blocks, key=lambda path: -path.count(".") - (path != "")):  # inner graphs first
-        made = _Reader(mode, root if not name else torch.nn.Module()).read(blocks[name])
+        result = _Reader(mode, root if not name else torch.nn.Module()).read(blocks[name])
         if not name:
-            return made
-        root.add_module(name, made)
+            return result
+        root.add_module(name, result)
     raise GraphError("there is no graph in this text")
 
 
@@ -336,11 +336,11 @@ class _Reader:
             name, _, kind = content.removeprefix("in ").partition(": ")
             node = self.graph.create_node("placeholder", name, name=name)
         else:
-            found = _LINE.fullmatch(content)
-            if found is None:
+            match = _LINE.fullmatch(content)
+            if match is None:
                 raise ValueError("a node is written 'name: type = op(arguments)'")
-            name, kind = found["name"], found["type"] or ""
-            node = self._call(name, ast.parse(found["call"], mode="eval").body)
+            name, kind = match["name"], match["type"] or ""
+            node = self._call(name, ast.parse(match["call"], mode="eval").body)
         if node.name != name:
             raise ValueError(f"there are two nodes '{name}', or it is no name of a node")
         if kind or node.op == "call_function":
@@ -388,18 +388,18 @@ class _Reader:
     def _value(self, text: str) -> Any:
         if text.startswith("("):
             return tuple(None if part == "none" else self._value(part) for part in _parts(text[1:-1]))
-        found = _TENSOR.fullmatch(text)
-        if found is None:
+        match = _TENSOR.fullmatch(text)
+        if match is None:
             raise ValueError(f"'{text}' is no type")
         dtype = (
-            torch_dtype(_BY_SHORT[found["dtype"]]) if found["dtype"] in _BY_SHORT else getattr(torch, found["dtype"])
+            torch_dtype(_BY_SHORT[match["dtype"]]) if match["dtype"] in _BY_SHORT else getattr(torch, match["dtype"])
         )
-        shape = [int(size) for size in found["shape"].split(",") if size.strip()]
-        device = found["device"] or "cpu"
+        shape = [int(size) for size in match["shape"].split(",") if size.strip()]
+        device = match["device"] or "cpu"
         with self.mode:
-            if found["stride"] is None:
+            if match["stride"] is None:
                 return torch.empty(shape, dtype=dtype, device=device)
-            return torch.empty_strided(shape, [int(s) for s in found["stride"].split(",")], dtype=dtype, device=device)
+            return torch.empty_strided(shape, [int(s) for s in match["stride"].split(",")], dtype=dtype, device=device)
 
     def _mark(self, node: fx.Node, mark: str) -> None:
         name, _, value = mark.partition("=")
@@ -419,13 +419,13 @@ def _function(name: str) -> Any:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     first, _, rest = name.partition(".")
-    found: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
+    result: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
     if first == "higher_order":
         return getattr(torch.ops.higher_order, rest)
-    if found is None:
-        found, rest = torch.ops, name
+    if result is None:
+        result, rest = torch.ops, name
     for part in rest.split("."):
-        found = getattr(found, part)
-    if found is None or isinstance(found, torch._ops.OpOverloadPacket):
+        result = getattr(result, part)
+    if result is None or isinstance(result, torch._ops.OpOverloadPacket):
         raise ValueError(f"'{name}' names no operator; write its overload too")
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""What is not finite in a run, or lost in zeros: which nodes made it, of what, and the rule that mends it."""
+"""What is not finite in a run, or lost in zeros: which nodes made it, of what, and the rule that fixes it."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class NonfiniteReport:
         results: what else was not finite: the loss, outputs of a model. Where there is neither this nor a parameter, an
             overflow has left no trace: `1 / inf` is 0.
         rule: rules in YAML, ready for a file, with which the same batch was run again and was finite; empty where none
-            was found or none mends it.
-        cure: in a sentence, what mends it, or why no rule does; empty where that was not asked for.
+            was found or none fixes it.
+        cure: in a sentence, what fixes it, or why no rule does; empty where that was not asked for.
         zeros: qualified names of the parameters whose gradient is zero and would not be in FP32; all is finite then,
             and `nodes` are the first that made zeros of other numbers.
     """

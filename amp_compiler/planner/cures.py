@@ -46,19 +46,19 @@ class Trial:
 
 @dataclass(frozen=True)
 class Cure:
-    """What mends a run that was not finite.
+    """What fixes a run that was not finite.
 
     Args:
-        rule: rules in YAML that were seen to mend it; empty where no rule does.
-        told: in a sentence, what mends it or why no rule does.
+        rule: rules in YAML that were seen to fix it; empty where no rule does.
+        message: in a sentence, what fixes it or why no rule does.
     """
 
     rule: str = ""
-    told: str = ""
+    message: str = ""
 
 
 def find_cure(rules: RuleSet, first: Trial, attempt: Callable[[RuleSet], Trial]) -> Cure:
-    """Search the nodes that FP32 mends, a few of them or none.
+    """Search the nodes that FP32 fixes, a few of them or none.
 
     Args:
         rules: those of the run that broke.
@@ -82,7 +82,7 @@ def spoilt_inputs(nodes: Sequence[NonfiniteNode], names: Mapping[str, str]) -> C
         f"{names.get(one.name, one.name)} holds {one.output.spoilt if one.output is not None else 'inf or NaN'}"
         for one in bad
     )
-    return Cure(told=f"{held}: no precision mends that")
+    return Cure(message=f"{held}: no precision fixes that")
 
 
 class _Search:
@@ -102,16 +102,16 @@ class _Search:
             if not trial.nodes:
                 return self._cure()
             if number == 0 and self._tried([_entry({}, "")]).nodes:
-                return Cure(told="FP32 makes it too: no rule mends it, the model or its data have to")
+                return Cure(message="FP32 makes it too: no rule fixes it, the model or its data have to")
         everywhere = "with FP32 everywhere it is finite" if self.why else "the plan rounds nothing there"
-        return Cure(told=f"no rule for {MOST_NODES} nodes or fewer was found that mends it; {everywhere}")
+        return Cure(message=f"no rule for {MOST_NODES} nodes or fewer was found that fixes it; {everywhere}")
 
     def _cure(self) -> Cure:
         self._leave_out_followers()
         several = len(self.why) > 1
-        text = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
-        mended = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
-        return Cure(rules_text(self.rules, self._entries()), f"{text}: run again with these rules {mended}")
+        text = f"{len(self.why)} node{'s' * several} in FP32 fix{'es' * (not several)} it"
+        fixed = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
+        return Cure(rules_text(self.rules, self._entries()), f"{text}: run again with these rules {fixed}")
 
     def _leave_out_followers(self) -> None:
         """Name no node that goes with its neighbours, a view say, where it does so by itself."""

@@ -28,7 +28,7 @@ Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, jso
 Floats = Annotated[
     list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
 ]
-Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
+LowTypes = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
 Devices = Annotated[
     list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
 ]

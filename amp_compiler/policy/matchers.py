@@ -400,7 +400,7 @@ class LowType(_Types):
     key: ClassVar[str] = "dtype"
     about: ClassVar[str] = "low type that is planned for"
     contextual: ClassVar[bool] = True
-    form: ClassVar[Any] = forms.Lows
+    form: ClassVar[Any] = forms.LowTypes
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the low type."""

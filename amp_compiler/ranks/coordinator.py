@@ -85,7 +85,7 @@ class RankCoordinator:
     """The ranks of one training step.
 
     At every call each rank says one number, of what it is about to run. Where these differ in a way that was not agreed
-    on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
+    on before, or a rank has to recompile, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
     Weights, buffers, states and scales are compared before the first call, and where they were set, loaded or written

@@ -18,7 +18,7 @@ UNSPLIT = "leave `shard: update` out of the rules' `reduce` section"
 class Parts:
     """Which weights are split over the ranks, and this rank's part of a tensor of such a weight.
 
-    Part `r` of N is the r-th of N pieces of equal length of all elements in row-major order, the last ones filled up
+    Part `r` of N is the r-th of N slices of equal length of all elements in row-major order, the last ones filled up
     with zeros; so what lies where depends on the weight alone, and not on how gradients are sent.
 
     Args:
@@ -133,10 +133,10 @@ class Parts:
         optimizer.register_state_dict_post_hook(whole)
 
     def _gathered(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        found = dict(state)
+        result = dict(state)
         for column in sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.dim()):
-            found[column] = self.whole(self.held(found, column, parameter), parameter)
-        return found
+            result[column] = self.whole(self.held(result, column, parameter), parameter)
+        return result
 
     def whole(self, part: Tensor, parameter: Tensor) -> Tensor:
         """The parts of all ranks, in the shape of the weight; all wait for all.

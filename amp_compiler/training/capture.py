@@ -182,8 +182,8 @@ def _with_owners(captured: Captured, inputs: Sequence[Any], model: LossModule) -
 
 def _outer_name(target: str) -> str:
     """How the code of a loss calls what it holds, as far as the source of an input tells."""
-    found = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
-    return found or "value"
+    result = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
+    return result or "value"
 
 
 def _marked(model: LossModule) -> Callable[..., Any]:
@@ -230,9 +230,9 @@ class LossFrontend:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        with _around(self._model), telling(NAME) as told:
+        with _around(self._model), telling(NAME) as message:
             yield
-        self._seconds += told.seconds()
+        self._seconds += message.seconds()
 
     def take_seconds(self) -> float:
         """How long a capture took of which this was not asked yet."""
@@ -265,7 +265,7 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
         return captured_loss(graph_module, inputs, model, low)
 
     with torch.enable_grad():
-        made: CapturedLoss = frontend.capture_once(
+        result: CapturedLoss = frontend.capture_once(
             _marked(model), make, SUBJECT, batch, {}, around=lambda: _around(model), values=True
         )
-    return made
+    return result

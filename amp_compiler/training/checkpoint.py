@@ -166,12 +166,12 @@ def load_checkpoint(
             raise AmpError(
                 f"holds {was}, not {now}", where=str(path), hint="pass to it what was saved: a step, or a dict of them"
             )
-        found = dcp.contents(path)
+        result = dcp.contents(path)
         for name, one in named.items():
-            wanted.update(one.wanted(found, about["steps"][name], about["ranks"], str(path)))
-        for entry, keys in found.paths.items():
+            wanted.update(one.wanted(result, about["steps"][name], about["ranks"], str(path)))
+        for entry, keys in result.paths.items():
             if keys[:3] == ("ranks", str(_rank(ranks)), "random") and about["ranks"] == _size(ranks):
-                wanted[entry] = torch.empty(*found.tensors[entry][0], dtype=torch.uint8)
+                wanted[entry] = torch.empty(*result.tensors[entry][0], dtype=torch.uint8)
 
     checkpoint_folder.each(ranks, prepare)
     dcp.load(wanted, path, ranks)
@@ -187,27 +187,27 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         raise AmpError(
             f"{called} needs torch.distributed.checkpoint, which this torch lacks", hint="install another torch"
         )
-    given = {"": steps} if isinstance(steps, TrainingStep) else steps
-    if not isinstance(given, Mapping) or not given or not all(isinstance(one, TrainingStep) for one in given.values()):
+    args = {"": steps} if isinstance(steps, TrainingStep) else steps
+    if not isinstance(args, Mapping) or not args or not all(isinstance(one, TrainingStep) for one in args.values()):
         raise AmpError(
             f"{called} was given a {type(steps).__name__}", hint="pass a training step, or a dict of them by name"
         )
-    if any(not isinstance(name, str) or (name == "") != (given is not steps) for name in given):
+    if any(not isinstance(name, str) or (name == "") != (args is not steps) for name in args):
         raise AmpError("the steps need names", hint='pass them as {"generator": step, …}')
-    ranks = next(iter(given.values()))._setup.ranks
-    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in given.values()}) > 1:
+    ranks = next(iter(args.values()))._setup.ranks
+    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in args.values()}) > 1:
         raise AmpError(
             "the steps are of different process groups", hint="give all of them one, or save them one by one"
         )
-    for one in given.values():
+    for one in args.values():
         if one._coordinator is not None:
             one._coordinator.join(called)
     owned = {
         name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
-        for name, one in given.items()
+        for name, one in args.items()
     }
     every = set().union(*owned.values())
-    return {name: StepContents(one, name, every - owned[name]) for name, one in given.items()}, ranks
+    return {name: StepContents(one, name, every - owned[name]) for name, one in args.items()}, ranks
 
 
 def _rank(ranks: Ranks | None) -> int:
@@ -220,13 +220,13 @@ def _size(ranks: Ranks | None) -> int:
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
     """torch's random state of this process: uint8 vectors, on the CPU."""
-    found = {"cpu": torch.get_rng_state()}
-    return {**found, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else found
+    matches = {"cpu": torch.get_rng_state()}
+    return {**matches, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else matches
 
 
-def _set_random_state(found: Mapping[str, Any], rank: int, device: torch.device) -> None:
+def _set_random_state(matches: Mapping[str, Any], rank: int, device: torch.device) -> None:
     entries = {kind: f"ranks.{rank}.random.{kind}" for kind in ("cpu", "cuda")}
-    kinds = {kind: found[entry] for kind, entry in entries.items() if entry in found}
+    kinds = {kind: matches[entry] for kind, entry in entries.items() if entry in matches}
     if "cpu" in kinds:
         torch.set_rng_state(kinds["cpu"])
     if "cuda" in kinds and device.type == "cuda":

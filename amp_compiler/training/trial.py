@@ -57,7 +57,7 @@ class StepTrials:
         self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
     def report(self, scale: Tensor) -> NonfiniteReport:
-        """What is not finite, and what mends it.
+        """What is not finite, and what fixes it.
 
         Args:
             scale: the loss scale, FP32 scalar.
@@ -72,7 +72,7 @@ class StepTrials:
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
-        return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.told)
+        return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.message)
 
     def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
@@ -81,7 +81,7 @@ class StepTrials:
         rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
         cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
         return (
-            NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.told)
+            NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.message)
             if cure.rule
             else NonfiniteReport()
         )
@@ -111,55 +111,56 @@ class StepTrials:
         cure = find_cure(rules, first, attempt)
         for doublings in range(_DOUBLINGS, _MOST_DOUBLINGS + 1, _DOUBLINGS):
             if also := self._advised(graph, in_fp32, scale * 2.0**doublings, rightly, lost):
-                cure = replace(cure, told=cure.told + also)
+                cure = replace(cure, message=cure.message + also)
                 break
-        return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.told, lost)
+        return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.message, lost)
 
     def cure(self, scale: Tensor) -> Cure:
-        """What mends a step that was not finite; see `report`."""
+        """What fixes a step that was not finite; see `report`."""
         try:
             graph = self._build(self._options.settings.rules)
             seen = graph.run(scale)
             if not seen.spoilt:
-                return Cure(told="run again it is finite: it draws random numbers, or its batch was overwritten")
+                return Cure(message="run again it is finite: it draws random numbers, or its batch was overwritten")
             return self._cure(graph, seen, scale)
         except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
-            return Cure(told=f"no rule was tried: {first_line(error)}")
+            return Cure(message=f"no rule was tried: {first_line(error)}")
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)
         if bad is not None:
             return bad
         if graph.plan is None:
-            return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
+            return Cure(message="it runs in FP32 (enabled=False): no rule fixes it, the model or its data have to")
         first = Trial(graph.plan, seen.nodes)
         lower = self._finite_scale(graph, scale) if all(one.phase == "backward" for one in seen.nodes) else None
         if lower is not None and self._falls:
-            return Cure(told=f"only the loss scale was too high: at {lower:g} all is finite, and it falls by itself")
-        found = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
-        if found.rule and self._at is not None:
-            return replace(found, told=f"{found.told} at a loss scale of {self._at:g}, to which it falls by itself")
+            return Cure(message=f"only the loss scale was too high: at {lower:g} all is finite, and it falls by itself")
+        result = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
+        if result.rule and self._at is not None:
+            by_itself = f" at a loss scale of {self._at:g}, to which it falls by itself"
+            return replace(result, message=result.message + by_itself)
         if lower is None:
-            return found
+            return result
         in_fp32 = self._build(extended(self._options.settings.rules, _ALL_FP32))
-        return replace(found, told=found.told + self._advised(graph, in_fp32, torch.full_like(scale, lower)))
+        return replace(result, message=result.message + self._advised(graph, in_fp32, torch.full_like(scale, lower)))
 
     def _advised(
         self, graph: _Joint, in_fp32: _Joint, scale: Tensor, rightly: Set[str] = frozenset(), lost: Iterable[str] = ()
     ) -> str:
-        """That a loss scale mends it too, and what it leaves; empty where it does not."""
-        kept, made = in_fp32.gradients(scale), graph.gradients(scale)
-        if not all(bool(torch.isfinite(one).all()) for one in made.values()):
+        """That a loss scale fixes it too, and what it leaves; empty where it does not."""
+        kept, result = in_fp32.gradients(scale), graph.gradients(scale)
+        if not all(bool(torch.isfinite(one).all()) for one in result.values()):
             return ""
 
         def left(names: Iterable[str]) -> float:
-            there = {name: kept[name] != 0 for name in names if name in kept and name in made}
-            gone = sum(int((mask & (made[name] == 0)).sum()) for name, mask in there.items())
+            there = {name: kept[name] != 0 for name in names if name in kept and name in result}
+            gone = sum(int((mask & (result[name] == 0)).sum()) for name, mask in there.items())
             return gone / max(sum(int(mask.sum()) for mask in there.values()), 1)
 
         most = max(left(kept.keys() - rightly), left(lost))  # what is lost may be little beside all others
-        told = f"; a loss scale of {float(scale):g} mends it too, and leaves {most:.2%} of the gradients at zero"
-        return told if most <= _LEFT else ""
+        message = f"; a loss scale of {float(scale):g} fixes it too, and leaves {most:.2%} of the gradients at zero"
+        return message if most <= _LEFT else ""
 
     def _finite_scale(self, graph: _Joint, scale: Tensor) -> float | None:
         """The greatest scale from 1 on, in steps of two, with which all is finite; `None` where there is none."""
@@ -206,9 +207,9 @@ class StepTrials:
                 joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
             )
             resolve = {node: one for node, one in pairs if node not in scales}
-            given = {node: one.get(leaves) for node, one in resolve.items()}
+            keywords = {node: one.get(leaves) for node, one in resolve.items()}
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
-        return _Joint(joint, given, behind, begun.plan, weights.names(), _names(begun.captured))
+        return _Joint(joint, keywords, behind, begun.plan, weights.names(), _names(begun.captured))
 
 
 def _scales(graph: fx.Graph) -> list[fx.Node]:
@@ -261,14 +262,14 @@ class _Joint:
         seen = self._replayed(scale).seen
         named = {LOSS: results_of(graph)[0], **self._gradients()}
         origins = {name: seen.origins([node]) for name, node in named.items()}
-        broken = {node for found in origins.values() for node in found}
-        told = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
+        broken = {node for result in origins.values() for node in result}
+        messages = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
         zeros = tuple(name for name, node in named.items() if name != LOSS and seen.is_zero(node))
         vanished = seen.vanished if zeros else []
         return _Seen(
-            tuple(name for name, found in origins.items() if found),
-            tuple(told[node] for node in in_order(graph, broken)),
-            tuple(told[node] for node in in_order(graph, told)),
+            tuple(name for name, result in origins.items() if result),
+            tuple(messages[node] for node in in_order(graph, broken)),
+            tuple(messages[node] for node in in_order(graph, messages)),
             zeros,
             tuple(self._described(node, seen) for node in in_order(graph, vanished)),
         )
@@ -302,11 +303,11 @@ class _Joint:
         return dict(zip(self.updated, results[len(results) - len(self.updated) :], strict=True))
 
     def _described(self, node: fx.Node, seen: Finiteness) -> NonfiniteNode:
-        made = described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan)
+        result = described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan)
         # It may be that the parameter was not finite before it was rounded.
-        behind = self.behind.get(node) if made.op == INPUT and made.rounding else None
+        behind = self.behind.get(node) if result.op == INPUT and result.rounding else None
         is_data = behind is not None and not bool(torch.isfinite(behind).all())
-        return replace(made, name=made.planned, rounding=False) if is_data else made
+        return replace(result, name=result.planned, rounding=False) if is_data else result
 
 
 def _names(captured: Captured) -> dict[str, str]:

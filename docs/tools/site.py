@@ -66,9 +66,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_post_build(config: Any) -> None:
     """Refuse a site that a browser would have to fetch something for."""
     for page in sorted(Path(config.site_dir).rglob("*.html")):
-        found = _FETCHED.search(page.read_text(encoding="utf-8"))
-        if found:
-            raise PluginError(f"{page.name} fetches {found[1]}: every asset must be part of the site")
+        match = _FETCHED.search(page.read_text(encoding="utf-8"))
+        if match:
+            raise PluginError(f"{page.name} fetches {match[1]}: every asset must be part of the site")
 
 
 def _link(match: re.Match[str], here: PurePosixPath) -> str:

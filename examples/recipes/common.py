@@ -193,12 +193,12 @@ def shares(histogram: Histogram) -> dict[str, float]:
 def measured_ranges(profiles: list[amp.Profile], low: str) -> dict[str, Any]:
     """What the profiles of a training say together: exponents of each kind, what the low type loses, a loss scale."""
     histograms = {kind: [row.histogram for profile in profiles for row in profile.of(kind)] for kind in KINDS}
-    sums = {kind: sum(found[1:], found[0]) for kind, found in histograms.items()}
+    sums = {kind: sum(result[1:], result[0]) for kind, result in histograms.items()}
     scale = min(profile.loss_scale("fp16").scale for profile in profiles)
     updates = [row for profile in profiles for row in profile.updates]
     gradients = ("activation gradient", "weight gradient")
     return {
-        "exponents": {kind: shares(found) for kind, found in sums.items()},
+        "exponents": {kind: shares(result) for kind, result in sums.items()},
         "scale": scale,
         "zero": {kind: sums[kind].fractions(low).zero for kind in gradients},
         "zero with the scale": {kind: sums[kind].fractions(low, scale).zero for kind in gradients},
@@ -266,7 +266,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
     differences of runs with the same seed; behind it that in standard errors of its own, where the seeds do not agree.
     """
-    reference, made = last(results, FP32), []
+    reference, result = last(results, FP32), []
     for way, runs in results["runs"].items():
         values = last(results, way)
         name = f"{way} ({results['default'].upper()})" if way == DEFAULT else way
@@ -281,34 +281,34 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{paired(values, reference, higher):+.1f}" if standard_error(each) else "",
         )
         skipped = str(sum(run["skipped"] for run in runs))
-        made.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
-    return made
+        result.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
+    return result
 
 
 def why(results: dict[str, Any]) -> str:
     """What the profile says of the ways that fail."""
-    found, low = results["ranges"], results["low"].upper()
-    zero, kept = found["zero"], found["zero with the scale"]
+    result, low = results["ranges"], results["low"].upper()
+    zero, kept = result["zero"], result["zero with the scale"]
     scaled = (
-        f"; with a loss scale of {found['scale']:g}, "
+        f"; with a loss scale of {result['scale']:g}, "
         f"{kept['weight gradient']:.1%} and {kept['activation gradient']:.1%}"
     )
     return (
         f"{low} makes {zero['weight gradient']:.1%} of the gradients of weights zero and "
         f"{zero['activation gradient']:.1%} of those of activations{scaled if low == 'FP16' else ''}. "
-        f"A weight in {low} would not notice {found['updates lost']:.1%} of the updates."
+        f"A weight in {low} would not notice {result['updates lost']:.1%} of the updates."
     )
 
 
 def table(results: dict[str, Any]) -> Table:
     """The results for the terminal."""
     seeds = len(next(iter(results["runs"].values())))
-    made = Table(title=f"{results['title']}: {results['steps']} steps, {seeds} seeds", box=box.SIMPLE_HEAD)
+    result = Table(title=f"{results['title']}: {results['steps']} steps, {seeds} seeds", box=box.SIMPLE_HEAD)
     for number, name in enumerate(HEADINGS):
-        made.add_column(name.format(**results), justify="right" if number else "left")
+        result.add_column(name.format(**results), justify="right" if number else "left")
     for row in rows(results):
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result
 
 
 def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -321,15 +321,15 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0, as the docs have it)")
     parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
-    given = parser.parse_args(arguments)
-    console, found = Console(), []
-    for recipe in [one for one in recipes if given.only in (None, one.name)]:
-        length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds or recipe.seeds)
-        results = measure(recipe, length, range(given.first, given.first + seeds), console)
+    args = parser.parse_args(arguments)
+    console, result = Console(), []
+    for recipe in [one for one in recipes if args.only in (None, one.name)]:
+        length, seeds = (SHORT, 1) if args.short else (recipe.length, args.seeds or recipe.seeds)
+        results = measure(recipe, length, range(args.first, args.first + seeds), console)
         console.print(table(results), why(results))
-        if not given.short:
-            given.into.mkdir(exist_ok=True)
-            (given.into / f"{recipe.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            (given.into / f"{recipe.name}.svg").write_bytes(picture(results))
-        found.append(results)
-    return found
+        if not args.short:
+            args.into.mkdir(exist_ok=True)
+            (args.into / f"{recipe.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            (args.into / f"{recipe.name}.svg").write_bytes(picture(results))
+        result.append(results)
+    return result

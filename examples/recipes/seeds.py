@@ -27,24 +27,24 @@ HEADINGS = ("recipe", "seeds", "way", "mean", "difference to FP32, seed by seed"
 
 def measured(recipe: Recipe, length: int, count: int) -> dict[str, object]:
     """The quality at the end of each way, seed by seed."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    matches: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(FIRST, FIRST + count):
         for way, options in WAYS.items():
-            found[way].append(train(recipe.start(seed, options), length, points=1)["quality"][-1])
-        print(f"{recipe.name}, seed {seed}: {[values[-1] for values in found.values()]}", flush=True)
+            matches[way].append(train(recipe.start(seed, options), length, points=1)["quality"][-1])
+        print(f"{recipe.name}, seed {seed}: {[values[-1] for values in matches.values()]}", flush=True)
     facts = {"title": recipe.title, "measure": recipe.measure, "higher": recipe.higher, "steps": length}
-    return {**facts, **machine(), "quality": found}
+    return {**facts, **machine(), "quality": matches}
 
 
 def load() -> dict[str, dict]:
     """What was measured, by the name of the recipe."""
-    found: dict[str, dict] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    return found
+    matches: dict[str, dict] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    return matches
 
 
 def rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
     """As the table has them."""
-    made = []
+    outputs = []
     for one in results.values():
         exact = one["quality"][FP32]
         for way, values in one["quality"].items():
@@ -53,8 +53,8 @@ def rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
             apart = (difference, f"{paired(values, exact, one['higher']):+.1f}")
             mean = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
             title = f"{one['title']}: {one['measure']}"
-            made.append((title, str(len(values)), way, mean, *(("", "") if way == FP32 else apart)))
-    return made
+            outputs.append((title, str(len(values)), way, mean, *(("", "") if way == FP32 else apart)))
+    return outputs
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:
@@ -62,13 +62,13 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="a few steps of two seeds, and nothing is written")
     parser.add_argument("--only", choices=[recipe.name for recipe in PLAN], help="one of them")
-    given = parser.parse_args(arguments)
-    results = {} if given.short else load()
+    args = parser.parse_args(arguments)
+    results = {} if args.short else load()
     for recipe, count in PLAN.items():
-        if given.only in (None, recipe.name):
-            length, seeds = (SHORT, 2) if given.short else (recipe.length, count)
+        if args.only in (None, recipe.name):
+            length, seeds = (SHORT, 2) if args.short else (recipe.length, count)
             results[recipe.name] = measured(recipe, length, seeds)
-            if not given.short:
+            if not args.short:
                 RESULT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     table = Table(title="More seeds", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(HEADINGS):

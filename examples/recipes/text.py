@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 import torch
 
 MODULES = ("argparse", "datetime", "decimal", "difflib", "doctest", "inspect", "tarfile", "typing", "zipfile")
-HELD_OUT = 10  # every tenth piece is for the test
+HELD_OUT = 10  # every tenth passage is for the test
 UNKNOWN = "?"
 
 Split = tuple[torch.Tensor, torch.Tensor]
@@ -20,29 +20,29 @@ def paragraphs() -> list[str]:
 
 
 def functions() -> list[str]:
-    """Pieces of source code, from one `def` or `class` at the left margin or in a class to the next."""
+    """Passages of source code, from one `def` or `class` at the left margin or in a class to the next."""
     sources = (inspect.getsource(importlib.import_module(name)) for name in MODULES)
-    return [piece for source in sources for piece in re.split(r"\n(?=(?:    )?(?:def|class) )", source)]
+    return [passage for source in sources for passage in re.split(r"\n(?=(?:    )?(?:def|class) )", source)]
 
 
-def split(pieces: list[str]) -> tuple[list[str], list[str]]:
+def split(passages: list[str]) -> tuple[list[str], list[str]]:
     """Those to learn from, and those of the test."""
-    learnt = [piece for number, piece in enumerate(pieces) if number % HELD_OUT]
-    return learnt, pieces[::HELD_OUT]
+    learnt = [passage for number, passage in enumerate(passages) if number % HELD_OUT]
+    return learnt, passages[::HELD_OUT]
 
 
-def letters(pieces: list[str]) -> torch.Tensor:
+def letters(passages: list[str]) -> torch.Tensor:
     """All letters one after the other by their numbers in ASCII; 127 is any other. Shape (N,)."""
-    return torch.tensor([min(ord(letter), 127) for letter in "\n\n".join(pieces)])
+    return torch.tensor([min(ord(letter), 127) for letter in "\n\n".join(passages)])
 
 
-def words(pieces: list[str]) -> list[str]:
+def words(passages: list[str]) -> list[str]:
     """Words and single signs, and where a paragraph ends."""
-    return re.findall(r"\w+|[^\w\s]|\n\n", "\n\n".join(pieces))
+    return re.findall(r"\w+|[^\w\s]|\n\n", "\n\n".join(passages))
 
 
 def windows(text: torch.Tensor, length: int, count: int, generator: torch.Generator) -> Split:
-    """So many pieces of a text, and what follows on each of their places; (count, length) both."""
+    """So many passages of a text, and what follows on each of their places; (count, length) both."""
     starts = torch.randint(0, len(text) - length, (count,), generator=generator)
     rows = text[starts[:, None] + torch.arange(length + 1)]
     return rows[:, :-1], rows[:, 1:]

@@ -36,21 +36,21 @@ def more_seeds() -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in seeds.rows(seeds.load()))])
 
 
-def machines(found: list[dict[str, Any]]) -> str:
+def machines(matches: list[dict[str, Any]]) -> str:
     """Where it was measured."""
-    one, cpus = found[0], " and ".join(sorted({results["cpu"] for results in found}))
-    seconds = sum(results["seconds"] for results in found)
+    one, cpus = matches[0], " and ".join(sorted({results["cpu"] for results in matches}))
+    seconds = sum(results["seconds"] for results in matches)
     return (
         f"Measured on {cpus}, one thread, torch {one['versions']['torch']}, Python {one['versions']['python']}, "
         f"{one['date']}: {seconds / 60:.0f} minutes for all, other work beside it."
     )
 
 
-def chance(found: list[dict[str, Any]]) -> str:
+def chance(matches: list[dict[str, Any]]) -> str:
     """How the ways that have to come out as FP32 does lie about it, over all recipes."""
     apart = [
         paired(last(results, way), last(results, FP32), results["higher"])
-        for results in found
+        for results in matches
         for way in results["runs"]
         if way in GOOD
     ]
@@ -61,13 +61,13 @@ def chance(found: list[dict[str, Any]]) -> str:
     )
 
 
-def render(text: str, found: dict[str, dict[str, Any]]) -> str:
+def render(text: str, matches: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
-    every = list(found.values())
-    parts = {name: section(results) for name, results in found.items()}
+    every = list(matches.values())
+    parts = {name: section(results) for name, results in matches.items()}
     parts |= {"machine": machines(every), "chance": chance(every), "trials": trials(), "seeds": more_seeds()}
-    for name, made in parts.items():
-        block = f"<!-- recipe: {name} -->\n{made}\n<!-- end -->"
+    for name, result in parts.items():
+        block = f"<!-- recipe: {name} -->\n{result}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 
@@ -78,13 +78,13 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    found = load()
+    result = load()
     (DOCS / "pictures" / "zoo").mkdir(exist_ok=True)
-    for name, results in found.items():
+    for name, results in result.items():
         (DOCS / "pictures" / "zoo" / f"{name}.svg").write_bytes(picture(results))
     page = DOCS / "zoo.md"
-    page.write_text(render(page.read_text(encoding="utf-8"), found), encoding="utf-8")
-    print(f"{len(found)} pictures in docs/pictures/zoo/, and the tables of docs/zoo.md")
+    page.write_text(render(page.read_text(encoding="utf-8"), result), encoding="utf-8")
+    print(f"{len(result)} pictures in docs/pictures/zoo/, and the tables of docs/zoo.md")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class _Placer:
     users: dict[Key, list[tuple[str, int]]] = field(default_factory=dict)
     position: dict[Key, tuple[int, int]] = field(default_factory=dict)
     anchored: bool = False  # whether readers were added in another order than that of execution
-    made: dict[tuple[str, DType], str] = field(default_factory=dict)
+    placed: dict[tuple[str, DType], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
@@ -135,7 +135,7 @@ class _Placer:
             if origin is not None:
                 value = origin.name
         if user == RETURN:
-            value = self.made.get((value, needed), value)
+            value = self.placed.get((value, needed), value)
         alone = len(self.users) + 1 if self.graph.values[value].volatile else 0
         key = (value, needed, region, alone)
         users = self.users.get(key)
@@ -155,7 +155,7 @@ class _Placer:
             and not result.volatile
             and self.types[source.name] is not self.types[result.name]
         ):
-            self.made.setdefault((source.name, self.types[result.name]), result.name)
+            self.placed.setdefault((source.name, self.types[result.name]), result.name)
 
     def _anchor(self, order: int, node: Node) -> None:
         """Cast one operand of a node that takes mixed types and would get only low ones."""

@@ -55,9 +55,9 @@ class ProtectBuffers(InPlacePass):
         pairs, output = work_on_copies(graph, self.protected), graph.output_node()
         if not pairs:
             return PassResult(subject, False)
-        made = [node for node in results_of(graph) if isinstance(node, fx.Node)]
+        results = [node for node in results_of(graph) if isinstance(node, fx.Node)]
         read = [
-            node for node in dict.fromkeys([*made, *(copy for _, copy in pairs)]) if _may_overflow(node_tensor(node))
+            node for node in dict.fromkeys([*results, *(copy for _, copy in pairs)]) if _may_overflow(node_tensor(node))
         ]
         (finite,) = trace_before(output, _all_finite, read, "") if read else (None,)
         for node, copy in pairs:

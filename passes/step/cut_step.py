@@ -1,4 +1,4 @@
-"""`CutStep`: the step in pieces, so that the check and the updates run as kernels over all parameters of a group."""
+"""`CutStep`: the step in subgraphs, so that the check and the updates run as kernels over all parameters of a group."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     scale may become, is computed behind it, together with the others.
 
     Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
-    a compiler to fuse, and so are those in the pieces that no kernel takes.
+    a compiler to fuse, and so are those in the subgraphs that no kernel takes.
 
     Args:
         kernels: the operators that a kernel runs.
@@ -205,7 +205,7 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph with our operators opened into the torch calls that they stand for; itself where it has none.
 
     Args:
-        graph_module: a step graph or a piece of one; it stays as it is.
+        graph_module: a step graph or a subgraph of one; it stays as it is.
     """
     if not any(node.target in _OPENED for node in graph_module.graph.nodes):
         return graph_module

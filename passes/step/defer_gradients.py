@@ -18,7 +18,7 @@ from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 _GRADIENTS = 1  # place among the arguments of every update operator
-_NARROWEST = 64  # columns of a table whose gradient is left as rows: a row is a piece of its own to the update's loops
+_NARROWEST = 64  # columns of a table whose gradient is left as rows: a row is a chunk of its own to the update's loops
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 

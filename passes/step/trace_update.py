@@ -1,4 +1,4 @@
-"""An optimizer's own update as a piece of a graph: traced, made free of writes, and committed where the step counts."""
+"""An optimizer's own update as a graph: traced, made free of writes, and committed where the step counts."""
 
 from __future__ import annotations
 

@@ -89,15 +89,15 @@ def test_numbers_behind_the_check_are_compiled_on_a_gpu(device):
     """Each of them would be a launch; on a CPU a call is faster than going into compiled code."""
     step, built = on(device, UPDATES), []
 
-    def build(piece, inputs):
-        built.append(piece)
-        return piece.forward
+    def build(subgraph, inputs):
+        built.append(subgraph)
+        return subgraph.forward
 
     cut = CutStep((CHECK, *OPERATORS.values()))(step).subject
     examples = [node.meta["val"] for node in cut.graph.find_nodes(op="placeholder")]
     run_cut_step(cut, examples, build, {})
-    pieces = [getattr(cut, BEFORE)] if device == "cpu" else [getattr(cut, BEFORE), cut.behind_check]
-    assert built == pieces
+    subgraphs = [getattr(cut, BEFORE)] if device == "cpu" else [getattr(cut, BEFORE), cut.behind_check]
+    assert built == subgraphs
 
 
 def test_numbers_on_a_gpu_are_one_kernel():

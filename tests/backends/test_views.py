@@ -45,4 +45,4 @@ def test_attention_with_dropout_is_one_graph():
         model, lambda m, ids: m(input_ids=ids, labels=ids).loss, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16"
     )
     losses = [float(step(ids)) for _ in range(8)]
-    assert "pieces" not in step.execution and losses[-1] < losses[0]
+    assert "subgraphs" not in step.execution and losses[-1] < losses[0]

@@ -17,7 +17,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.cli.stages import make_stages, print_stages, stages_text
-from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, ONNX_PLAN, PIECE, PLAN, STEP
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, ONNX_PLAN, PLAN, STEP, SUBGRAPH
 
 MODEL = """
 import torch
@@ -150,10 +150,10 @@ def test_what_a_compiler_is_given_is_shown_for_its_backend(explain):
     code, out, _ = explain("make", "--print-after", "all", "--backend", "inductor")
     assert code == 0
     shown = names(out)
-    assert shown[-len(DEVICE.names) - len(PIECE.names) :] == [*DEVICE.names, *PIECE.names]
+    assert shown[-len(DEVICE.names) - len(SUBGRAPH.names) :] == [*DEVICE.names, *SUBGRAPH.names]
     parts_of = dict(re.findall(r"^=== (\w+)(.*?)(?=^=== |\Z)", out, flags=re.MULTILINE | re.DOTALL))
     assert "+graph before_check" in parts_of["cut_step"]
-    first, *rest = PIECE.names  # each piece is compared with what it was, not with the whole step
+    first, *rest = SUBGRAPH.names  # each subgraph is compared with what it was, not with the whole step
     changed = [line for line in parts_of[first].splitlines() if re.match(r"[+-]\w", line)]
     assert changed and all("aten.view." in line or "aten.reshape." in line for line in changed)
     assert all(parts_of[name] == ": nothing changed\n" for name in rest)

@@ -220,7 +220,7 @@ def test_tensorboard_on_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCa
     assert [step for step, _ in events(tmp_path)["loss"]] == [1, 4]
 
 
-def test_without_tensorboard_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(torch.utils, "tensorboard", raising=False)

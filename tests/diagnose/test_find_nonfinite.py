@@ -1,4 +1,4 @@
-"""`amp.find_nonfinite` and the rule of a report: planted faults are named, and the rule mends them in a new step."""
+"""`amp.find_nonfinite` and the rule of a report: planted faults are named, and the rule fixes them in a new step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def rule_file(folder: Path, more: dict[str, list[str]]) -> str:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_its_rule_mends_it_in_a_new_step(fault, tmp_path):
+def test_a_planted_fault_is_named_and_its_rule_fixes_it_in_a_new_step(fault, tmp_path):
     make, x, more, op, phase, named = FAULTS[fault]
     step = step_of(make(), rule_file(tmp_path, more) if more else "default")
     report = amp.find_nonfinite(step, x)

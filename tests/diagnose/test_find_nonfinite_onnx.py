@@ -1,4 +1,4 @@
-"""`amp.find_nonfinite` on ONNX models: planted faults are named, and the rule mends the file."""
+"""`amp.find_nonfinite` on ONNX models: planted faults are named, and the rule fixes the file."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def rule_file(folder, more):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_its_rule_mends_the_file(fault, tmp_path):
+def test_a_planted_fault_is_named_and_its_rule_fixes_the_file(fault, tmp_path):
     make, x, more, name = FAULTS[fault]
     rules = rule_file(tmp_path, more) if more else "default"
     original = make()

@@ -61,7 +61,7 @@ class Small(nn.Module):
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_the_planted_nodes_of_a_model_are_found_and_the_file_mends_it(tmp_path):
+def test_the_planted_nodes_of_a_model_are_found_and_the_file_fixes_it(tmp_path):
     model, x, path = Net(), batch(), tmp_path / "tuned.yaml"
     found = amp.tune(model, [x], rules=RULES, dtype="fp16", tolerance=TOLERANCE, output=path)
     assert places(found) == PLANTED and not found.stopped
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_lost_in_the_backward_alone_is_found():
 
     found = tuned(1.0)
     assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the gradient")
-    assert not tuned(2.0**16).nodes  # a loss scale mends it too
+    assert not tuned(2.0**16).nodes  # a loss scale fixes it too
     assert not amp.tune(Steep(), [X], dtype="fp16").nodes  # and the outputs do not show it
 
 

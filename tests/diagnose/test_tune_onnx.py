@@ -1,4 +1,4 @@
-"""`amp.tune` on ONNX models: the planted nodes are found, and the file mends the conversion."""
+"""`amp.tune` on ONNX models: the planted nodes are found, and the file fixes the conversion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scaled() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def test_the_planted_nodes_are_found_and_the_file_mends_the_conversion(tmp_path):
+def test_the_planted_nodes_are_found_and_the_file_fixes_the_conversion(tmp_path):
     model, path, x = file(), tmp_path / "tuned.yaml", {"x": batch().numpy()}
     found = amp.tune(model, [x], rules=ONNX_RULES, tolerance=TOLERANCE, output=path)
     assert {node.name for node in found.nodes} == ONNX_PLANTED and found.searched > 200 and not found.stopped

@@ -56,7 +56,7 @@ def step_of(model, **options):
 
 
 @pytest.mark.parametrize("make", [Faint, imported], ids=["FX", "ONNX"])
-def test_a_gradient_that_underflows_is_named_and_its_rule_or_a_scale_mends_it(make, tmp_path):
+def test_a_gradient_that_underflows_is_named_and_its_rule_or_a_scale_fixes_it(make, tmp_path):
     model = make()
     names = tuple(name for name, _ in model.named_parameters())
     report = amp.find_nonfinite(step_of(model, loss_scale=None), X)
@@ -77,7 +77,7 @@ def test_a_gradient_that_underflows_is_named_and_its_rule_or_a_scale_mends_it(ma
     for name, parameter in plain.named_parameters():
         assert (step.gradients()[name] - parameter.grad).norm() < 1e-2 * parameter.grad.norm()
 
-    scale = float(re.search(r"a loss scale of (\S+) mends it too", report.cure).group(1))
+    scale = float(re.search(r"a loss scale of (\S+) fixes it too", report.cure).group(1))
     assert not amp.find_nonfinite(step_of(make(), loss_scale=scale), X)
 
 
@@ -93,7 +93,7 @@ def test_a_loss_scale_is_advised_that_keeps_the_gradients_not_some_of_them():
 
     x = torch.ones(1, 64)
     cure = amp.find_nonfinite(step_with(None), x).cure
-    scale, left = re.search(r"a loss scale of (\S+) mends it too, and leaves (\S+)% of the gradients", cure).groups()
+    scale, left = re.search(r"a loss scale of (\S+) fixes it too, and leaves (\S+)% of the gradients", cure).groups()
     step = step_with(float(scale))
     step(x)
     gradients = step.gradients()
@@ -103,7 +103,7 @@ def test_a_loss_scale_is_advised_that_keeps_the_gradients_not_some_of_them():
     # A lower scale, with which all is finite, is none where it loses what FP32 has.
     both = torch.cat([torch.full((32,), 2.0**-40), torch.full((32,), 2.0**3)])
     report = amp.find_nonfinite(step_with(2.0**16, lambda y: (y.float() * both).sum()), x)
-    assert report.parameters and "mends it too" not in report.cure
+    assert report.parameters and "fixes it too" not in report.cure
 
 
 def test_gradients_that_are_zero_in_fp32_too_are_nobodys_fault():
@@ -122,7 +122,7 @@ def test_a_gradient_that_underflows_only_in_the_backward():
     found = amp.tune(step_of(Faint(), loss_scale=None), [X])
     assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the grad")
     scaled = step_of(Faint(), loss_scale=2.0**28)
-    assert not amp.tune(scaled, [X]).nodes  # a loss scale mends it too
+    assert not amp.tune(scaled, [X]).nodes  # a loss scale fixes it too
 
 
 def test_a_second_moment_below_the_range_of_fp16_is_kept_in_fp32():

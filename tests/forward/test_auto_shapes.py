@@ -194,7 +194,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
         told.stages = Stages()
         for name in ("capture", "classify", "apply_plan"):
             told.stages.note(name, name)
-        told.stages.begin_piece("piece")
+        told.stages.begin_subgraph("subgraph")
         told.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
     said = [record.getMessage() for record in caplog.records]
     assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
@@ -242,8 +242,8 @@ def test_what_is_done_is_said_by_the_last_stage():
     for name in ("capture", "classify", "apply_plan"):
         told.stages.note(name, name)
         said.append(told.doing)
-    told.stages.begin_piece("piece")
-    told.stages.note("native_ops", "piece")
+    told.stages.begin_subgraph("subgraph")
+    told.stages.note("native_ops", "subgraph")
     said.append(told.doing)
     assert said == ["capturing it", "planning it", "planning it", "rewriting it, behind pass apply_plan",
                     "compiling it"]  # fmt: skip

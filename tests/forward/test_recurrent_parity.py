@@ -226,7 +226,7 @@ def penalty(run, x):
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_a_gradient_penalty_goes_through_a_layer(kind, dtype):
-    """The backward of the operator is differentiated itself, in `compile` and in a step's pieces."""
+    """The backward of the operator is differentiated itself, in `compile` and in a step's subgraphs."""
     torch.manual_seed(0)
     model = Layers(kind, 16, 32)
     x = torch.randn(4, 3, 16)

@@ -1,4 +1,4 @@
-"""Numbers that are no data, in torch models: sizes, indices and angles are computed as eager torch does."""
+"""In torch models sizes, indices and angles are computed as eager torch does."""
 
 from __future__ import annotations
 

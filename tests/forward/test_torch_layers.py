@@ -64,7 +64,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(Break(), nn.Linear(8, 4)), nn.ReLU(), nn.Linear(4, 4)),
         3,
     ),
-    "a loop of the user's": (Loop, 2),  # the layers of one shape are one piece
+    "a loop of the user's": (Loop, 2),  # the layers of one shape are one subgraph
     "an encoder around one's own layer": (
         lambda: nn.TransformerEncoder(BreakingEncoderLayer(8, 2, 16, 0.0), 1, enable_nested_tensor=False),
         4,

@@ -108,7 +108,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("function", TABLE, ids=lambda function: function.__name__)
-def test_each_failure_says_its_own_cause_and_mend(function):
+def test_each_failure_says_its_own_cause_and_fix(function):
     what, hint = TABLE[function]
     line = function.__code__.co_firstlineno
     with pytest.raises(amp.CaptureError) as raised:

@@ -53,7 +53,7 @@ def test_the_last_one_out_restores_it(eager):
 
 
 def test_a_build_is_within():
-    """Of a step, of a compiled model, and of a piece of one: seen by a pass of the user's in each."""
+    """Of a step, of a compiled model, and of a subgraph of one: seen by a pass of the user's in each."""
     seen = []
 
     @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def test_a_build_is_within():
     runs = {
         "step": lambda: amp.training_step(plain, lambda model, x: model(x).sum(), optimizer, **options)(x),
         "model": lambda: amp.compile(plain, **options)(x),
-        "pieces": lambda: amp.compile(Broken(3, 1), **options)(x),
+        "subgraphs": lambda: amp.compile(Broken(3, 1), **options)(x),
     }
     for name, run in runs.items():
         seen.clear()

@@ -53,7 +53,7 @@ def test_its_globals_are_its_own(name):
         found["factor"], found[f"another_{factor:g}"] = factor, factor
         torch.testing.assert_close(step(x), found["loss"](model, x))
         torch.testing.assert_close(compiled(x), model(x), rtol=2**-6, atol=2**-6, check_dtype=False)
-    assert "piece" not in step.execution and compiled.execution == "as one graph"
+    assert "subgraph" not in step.execution and compiled.execution == "as one graph"
     compilations = step._choice.compilations
     found["unread"] = 0
     step(x)

@@ -128,7 +128,7 @@ def test_every_form_of_batches(tmp_path):
         ("nowhere.npz", "no such file or folder"),
     ],
 )
-def test_bad_batches_are_errors_with_a_mend(batches, words):
+def test_bad_batches_are_errors_with_a_fix(batches, words):
     with pytest.raises(OnnxError, match=words):
         calibrate(chain(), batches)
 

@@ -340,7 +340,7 @@ def test_a_few_numbers_do_not_fill_the_memory():
     amp.explain(source, dtype="fp16")
 
 
-def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkeypatch):
+def test_the_fix_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkeypatch):
     import sys
 
     from amp_compiler.cli import main as cli

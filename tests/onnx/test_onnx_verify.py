@@ -140,7 +140,7 @@ def test_an_operator_that_onnxruntime_lacks_runs_in_the_reference_evaluator():
     assert verify(bitmap, bitmap, [{"x": np.array([1.0, 2.0], np.float32)}]).engine == ORT
 
 
-def test_errors_have_a_mend(tmp_path):
+def test_errors_have_a_fix(tmp_path):
     model = square_and_root()
     other = make_model([helper.make_node("Neg", ["x"], ["z"])], [value("x", [4])], [value("z", [4])])
     with pytest.raises(OnnxError, match="the outputs are z, and the original's are y"):

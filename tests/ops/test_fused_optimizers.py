@@ -20,7 +20,7 @@ from amp_compiler.ops.update.fused import FusedOptimizer, State
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.sgd import SGD
 
-SIZES = (0, 1, 7, 16383, 16384, 16385)  # around kRun in pieces.h
+SIZES = (0, 1, 7, 16383, 16384, 16385)  # around kRun in chunks.h
 
 
 @pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")

@@ -69,7 +69,7 @@ def test_make_loss_scale_reads_arguments_and_rule_files() -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_are_refused_with_the_mend(wrong: object, message: str) -> None:
+def test_wrong_settings_are_refused_with_the_fix(wrong: object, message: str) -> None:
     with pytest.raises(AmpError) as caught:
         make_loss_scale(wrong)
     assert message in str(caught.value) and caught.value.hint

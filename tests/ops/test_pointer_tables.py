@@ -105,7 +105,7 @@ def test_spare_memory_is_that_of_the_tables_in_use():
 
 
 def test_every_capture_finds_memory_although_none_can_be_asked_for():
-    """State that moves is captured again and again; its tables may be found among the kept ones in the warm-up."""
+    """State that moves is captured time and again; its tables may be found among the kept ones in the warm-up."""
     memory = Memory()
     cache = TableCache(memory)
     for number in range(6):

@@ -158,7 +158,7 @@ REFUSING = {
 }
 
 
-def test_what_a_rule_refuses_is_an_error_with_node_rule_reason_and_mend():
+def test_what_a_rule_refuses_is_an_error_with_node_rule_reason_and_fix():
     with pytest.raises(RuleError, match=r"'y' \(aten.exp\) at m.py:3 is refused: it overflows.*take softmax") as caught:
         classify(node("aten.exp", source="m.py:3"), rules=REFUSING)
     assert caught.value.key == "rules.0"

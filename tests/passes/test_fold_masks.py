@@ -155,7 +155,7 @@ def test_a_bias_for_all_of_a_batch_is_stored_once(seen, sliced):
 
 
 def test_fake_tensors_of_dynamo_are_strict():
-    """In a model that runs in pieces no other tensor may come to them, as the one that `where` makes of a number."""
+    """In a model that runs in subgraphs no other tensor may come to them, as the one that `where` makes of a number."""
     model = Biased(lambda x: below().expand(2, 1, -1, -1))
     x = torch.randn(2, ROWS, 16)
     graph_module = torch.export.export(model, (x,), strict=False).module()

@@ -113,7 +113,7 @@ def test_skipping_and_stopping() -> None:
         (lambda: Pipeline("FORWARD", ("apply_plan",)).run(parse_fx("in x: fp32[2]\nreturn x"), {}), "option 'plan'"),
     ],
 )
-def test_what_cannot_be_is_an_error_with_the_mend(make: Any, says: str) -> None:
+def test_what_cannot_be_is_an_error_with_the_fix(make: Any, says: str) -> None:
     with pytest.raises(PassError, match=says) as caught:
         make()
     assert caught.value.hint

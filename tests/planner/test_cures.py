@@ -1,4 +1,4 @@
-"""The search for nodes that FP32 mends, on plans made by hand, and the rules that it writes."""
+"""The search for nodes that FP32 fixes, on plans made by hand, and the rules that it writes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def found(needed, shown, names=("a", "b", "c", "d")):
 
 def test_one_node_that_overflows_is_enough():
     cure, runs = found({"b"}, lambda fp32: broken("b", rounding=True))
-    assert 'node: "^b$"' in cure.rule and cure.rule.count("match") == 1 and "1 node in FP32 mends it" in cure.told
+    assert 'node: "^b$"' in cure.rule and cure.rule.count("match") == 1 and "1 node in FP32 fixes it" in cure.message
     assert runs.tried == [set(), {"b"}]
 
 
@@ -83,14 +83,16 @@ def test_fp32_spreads_up_to_makers_of_what_is_too_small():
 
 def test_where_fp32_makes_it_too_two_trials_tell():
     cure, runs = found({"nothing"}, lambda fp32: broken("b"))
-    assert cure.rule == "" and "FP32 makes it too" in cure.told and len(runs.tried) == 3
+    assert cure.rule == "" and "FP32 makes it too" in cure.message and len(runs.tried) == 3
 
 
 def test_the_search_ends():
     names = tuple(f"n{number}" for number in range(3 * MOST_NODES))
     needed = set(names[5:])
     cure, runs = found(needed, lambda fp32: broken(max((*fp32, "n5"), key=names.index), rounding=True), names)
-    assert cure.rule == "" and "with FP32 everywhere it is finite" in cure.told and len(runs.tried) <= MOST_TRIALS + 2
+    assert (
+        cure.rule == "" and "with FP32 everywhere it is finite" in cure.message and len(runs.tried) <= MOST_TRIALS + 2
+    )
 
 
 def test_a_node_is_matched_by_module_and_op_where_it_is_alone():
@@ -122,4 +124,4 @@ def test_inputs_that_are_not_finite_themselves():
     copy = NonfiniteNode("w_low", INPUT, "", "forward", planned="w", rounding=True)
     assert spoilt_inputs([copy], {}) is None
     told = spoilt_inputs([copy, data], {"x": "the batch"})
-    assert told is not None and told.told == "the batch holds 1 infinite, 3 NaN: no precision mends that"
+    assert told is not None and told.message == "the batch holds 1 infinite, 3 NaN: no precision fixes that"

@@ -177,8 +177,8 @@ def test_one_warning_for_a_step(caplog: Any) -> None:
     assert said.startswith("a rule matches no node of the training step: <dict>:rules.0")
 
 
-def test_a_model_in_pieces_uses_a_rule_that_one_piece_uses(caplog: Any) -> None:
-    class Pieces(nn.Module):
+def test_a_model_in_subgraphs_uses_a_rule_that_one_subgraph_uses(caplog: Any) -> None:
+    class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -189,7 +189,7 @@ def test_a_model_in_pieces_uses_a_rule_that_one_piece_uses(caplog: Any) -> None:
             return torch.softmax(self.second(x) * (1.0 if x.sum().item() > 0 else 2.0), -1)
 
     asked = {"version": 1, "extends": "default", "deny": ["softmax", "convolution"]}
-    model = amp.compile(Pieces(), rules=asked, dtype="bf16", backend="eager")
+    model = amp.compile(Broken(), rules=asked, dtype="bf16", backend="eager")
     model(torch.ones(2, 4))
     assert model.execution != "as one graph"
     assert [rule.text for rule in model.plan.unused_rules] == ["deny: convolution"]

@@ -167,7 +167,7 @@ def loaded_later(place: Place) -> dict[str, Any]:
         model.load_state_dict(CASES["sgd"].model().state_dict())
     found["weights"] = [told(lambda: step(x, y)) for _ in range(4)]
     model.load_state_dict(before)
-    found["mended"] = told(lambda: step(x, y)), same_everywhere(step, model)
+    found["fixed"] = told(lambda: step(x, y)), same_everywhere(step, model)
     torch.manual_seed(place.rank)
     model.load_state_dict(CASES["sgd"].model().state_dict())
     found["of each its own"] = [told(lambda: step(x, y)) for _ in range(4)]

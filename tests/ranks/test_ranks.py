@@ -382,7 +382,7 @@ def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(two):
     assert equal(first["same"], second["same"])
 
 
-def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_is_mended(two):
+def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_is_fixed(two):
     first, second = of(two, "loaded_later")
     expected = {
         "weights": r"the ranks differ in weights: rank 1 has 0.weight with the checksum .*, rank 0 has 0.weight with",
@@ -395,7 +395,7 @@ def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_
         told = [first[name]] if isinstance(first[name], str) else first[name]
         assert all(re.search(pattern, one) for one in told), told
         assert first[name] == second[name]
-    for name in ("mended", "for a while"):
+    for name in ("fixed", "for a while"):
         assert first[name][0] == second[name][0] == ""
         assert equal(first[name][1], second[name][1])
 

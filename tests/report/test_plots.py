@@ -100,7 +100,7 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
         draw_runs({"a": run(3)}, tmp_path / "run.txt")
 
 
-def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(amp.AmpError, match="matplotlib is not installed, which draws runs; pip install matplotlib"):
         draw_runs({"a": run(3)}, tmp_path / "run.png")

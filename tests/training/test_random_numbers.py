@@ -132,7 +132,7 @@ def test_a_second_shape_and_a_report_draw_nothing_either():
     seed()
     first = step(X)[1]
     seed()
-    step(torch.ones(6, 16))  # captured anew
+    step(torch.ones(6, 16))  # recompiled
     seed()
     assert torch.equal(step(X)[1], first)
     before = states()

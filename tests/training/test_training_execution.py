@@ -224,7 +224,7 @@ def test_a_run_that_is_stuck_ends_by_itself():
         step(X[0] * float("inf"), Y[0])
     assert int(step.skipped_steps) == 2 + PATIENCE
     assert equal(before, [parameter.detach() for parameter in model.parameters()])
-    step(X[1], Y[1])  # finite data mends it
+    step(X[1], Y[1])  # finite data fixes it
     assert not equal(before, [parameter.detach() for parameter in model.parameters()])
     step(X[0] * float("nan"), Y[0])
 

@@ -119,7 +119,7 @@ def test_a_capture_that_fails_leaves_torch_and_the_training_as_they_were():
 
 
 def test_behind_a_failed_capture_random_numbers_and_other_shapes_go_on():
-    """A failed capture leaves torch's generator in a capture, and the pool open, where nobody mends it."""
+    """A failed capture leaves torch's generator in a capture, and the pool open, where nobody fixes it."""
     _, _, step = make(drop=0.5, dynamic_shapes=None)
     _, _, other = make(drop=0.5)
     sizes = {size: list(batches(WARM_UPS + 4, size)) for size in (32, 20, 24)}

@@ -165,7 +165,7 @@ def item(loss):
         (lambda loss: loss.expand(3), r"shape \(3,\).*mean\(\) or sum\(\)"),
     ],
 )
-def test_what_is_no_loss_is_refused_with_its_mend(returned, said):
+def test_what_is_no_loss_is_refused_with_its_fix(returned, said):
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp.training_step(model, lambda m, x: returned(m(x).square().mean()), optimizer, backend="eager")

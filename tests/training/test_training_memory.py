@@ -83,16 +83,16 @@ class Run:
     """A short training: what each step gave, with copies made at once, and how often it asked for ordinary memory."""
 
     def __init__(self, **options) -> None:
-        self.asked, self.pieces, self.counts, self.places, self.blocks, self.held = 0, [], [], [], [], []
+        self.asked, self.subgraphs, self.counts, self.places, self.blocks, self.held = 0, [], [], [], [], []
         allocate, build = guards._empty_strided_cpu, BACKENDS["inductor"].build
 
         def counted(*request):
             self.asked += 1
             return allocate(*request)
 
-        def remembered(piece, inputs, round_exactly):
-            self.pieces.append((copy.deepcopy(piece), [one.clone() for one in inputs], round_exactly))
-            return build(piece, inputs, round_exactly)
+        def remembered(subgraph, inputs, round_exactly):
+            self.subgraphs.append((copy.deepcopy(subgraph), [one.clone() for one in inputs], round_exactly))
+            return build(subgraph, inputs, round_exactly)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(guards, "_empty_strided_cpu", counted)
@@ -181,13 +181,13 @@ def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run, whole):
     """The graph of the step, or a small one that Inductor has compiled for us before and finds in its cache."""
     from torch._inductor.compile_fx import compile_fx
 
-    piece, inputs, round_exactly = run.pieces[0]
+    subgraph, inputs, round_exactly = run.subgraphs[0]
     if not whole:
-        piece, inputs = parse_fx(SMALL), [X[0].bfloat16()]
-        inductor.compile_graph(copy.deepcopy(piece), inputs, round_exactly)
+        subgraph, inputs = parse_fx(SMALL), [X[0].bfloat16()]
+        inductor.compile_graph(copy.deepcopy(subgraph), inputs, round_exactly)
     settings = {"reorder_for_peak_memory": False, "triton.cudagraphs": False, "emulate_precision_casts": round_exactly}
-    theirs = compile_fx(copy.deepcopy(piece), inputs, config_patches=settings)
-    mine = inductor.compile_graph(copy.deepcopy(piece), inputs, round_exactly)
+    theirs = compile_fx(copy.deepcopy(subgraph), inputs, config_patches=settings)
+    mine = inductor.compile_graph(copy.deepcopy(subgraph), inputs, round_exactly)
     kept = []
     for number in range(2 * len(SIZES)):
         with torch.no_grad():

@@ -30,8 +30,8 @@ ESBUILD = (
 
 def make(folder: Path) -> None:
     """Write both files into a folder."""
-    with tempfile.TemporaryDirectory() as made:
-        work = Path(made)
+    with tempfile.TemporaryDirectory() as result:
+        work = Path(result)
         for name in ("package.json", "package-lock.json", "entry.mjs"):
             shutil.copy(HERE / name, work / name)
         subprocess.run(["npm", "ci", "--no-audit", "--no-fund", "--silent"], cwd=work, check=True)
@@ -52,12 +52,12 @@ def make(folder: Path) -> None:
 def bundled(work: Path, inputs: dict[str, object]) -> list[dict[str, str]]:
     """Name, version, licence and hash of every package of which something is in the bundle."""
     names = sorted({package_of(path) for path in inputs} - {""})
-    found = []
+    matches = []
     for name in names:
-        told = json.loads((work / "node_modules" / name / "package.json").read_text(encoding="utf-8"))
-        facts = {"name": name, "version": told["version"], "license": told["license"]}
-        found.append({**facts, "integrity": locked(name)["integrity"]})
-    return found
+        message = json.loads((work / "node_modules" / name / "package.json").read_text(encoding="utf-8"))
+        facts = {"name": name, "version": message["version"], "license": message["license"]}
+        matches.append({**facts, "integrity": locked(name)["integrity"]})
+    return matches
 
 
 def package_of(path: str) -> str:
@@ -70,8 +70,8 @@ def package_of(path: str) -> str:
 def locked(name: str) -> dict[str, str]:
     """What the lock file says of a package."""
     lock = json.loads((HERE / "package-lock.json").read_text(encoding="utf-8"))
-    found: dict[str, str] = lock["packages"][f"node_modules/{name}"]
-    return found
+    matches: dict[str, str] = lock["packages"][f"node_modules/{name}"]
+    return matches
 
 
 def version(name: str) -> str:

@@ -98,7 +98,7 @@ class OnnxSubject(Subject):
             raise OnnxError(
                 f"in FP32 the output {bad[0]} is not finite: {maker} is the first that is not",
                 where=self._opened.name,
-                hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
+                hint="no precision fixes that: the model or its batches have to (amp.find_nonfinite tells more)",
             )
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:

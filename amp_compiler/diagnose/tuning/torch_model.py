@@ -143,8 +143,8 @@ class TorchSubject(Subject):
         with self._surrounded():
             for form in self._forms.values():
                 digest.update(format_graph(lower(form.captured)).encode())
-            given = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
-            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(given)]
+            args = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
+            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(args)]
             for name, one in tensors:
                 digest.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
                 held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
@@ -215,7 +215,7 @@ class TorchSubject(Subject):
         raise AmpError(
             f"in FP32 {bad[0]} is not finite: {origin}",
             where="" if node is None else user_source(node.meta.get("stack_trace")),
-            hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
+            hint="no precision fixes that: the model or its batches have to (amp.find_nonfinite tells more)",
         )
 
     # ---- 16 bits

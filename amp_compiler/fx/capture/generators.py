@@ -17,7 +17,7 @@ from torch import nn
 
 
 @contextmanager
-def generators_kept(*given: Any) -> Iterator[None]:
+def generators_kept(*args: Any) -> Iterator[None]:
     """At its end, by an error too, every generator of random numbers stands where it stood at the beginning.
 
     Those are the default ones of torch on the CPU and on the CUDA devices in use, Python's, numpy's, and those that
@@ -34,7 +34,7 @@ def generators_kept(*given: Any) -> Iterator[None]:
         True
     """
     with contextlib.ExitStack() as stack:
-        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(given)]:
+        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(args)]:
             stack.callback(put_back)
         state = random.getstate()
         stack.callback(lambda: random.setstate(state))
@@ -105,9 +105,9 @@ def _default_numpy() -> Callable[[], Any]:
     return lambda: np.random.set_state(state)
 
 
-def _found(given: Any) -> Iterator[Callable[[], Any]]:
+def _found(value: Any) -> Iterator[Callable[[], Any]]:
     """What sets back each generator in `given`."""
-    pending, seen = [given], set()
+    pending, seen = [value], set()
     while pending:
         for leaf in pytree.tree_leaves(pending.pop(), is_leaf=lambda one: isinstance(one, (nn.Module, FunctionType))):
             if id(leaf) in seen or isinstance(leaf, (torch.Tensor, int, float, str)):

@@ -170,8 +170,8 @@ def _lifted(traced: fx.GraphModule, fake_mode: Any) -> dict[str, Tensor]:
                 last = traced.graph.placeholder(name)
             last.meta["val"] = value if fake_mode is None else fake_mode.from_tensor(value, static_shapes=True)
             constants[name] = value
-        made = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
-        node.replace_all_uses_with(made)
+        result = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
+        node.replace_all_uses_with(result)
         traced.graph.erase_node(node)
     return constants
 
@@ -264,10 +264,10 @@ def placeholder_name(source: Source, said: str) -> str:
 
 def _argument(text: str, arguments: Sequence[str]) -> str:
     """The name of a user's input, as its source `L['args'][0]['x']` or `L['kwargs']['mask']` gives it."""
-    found = re.match(r"L\['(args|batch)'\]\[(\d+)\](.*)", text)
-    if found:
-        place = int(found[2])
-        return (arguments[place] if place < len(arguments) else f"{found[1]}_{place}") + _readable(found[3])
+    match = re.match(r"L\['(args|batch)'\]\[(\d+)\](.*)", text)
+    if match:
+        place = int(match[2])
+        return (arguments[place] if place < len(arguments) else f"{match[1]}_{place}") + _readable(match[3])
     return _readable(re.sub(r"^L\['kwargs'\]|^L", "", text))
 
 
@@ -318,8 +318,10 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
 
 def _as_stacked_numbers(node: fx.Node) -> None:
     """Have `torch.tensor` of numbers, in lists or not, made by what a trace can follow."""
-    told = [one.meta.get("example_value") if isinstance(one, fx.Node) else one for one in pytree.tree_leaves(node.args)]
-    if told and all(isinstance(one, (float, int, torch.SymFloat, torch.SymInt)) for one in told):
+    messages = [
+        one.meta.get("example_value") if isinstance(one, fx.Node) else one for one in pytree.tree_leaves(node.args)
+    ]
+    if messages and all(isinstance(one, (float, int, torch.SymFloat, torch.SymInt)) for one in messages):
         node.target = _stacked_numbers
 
 

@@ -39,14 +39,14 @@ def recompile_reason(error: BaseException) -> str:
     """
     for one in with_causes(error):
         for frame, _ in traceback.walk_tb(one.__traceback__):
-            if found := _guard_in(frame.f_locals.get("recompile_reason")):
-                return found
+            if result := _guard_in(frame.f_locals.get("recompile_reason")):
+                return result
     return ""
 
 
 def _guard_in(said: Any) -> str:
-    found = _FAILED_GUARD.match(said) if isinstance(said, str) else None
-    return found[1].strip() if found else ""
+    result = _FAILED_GUARD.match(said) if isinstance(said, str) else None
+    return result[1].strip() if result else ""
 
 
 _FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
@@ -96,7 +96,7 @@ def break_before(graph_module: fx.GraphModule) -> Break | None:
 
 def _read_break(text: str) -> Break:
     fields = ("Explanation", "Hint", "Developer debug context")
-    said = {name: found[1].strip() for name in fields if (found := re.search(rf"{name}: (.+)", text))}
+    said = {name: match[1].strip() for name in fields if (match := re.search(rf"{name}: (.+)", text))}
     raised = re.search(r"(?:: got |^raised exception )(.+)$", said.get(fields[0], "")) or re.search(
         r"^raised exception (.+)$", said.get(fields[2], "")
     )
@@ -124,5 +124,8 @@ def is_failed_assertion(error: BaseException) -> bool:
 def needs_double_backward(error: BaseException) -> bool:
     """Whether an error says that a compiled backward was to be differentiated; torch has no type for it."""
     # By the second words what the backward reads was given away to it; they come before the first are thought of.
-    told = ("does not currently support double backward", "non-empty donated buffers which requires create_graph=False")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    messages = (
+        "does not currently support double backward",
+        "non-empty donated buffers which requires create_graph=False",
+    )
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in messages)

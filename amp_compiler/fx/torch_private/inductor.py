@@ -30,7 +30,7 @@ def compile_with_inductor(
     options: Mapping[str, Any],
     opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
     identity: str,
-    told: Callable[[Exception], Exception],
+    message: Callable[[Exception], Exception],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -63,7 +63,7 @@ def compile_with_inductor(
             with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
-            raise told(cause) from cause
+            raise message(cause) from cause
 
     with _roundings_kept(exactly):
         compiled: Any = inductor.compile_fx(
@@ -106,12 +106,12 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
     )
 
     def lowered(x: Any, dtype: torch.dtype) -> Any:
-        given = x.get_dtype()
-        if given == dtype or not {given, dtype} & {torch.float16, torch.bfloat16}:
+        args = x.get_dtype()
+        if args == dtype or not {args, dtype} & {torch.float16, torch.bfloat16}:
             return lower(x, dtype)
 
         def convert(value: Any) -> Any:
-            return ops.to_dtype(value, dtype, src_dtype=given, use_compute_types=False)
+            return ops.to_dtype(value, dtype, src_dtype=args, use_compute_types=False)
 
         return lowering.make_pointwise(convert, override_return_dtype=dtype)(x)
 
@@ -131,8 +131,8 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
 def _widens(match: Any) -> bool:
     """Whether the first of two casts in a row that Inductor would make one loses nothing."""
     value = match.kwargs["arg"].meta.get("val")
-    given, between = getattr(value, "dtype", None), match.kwargs["dtype1"]
-    return given == between or (given in (torch.float16, torch.bfloat16) and between in (torch.float32, torch.float64))
+    args, between = getattr(value, "dtype", None), match.kwargs["dtype1"]
+    return args == between or (args in (torch.float16, torch.bfloat16) and between in (torch.float32, torch.float64))
 
 
 class OpenedOps(dict[Any, Any]):
@@ -282,8 +282,8 @@ def vector_probes(
     probe = getattr(VecISA, _PROBE, None)
     if probe is None:
         return contextlib.nullcontext()
-    asked = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
-    return exchanged(VecISA, _PROBE, asked)
+    requested = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
+    return exchanged(VecISA, _PROBE, requested)
 
 
 def keeps_compiled() -> bool:
@@ -329,15 +329,15 @@ def _taken_over(compiled: Callable[..., Any], boxed: bool) -> Callable[..., Any]
         if not again and not torch.is_grad_enabled():
             setattr(ctx, _INSTEAD, None)  # what it holds goes with what autograd has saved
         elif instead is not None:
-            given = [*(gradients[0] if boxed else gradients)]
+            args = [*(gradients[0] if boxed else gradients)]
             if torch.is_grad_enabled():
-                return instead(ctx, given)
+                return instead(ctx, args)
             try:
                 return compiled(ctx, *gradients)
             except RuntimeError as error:
                 if not needs_double_backward(error):
                     raise
-                return instead(ctx, given)
+                return instead(ctx, args)
         return compiled(ctx, *gradients)
 
     return torch.compiler.disable(backward)  # type: ignore[no-any-return]  # Dynamo may be around a user's own loop

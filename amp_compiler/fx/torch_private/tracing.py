@@ -138,8 +138,8 @@ def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
     def one_layer_lstm(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         out, states = theirs(inp, hidden, *args, **kwargs)
         formed = (
-            made if made.dim() == given.dim() else made.reshape(given.shape)
-            for made, given in zip(states, hidden, strict=False)
+            result if result.dim() == inputs.dim() else result.reshape(inputs.shape)
+            for result, inputs in zip(states, hidden, strict=False)
         )
         return out, tuple(formed)
 

@@ -78,7 +78,7 @@ class OnnxTrials:
         self._before = side.ranges(side.run(self._batch))
 
     def report(self, rules: RuleSet) -> NonfiniteReport:
-        """What is not finite, and what mends it.
+        """What is not finite, and what fixes it.
 
         Args:
             rules: that the model is converted with.
@@ -89,29 +89,29 @@ class OnnxTrials:
         if not seen.nodes:
             return NonfiniteReport()
         results = tuple(f"the output {name}" for name in seen.outputs)
-        given = self._spoilt_inputs()
-        cure = self._cure(converted, rules, given)
+        args = self._spoilt_inputs()
+        cure = self._cure(converted, rules, args)
         if not results and not cure.rule:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
-        sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in given.items())
-        others = tuple(one for one in seen.nodes if given.keys().isdisjoint(name for name, _ in one.inputs))
-        return NonfiniteReport((), (*sources, *others)[:SHOWN], True, results, cure.rule, cure.told)
+        sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in args.items())
+        others = tuple(one for one in seen.nodes if args.keys().isdisjoint(name for name, _ in one.inputs))
+        return NonfiniteReport((), (*sources, *others)[:SHOWN], True, results, cure.rule, cure.message)
 
     def _spoilt_inputs(self) -> dict[str, ValueRange]:
         """The inputs that are not finite themselves."""
         held = {name: range_of(torch.from_numpy(one)) for name, one in self._batch.items() if one.dtype.kind == "f"}
         return {name: one for name, one in held.items() if one.spoilt}
 
-    def _cure(self, seen: _Seen, rules: RuleSet, given: Mapping[str, ValueRange]) -> Cure:
-        if given:
-            bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in given.items()]
-            return Cure(told=f"{'; '.join(bad)}: no precision mends that")
+    def _cure(self, seen: _Seen, rules: RuleSet, options: Mapping[str, ValueRange]) -> Cure:
+        if options:
+            bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in options.items()]
+            return Cure(message=f"{'; '.join(bad)}: no precision fixes that")
         if not seen.nodes:
-            return Cure(told="the file has 16-bit parts already: converted with these rules it is finite")
+            return Cure(message="the file has 16-bit parts already: converted with these rules it is finite")
         first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
         cure = find_cure(rules, first, lambda others: self._trial(others, outputs))
         if cure.rule and self._is_low:
-            return replace(cure, told=f"{cure.told}; the file has 16-bit parts already: convert it with them")
+            return replace(cure, message=f"{cure.message}; the file has 16-bit parts already: convert it with them")
         return cure
 
     def _trial(self, rules: RuleSet, outputs: bool) -> Trial:

@@ -27,11 +27,11 @@ def guard_transposes(lowered: Lowered, plan: PrecisionPlan) -> bool:
     """
     graphs = lowered.model.graphs()
     low = {lowered.nodes[name] for name, label in plan.labels.items() if label == LOW and name in lowered.nodes}
-    found = [node for graph in graphs for node in graph if _is_turned(node) and _reaches_product(node, low)]
-    values, nodes = names_of(graphs if found else ())
-    for node in found:
+    matches = [node for graph in graphs for node in graph if _is_turned(node) and _reaches_product(node, low)]
+    values, nodes = names_of(graphs if matches else ())
+    for node in matches:
         _raise_rank(node, lowered.model.opset(""), values, nodes)
-    return bool(found)
+    return bool(matches)
 
 
 def _is_turned(node: ir.Node) -> bool:

@@ -208,22 +208,22 @@ class HeadBackward {
   }
 
   void store_d_query(int64_t query, int64_t i, int64_t count, int64_t keys) {
-    alignas(64) float made[kBlock * kBlock];
+    alignas(64) float product[kBlock * kBlock];
     for (int64_t d = 0; d < a_.width; d += kBlock) {
-      d_scores_by_query_.times(i, key_rows_.columns(d), key_rows_.tile(), keys, made);
+      d_scores_by_query_.times(i, key_rows_.columns(d), key_rows_.tile(), keys, product);
       for (int64_t j = 0; j < count; ++j)
-        narrow_line(made + j * kBlock, std::min(kBlock, a_.width - d), low(a_.d_query, query + i + j) + d);
+        narrow_line(product + j * kBlock, std::min(kBlock, a_.width - d), low(a_.d_query, query + i + j) + d);
     }
   }
 
   // Adds the product of 32 keys' rows with the chunk's rows to their gradients.
   void add(const Left& left, int64_t key, const Right& right, int64_t inner, float* sums) {
-    alignas(64) float made[kBlock * kBlock];
+    alignas(64) float product[kBlock * kBlock];
     const int64_t width = padded(a_.width);
     for (int64_t d = 0; d < a_.width; d += kBlock) {
-      left.times(key, right.columns(d), right.tile(), inner, made);
+      left.times(key, right.columns(d), right.tile(), inner, product);
       for (int64_t k = 0; k < kBlock; ++k)
-        for (int64_t j = 0; j < kBlock; ++j) sums[(key + k) * width + d + j] += made[k * kBlock + j];
+        for (int64_t j = 0; j < kBlock; ++j) sums[(key + k) * width + d + j] += product[k * kBlock + j];
     }
   }
 

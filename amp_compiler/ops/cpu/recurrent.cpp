@@ -51,16 +51,16 @@ struct Lstm : OneSum {
   }
 
   static void backward(const Bf16* gates, int64_t stride, const float* before, const float* state, int64_t columns,
-                       const float* d_hidden, const float* d_out, float* carried, Bf16 (*made)[kBlock]) {
+                       const float* d_hidden, const float* d_out, float* carried, Bf16 (*d_gates)[kBlock]) {
 #pragma omp simd
     for (int64_t j = 0; j < columns; ++j) {
       const float i = load(gates[j]), f = load(gates[stride + j]), g = load(gates[2 * stride + j]);
       const float o = load(gates[3 * stride + j]), t = hyperbolic(state[j]);
       const float d_h = d_hidden[j] + d_out[j], d_c = carried[j] + d_h * o * (1.0f - t * t);
-      store(d_c * g * i * (1.0f - i), &made[0][j]);
-      store(d_c * before[j] * f * (1.0f - f), &made[1][j]);
-      store(d_c * i * (1.0f - g * g), &made[2][j]);
-      store(d_h * t * o * (1.0f - o), &made[3][j]);
+      store(d_c * g * i * (1.0f - i), &d_gates[0][j]);
+      store(d_c * before[j] * f * (1.0f - f), &d_gates[1][j]);
+      store(d_c * i * (1.0f - g * g), &d_gates[2][j]);
+      store(d_h * t * o * (1.0f - o), &d_gates[3][j]);
       carried[j] = d_c * f;
     }
   }
@@ -96,16 +96,16 @@ struct Gru {
   }
 
   static void backward(const Bf16* gates, int64_t stride, const float* before, const float*, int64_t columns,
-                       const float* d_hidden, const float* d_out, float* carried, Bf16 (*made)[kBlock]) {
+                       const float* d_hidden, const float* d_out, float* carried, Bf16 (*d_gates)[kBlock]) {
 #pragma omp simd
     for (int64_t j = 0; j < columns; ++j) {
       const float r = load(gates[j]), z = load(gates[stride + j]), n = load(gates[2 * stride + j]);
       const float h = load(gates[3 * stride + j]), d = d_hidden[j] + carried[j] + d_out[j];
       const float d_new = d * (1.0f - z) * (1.0f - n * n);
-      store(d_new * h * r * (1.0f - r), &made[0][j]);
-      store(d * (before[j] - n) * z * (1.0f - z), &made[1][j]);
-      store(d_new, &made[2][j]);
-      store(d_new * r, &made[3][j]);
+      store(d_new * h * r * (1.0f - r), &d_gates[0][j]);
+      store(d * (before[j] - n) * z * (1.0f - z), &d_gates[1][j]);
+      store(d_new, &d_gates[2][j]);
+      store(d_new * r, &d_gates[3][j]);
       carried[j] = d * z;
     }
   }
@@ -134,9 +134,9 @@ struct Plain : OneSum {
   }
 
   static void backward(const Bf16*, int64_t, const float*, const float* state, int64_t columns, const float* d_hidden,
-                       const float* d_out, float*, Bf16 (*made)[kBlock]) {
+                       const float* d_out, float*, Bf16 (*d_gates)[kBlock]) {
 #pragma omp simd
-    for (int64_t j = 0; j < columns; ++j) store(Function::gradient(d_hidden[j] + d_out[j], state[j]), &made[0][j]);
+    for (int64_t j = 0; j < columns; ++j) store(Function::gradient(d_hidden[j] + d_out[j], state[j]), &d_gates[0][j]);
   }
 };
 
@@ -256,16 +256,16 @@ class Backward : Loops {
       const Operand one = operand(weight_.data(), width, unit, columns_[(step + 1) % 2], column);
       block(&one, 1, columns > kTile, sums);
     }
-    Lines d_out, made[Cell::kSums];
+    Lines d_out, d_gates[Cell::kSums];
     if (step >= 0)
       for (int64_t j = 0; j < columns; ++j)
         std::memcpy(d_out[j], d_out_ + row_of(step, column + j) + unit, sizeof d_out[j]);
-    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums + u * kBlock, d_out, made);
+    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums + u * kBlock, d_out, d_gates);
     for (int gate = 0; step >= 0 && gate < kWidth; ++gate)
       for (int64_t j = 0; j < columns; ++j) {
         const int64_t place = kWidth * row_of(step, column + j) + gate * s_.hidden + unit;
-        std::memcpy(d_data_ + place, made[Cell::of_data(gate)][j], sizeof made[0][j]);
-        if (d_state_ != d_data_) std::memcpy(d_state_ + place, made[Cell::of_state(gate)][j], sizeof made[0][j]);
+        std::memcpy(d_data_ + place, d_gates[Cell::of_data(gate)][j], sizeof d_gates[0][j]);
+        if (d_state_ != d_data_) std::memcpy(d_state_ + place, d_gates[Cell::of_state(gate)][j], sizeof d_gates[0][j]);
       }
   }
 
@@ -289,17 +289,17 @@ class Backward : Loops {
     const Bf16* gates = memory_.gates + step * Cell::kKept * stride + place;
     const float* states = memory_.states + step * stride + place;
     float before[kBlock], d_out[kBlock];
-    Bf16 made[Cell::kSums][kBlock];
+    Bf16 d_gates[Cell::kSums][kBlock];
     for (int64_t j = 0; j < columns; ++j) {
       before[j] = step == 0 ? load(Bf16{first_[(column + j) * s_.hidden + unit]}) : states[j - stride];
       d_out[j] = load(Bf16{d_outs[j][u]});
     }
-    Cell::backward(gates, stride, before, states, columns, d_hidden, d_out, carried, made);
+    Cell::backward(gates, stride, before, states, columns, d_hidden, d_out, carried, d_gates);
     for (int sum = 0; sum < Cell::kSums; ++sum)
-      for (int64_t j = 0; j < columns; ++j) lines[sum][j][u] = made[sum][j].bits;
+      for (int64_t j = 0; j < columns; ++j) lines[sum][j][u] = d_gates[sum][j].bits;
     for (int gate = 0; gate < kWidth; ++gate)
       for (int64_t j = 0; j < columns; ++j)
-        *columns_[step % 2].at(gate * s_.hidden + unit, column + j) = made[Cell::of_state(gate)][j].bits;
+        *columns_[step % 2].at(gate * s_.hidden + unit, column + j) = d_gates[Cell::of_state(gate)][j].bits;
   }
 
   const Memory memory_;

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "pieces.h"
+#include "chunks.h"
 #include "product.h"
 #include "types.h"
 
@@ -34,7 +34,7 @@ T* at(int64_t address, int64_t start) {
   return address == 0 ? nullptr : reinterpret_cast<T*>(address) + start;
 }
 
-// What follows works on pieces that stay in the nearest cache: loops are simple enough for any compiler to vectorise,
+// What follows works on chunks that stay in the nearest cache: loops are simple enough for any compiler to vectorise,
 // and what is the same for all elements is decided outside of them.
 
 void decay(float* __restrict grads, const float* __restrict weights, int64_t count, float l1, float l2) {
@@ -69,12 +69,12 @@ void adam_loop(const float* __restrict grads, float* __restrict weights, float* 
 }
 
 template <class G, class L>
-void adam(const Row& row, const G* given, int64_t start, int64_t count, const AdamNumbers& s, float coef,
+void adam(const Row& row, const G* raw, int64_t start, int64_t count, const AdamNumbers& s, float coef,
           bool decoupled) {
   float grads[kPiece];
   float* weights = at<float>(row.weight, start);
   float* largests = at<float>(row.largest, start);
-  widen(given, grads, count, coef);
+  widen(raw, grads, count, coef);
   decay(grads, weights, count, s.l1, decoupled ? 0.0f : s.l2);
   const bool near = std::fabs(s.weight1) < 0.5f;
   const auto loop = largests == nullptr ? (near ? adam_loop<true, false> : adam_loop<false, false>)
@@ -85,13 +85,13 @@ void adam(const Row& row, const G* given, int64_t start, int64_t count, const Ad
 }
 
 template <class G, class L>
-void sgd(const Row& row, const G* given, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
+void sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
          bool nesterov) {
   float buffer[kPiece];
   float* __restrict grads = buffer;
   float* __restrict weights = at<float>(row.weight, start);
   float* __restrict momenta = at<float>(row.first, start);
-  widen(given, grads, count, coef);
+  widen(raw, grads, count, coef);
   decay(grads, weights, count, s.l1, s.l2);
   if (momenta != nullptr) {
     if (started)
@@ -136,16 +136,16 @@ void count_squares(const Row& row, const G* grads, int64_t count, float coef, Fi
     summary(grads, count, coef, finding);
 }
 
-// Calls `one(piece, gradients, low)`, typed, for all pieces, and raises the step counts where there are any. Returns the
+// Calls `one(chunk, gradients, low)`, typed, for all chunks, and raises the step counts where there are any. Returns the
 // squares that the check has left out.
 template <class One>
 double update_all(const Row* rows, int64_t tensors, float coef, int threads, const One& one) {
-  const auto body = [&](const Piece& piece, Finding* finding) {
-    const Row& row = rows[piece.row];
-    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
-      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
-      one(piece, given, low);
-      count_squares(row, given, piece.count, coef, finding);
+  const auto body = [&](const Chunk& chunk, Finding* finding) {
+    const Row& row = rows[chunk.row];
+    with_types(chunk.type, row.low_type, [&](auto grad, auto low) {
+      const auto* raw = reinterpret_cast<const decltype(grad)*>(chunk.grads);
+      one(chunk, raw, low);
+      count_squares(row, raw, chunk.count, coef, finding);
     });
   };
   const double squares = total(for_all(rows, tensors, threads, body));
@@ -177,9 +177,9 @@ double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* 
     places.push_back(row);
   }
   const int64_t count = static_cast<int64_t>(checked.size());
-  const auto check = [&](const Piece& piece, Finding* finding) {
-    with_types(piece.type, kNone, [&](auto grad, auto) {
-      summary(reinterpret_cast<const decltype(grad)*>(piece.grads), piece.count, inverse, finding);
+  const auto check = [&](const Chunk& chunk, Finding* finding) {
+    with_types(chunk.type, kNone, [&](auto grad, auto) {
+      summary(reinterpret_cast<const decltype(grad)*>(chunk.grads), chunk.count, inverse, finding);
     });
   };
   const Findings findings = for_all(checked.data(), count, threads, check);
@@ -190,18 +190,18 @@ double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* 
 double amp_adam_update(const Row* rows, int64_t tensors, const AdamNumbers* numbers, float coef, const bool* flags,
                        int threads) {
   const bool decoupled = flags[kDecoupled];
-  return update_all(rows, tensors, coef, threads, [&](const Piece& piece, const auto* given, auto low) {
-    adam<std::decay_t<decltype(*given)>, decltype(low)>(rows[piece.row], given, piece.start, piece.count,
-                                                        numbers[piece.row], coef, decoupled);
+  return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
+    adam<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
+                                                        numbers[chunk.row], coef, decoupled);
   });
 }
 
 double amp_sgd_update(const Row* rows, int64_t tensors, const SgdNumbers* numbers, float coef, const bool* flags,
                       int threads) {
   const bool started = flags[kSgdStarted], nesterov = flags[kNesterov];
-  return update_all(rows, tensors, coef, threads, [&](const Piece& piece, const auto* given, auto low) {
-    sgd<std::decay_t<decltype(*given)>, decltype(low)>(rows[piece.row], given, piece.start, piece.count,
-                                                       numbers[piece.row], coef, started, nesterov);
+  return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
+    sgd<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
+                                                       numbers[chunk.row], coef, started, nesterov);
   });
 }
 

@@ -31,7 +31,7 @@ Tensors = Sequence[Tensor]
 Gradient = Tensor | Product | WideSum
 Gradients = Sequence[Gradient]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
-# The columns of a `Row` in pieces.h.
+# The columns of a `Row` in chunks.h.
 _COLUMNS = (
     "count",
     "grad_type",

@@ -118,6 +118,6 @@ def keep_state_types(optimizer: torch.optim.Optimizer) -> None:
 
 def _restore_types(state: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
     for key, value in saved.items():
-        found = state.get(key)
-        if isinstance(value, Tensor) and isinstance(found, Tensor) and value.dtype != found.dtype:
+        result = state.get(key)
+        if isinstance(value, Tensor) and isinstance(result, Tensor) and value.dtype != result.dtype:
             state[key] = value.detach().to(device, copy=True)

@@ -29,7 +29,7 @@ except ImportError:  # Windows
 
 _PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")  # the most that a process has held in memory
 STEPS_KEY = "steps"  # of what a step's state_dict holds of its own
-_MEND = "pass a list of them, such as callbacks=[amp.callbacks.JSONLines('run.jsonl', every=10)]"
+_HINT = "pass a list of them, such as callbacks=[amp.callbacks.JSONLines('run.jsonl', every=10)]"
 
 
 class Callback(ABC):
@@ -90,11 +90,11 @@ class StepLog:
 
     def __init__(self, callbacks: Any, dtype: str) -> None:
         if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
-            raise AmpError(f"callbacks is a {type(callbacks).__name__}", hint=_MEND)
+            raise AmpError(f"callbacks is a {type(callbacks).__name__}", hint=_HINT)
         wrong = [one for one in callbacks if not isinstance(one, Callback)]
         if wrong:
             shown = wrong[0].__name__ if isinstance(wrong[0], type) else f"a {type(wrong[0]).__name__}"
-            raise AmpError(f"callbacks holds {shown}, which is no amp.callbacks.Callback", hint=_MEND)
+            raise AmpError(f"callbacks holds {shown}, which is no amp.callbacks.Callback", hint=_HINT)
         self._callbacks: tuple[Callback, ...] = tuple(callbacks)
         self._dtype = dtype
         self.steps = self._timed = 0
@@ -191,13 +191,13 @@ def _single(aux: Any) -> dict[str, Any]:
     """The single real numbers of a dict, by name."""
     if not isinstance(aux, Mapping):
         return {}
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for name, value in aux.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            found[str(name)] = value
+            matches[str(name)] = value
         elif isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max):
-            found[str(name)] = float(value)
-    return found
+            matches[str(name)] = float(value)
+    return matches
 
 
 def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:

@@ -78,7 +78,7 @@ class StepReadings(StepInspection):
         """FP32 scalar on the device: what the next loss is multiplied by.
 
         A number that is assigned to it is the next scale, as in `GradScaler.update(new_scale)`. A dynamic scale goes on
-        from there; a static one has that number from then on, for which the step is captured anew.
+        from there; a static one has that number from then on, for which the step is recompiled.
 
         Raises:
             AmpError: on assignment, where this loss scale cannot have that number.
@@ -107,8 +107,8 @@ class StepReadings(StepInspection):
             return output.norm.clone()  # the next step may overwrite it
         with torch.no_grad():
             # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
-            made = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * self._divisor(program))
+            results = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(results)) / (scale * self._divisor(program))
             return norm.float()
 
     @property
@@ -191,7 +191,7 @@ class StepReadings(StepInspection):
         }
 
     def nonfinite_report(self, *, cure: bool = True) -> NonfiniteReport:
-        """Which gradients of the last step were not finite, the first nodes that made such values, and what mends it.
+        """Which gradients of the last step were not finite, the first nodes that made such values, and what fixes it.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
         runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs, the code of
@@ -208,16 +208,16 @@ class StepReadings(StepInspection):
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, _flags(output), leaves, scale)
             if cure and report.repeated:
-                found = self._trials(batch).cure(scale)
-                report = replace(report, rule=found.rule, cure=found.told)
+                result = self._trials(batch).cure(scale)
+                report = replace(report, rule=result.rule, cure=result.message)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
             trials = SubgraphStepTrials(program.step, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
             if cure and report.repeated:
-                found = trials.cure(nodes)
-                report = replace(report, rule=found.rule, cure=found.told)
+                result = trials.cure(nodes)
+                report = replace(report, rule=result.rule, cure=result.message)
         if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
             report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
         if bool(output.loss.isfinite()):

@@ -87,11 +87,11 @@ class SubgraphStep:
         self.note_random_state()
         drawn = self._drawn
         try:
-            made = self._run(batch, optimizers)
+            result = self._run(batch, optimizers)
             if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
                 set_random_state(self._device, drawn)
-                made = self._run(batch, optimizers)
-            return made
+                result = self._run(batch, optimizers)
+            return result
         except Exception as error:  # the model's own code may raise anything
             if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
                 raise self.cause from error
@@ -143,8 +143,8 @@ class SubgraphStep:
         try:
             with generators_kept():
                 set_random_state(self._device, self._drawn)
-                made = self._run(batch, optimizers, scale)
-            return self._replay.origins(plan_of(self.subgraphs.made)), made
+                result = self._run(batch, optimizers, scale)
+            return self._replay.origins(plan_of(self.subgraphs.made)), result
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -205,7 +205,7 @@ class SubgraphStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
-    def hooked(self, made: Made, options: StepOptions) -> Made:
+    def hooked(self, result: Made, options: StepOptions) -> Made:
         """As the hooks before the update leave it; of a step that is skipped, they are not run.
 
         Args:
@@ -214,20 +214,20 @@ class SubgraphStep:
         """
         hooks = hooks_before(options.optimizers)
         if not hooks:
-            return made
+            return result
         parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
-        finite = (torch.isfinite(one).all() for one in made.gradients.values())
+        finite = (torch.isfinite(one).all() for one in result.gradients.values())
         if options.scale.checks_finite and not all(map(bool, finite)):
-            return made
+            return result
         with torch.no_grad():
             unscaled = {
                 name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
-                for name, one in made.gradients.items()
+                for name, one in result.gradients.items()
             }
             left = with_hooks(hooks, parameters, unscaled)
-            return replace(made, gradients={name: as_real(one) * scale for name, one in left.items()})
+            return replace(result, gradients={name: as_real(one) * scale for name, one in left.items()})
 
-    def completed(self, made: Made, gather: str) -> Made:
+    def completed(self, result: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
 
         Args:
@@ -235,16 +235,16 @@ class SubgraphStep:
             gather: as for `FuseUpdate`.
         """
         if gather != "use":
-            return made
+            return result
         gathered = self.state.kept.sums.gathered
         gradients = {
-            name: made.gradients[name] if name in made.gradients else _no_gradient(parameter)
+            name: result.gradients[name] if name in result.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
-            if name in made.gradients or id(parameter) in gathered
+            if name in result.gradients or id(parameter) in gathered
         }
-        return replace(made, gradients=gradients)
+        return replace(result, gradients=gradients)
 
-    def shared(self, made: Made, decide: Decide, gather: str) -> Made:
+    def shared(self, result: Made, decide: Decide, gather: str) -> Made:
         """With zeros for what other ranks have a gradient of, and this one does not.
 
         Args:
@@ -255,28 +255,28 @@ class SubgraphStep:
         named = {_placeholder_of(name): name for name, _ in self.model.named_parameters()}
         own = [
             SharedGradient(_placeholder_of(name), one.dtype, tuple(range(one.dim())))
-            for name, one in made.gradients.items()
+            for name, one in result.gradients.items()
         ]
-        found = decide(tuple(own), tuple(made.buffers))
+        output = decide(tuple(own), tuple(result.buffers))
         if gather == "add":
-            return made
+            return result
         parameters = dict(self.model.named_parameters())
         gradients = {}
-        for one in found:
+        for one in output:
             name = named[one.name]
-            gradient = made.gradients.get(name)
+            gradient = result.gradients.get(name)
             gradients[name] = (
                 torch.zeros_like(as_real(parameters[name].detach()), dtype=one.dtype) if gradient is None else gradient
             )
-        return replace(made, gradients=gradients)
+        return replace(result, gradients=gradients)
 
-    def update_for(self, made: Made, options: StepOptions, owners: Any) -> StepProgram:
+    def update_for(self, result: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
-        types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
-        key = (owners, options.gather, options.divisor, options.scale, types, tuple(made.buffers))
+        types = tuple((name, gradient.dtype) for name, gradient in result.gradients.items())
+        key = (owners, options.gather, options.divisor, options.scale, types, tuple(result.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.compiled.groups):
-            begun = update_graph(self.model, made)
+            begun = update_graph(self.model, result)
             program = self._updates[key] = finish(self.model, begun, options, self.state)
         return program
 

@@ -32,23 +32,23 @@ class SubgraphStepTrials:
         self._step, self._given = step, (batch, optimizers, scale)
 
     def report(self) -> NonfiniteReport:
-        """What is not finite in a batch that has not run yet, and what mends it.
+        """What is not finite in a batch that has not run yet, and what fixes it.
 
         Raises:
             AmpError: it runs in plain FP32, or not even in subgraphs.
         """
         self._step.note_random_state()
         with autocast_off():
-            nodes, made = self._step.replayed(*self._given)
-        bad = [name for name, one in made.gradients.items() if not bool(torch.isfinite(one).all())]
+            nodes, result = self._step.replayed(*self._given)
+        bad = [name for name, one in result.gradients.items() if not bool(torch.isfinite(one).all())]
         parameters = tuple(name.partition(".")[2] for name in bad)
-        loss = () if bool(torch.isfinite(made.loss)) else (LOSS,)
+        loss = () if bool(torch.isfinite(result.loss)) else (LOSS,)
         if not nodes and not parameters and not loss:
             return NonfiniteReport()
         cure = self.cure(nodes)
         if not parameters and not loss and not cure.rule:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
-        return NonfiniteReport(parameters, nodes, True, loss, cure.rule, cure.told)
+        return NonfiniteReport(parameters, nodes, True, loss, cure.rule, cure.message)
 
     def origins(self) -> tuple[NonfiniteNode, ...]:
         """The nodes of the last call, which was skipped, that made something that is not finite."""
@@ -58,19 +58,19 @@ class SubgraphStepTrials:
             return self._step.replayed(*self._given)[0]
 
     def cure(self, nodes: tuple[NonfiniteNode, ...]) -> Cure:
-        """What mends it.
+        """What fixes it.
 
         Args:
             nodes: what `origins` gave.
         """
         if self._step.subgraphs is None:
-            return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
+            return Cure(message="it runs in FP32 (enabled=False): no rule fixes it, the model or its data have to")
         first = Trial(self._step.plan(), nodes)
         try:
             with autocast_off():
                 return spoilt_inputs(nodes, {}) or find_cure(self._step.rules, first, self._tried)
         except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
-            return Cure(told=f"no rule was tried: {first_line(error)}")
+            return Cure(message=f"no rule was tried: {first_line(error)}")
 
     def _tried(self, rules: RuleSet) -> Trial:
         other = self._step.under(rules)

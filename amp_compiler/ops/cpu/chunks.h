@@ -1,6 +1,6 @@
 // How the work on the tensors of a group is dealt out to threads: in runs of elements whose gradients lie in memory, in
-// panels of those that are products, and both in pieces that stay in the nearest cache. What is done with a piece, and
-// what is found in it, is the business of update.cpp: `body(piece, finding)`.
+// panels of those that are products, and both in chunks that stay in the nearest cache. What is done with a chunk, and
+// what is found in it, is the business of update.cpp: `body(chunk, finding)`.
 
 #pragma once
 
@@ -31,7 +31,7 @@ struct Finding {
 };
 
 // Neighbouring elements of a tensor, few enough to stay in the nearest cache, and their gradients.
-struct Piece {
+struct Chunk {
   int64_t row, start, count;
   int64_t grads;  // address of the first
   int64_t type;   // of the gradients
@@ -61,20 +61,20 @@ inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* lin
   });
 }
 
-// The pieces of [start, end) of a tensor whose gradient lies in memory.
+// The chunks of [start, end) of a tensor whose gradient lies in memory.
 template <class Body>
 void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
   const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
   if (tensor.added == 0) {
     for (; start < end; start += kPiece)
-      body(Piece{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
+      body(Chunk{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
     return;
   }
   alignas(64) float line[kPiece];
   for (; start < end; start += kPiece) {
     const int64_t count = std::min(kPiece, end - start);
     add_wide(tensor, start, count, line);
-    body(Piece{row, start, count, reinterpret_cast<int64_t>(line), kFloat}, finding);
+    body(Chunk{row, start, count, reinterpret_cast<int64_t>(line), kFloat}, finding);
   }
 }
 
@@ -87,27 +87,27 @@ struct Panel {
 
 template <class Body>
 void for_panel(const Panel& panel, Finding* finding, const Body& body) {
-  thread_local std::vector<Bf16> made(static_cast<size_t>(kPanel));
+  thread_local std::vector<Bf16> buffer(static_cast<size_t>(kPanel));
   alignas(64) float line[kPiece];
   const Packed& packed = *panel.packed;
-  if (!packed.few()) packed.panel(panel.first, panel.rows, panel.column, panel.columns, made.data());
+  if (!packed.few()) packed.panel(panel.first, panel.rows, panel.column, panel.columns, buffer.data());
   for (int64_t i = 0; i < panel.rows; ++i) {
     const int64_t row = panel.first + i;
     const Additions additions(packed.product(), row);
     for (int64_t j = 0; j < panel.columns; j += kPiece) {
       const int64_t column = panel.column + j, count = std::min(kPiece, panel.columns - j);
-      const Bf16* there = made.data() + i * panel.columns + j;
-      Piece piece{panel.row, row * packed.product().columns + column, count, reinterpret_cast<int64_t>(line), kFloat};
+      const Bf16* there = buffer.data() + i * panel.columns + j;
+      Chunk chunk{panel.row, row * packed.product().columns + column, count, reinterpret_cast<int64_t>(line), kFloat};
       if (packed.few()) {
         packed.line(row, column, count, line);
       } else if (!additions.empty()) {
         widen(there, line, count, 1.0f);
       } else {
-        piece.grads = reinterpret_cast<int64_t>(there);
-        piece.type = kBf16;
+        chunk.grads = reinterpret_cast<int64_t>(there);
+        chunk.type = kBf16;
       }
       additions.add(column, count, line);
-      body(piece, finding);
+      body(chunk, finding);
     }
   }
 }
@@ -161,7 +161,7 @@ struct Run {
   int64_t row, start, end;
 };
 
-// All pieces of all tensors, on many threads. Returns one finding per tensor, added up in one order whatever the number
+// All chunks of all tensors, on many threads. Returns one finding per tensor, added up in one order whatever the number
 // of threads.
 template <class Body>
 Findings for_all(const Row* rows, int64_t tensors, int threads, const Body& body) {

@@ -1,0 +1,77 @@
+"""The words of the field stand in code, messages and docs, not those that the project once had for the same things."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [ROOT / room for room in ("amp_compiler", "passes", "rules", "examples", "benchmarks", "docs", "tools")]
+SUFFIXES = {".py", ".md", ".yaml", ".cpp", ".h", ".js", ".html"}
+
+# Names of variables, parameters and functions: a word, and what says what the thing is.
+NAMES = {
+    "told": "message",
+    "asked": "requested",
+    "given": "args, options, text: what it is",
+    "made": "result",
+    "found": "matches, result",
+    "lows": "low_weights",
+    "Standing": "ChangeDetector",
+    "Together": "RankCoordinator",
+    "Offer": "RankState",
+}
+# In code, comments, messages and docs: a pattern, and what stands there instead.
+TEXTS = {
+    r"(?<![A-Za-z])mend(s|ed|ing)?(?![a-z])": "hint, fix",
+    r"\b[pP]ieces?\b": "subgraph, graph break",
+    r"\bcapture[sd]? (again|anew)\b": "recompiled",
+    r"\bnumbers that are no data\b": "sizes, indices, positions, angles",
+    r"\b[lL]ess than 1 is better\b": "lower is better",
+}
+
+
+def files(*suffixes: str) -> list[Path]:
+    found = (path for room in SOURCES for path in room.rglob("*") if path.suffix in suffixes)
+    return sorted(path for path in found if "page_libraries" not in path.parts and "vendor" not in path.parts)
+
+
+def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every name that a file binds or reads, but for fields and methods, which are data of files and of callers."""
+    members = [one for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body]
+    methods = {id(one) for one in members} | {id(one.target) for one in members if isinstance(one, ast.AnnAssign)}
+    for node in ast.walk(tree):
+        if id(node) in methods:
+            continue
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+@pytest.mark.parametrize("room", SOURCES, ids=lambda room: room.name)
+def test_names_say_what_a_thing_is(room: Path) -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}:{line}: {name}, say {NAMES[name]}"
+        for path in sorted(room.rglob("*.py"))
+        for name, line in names(ast.parse(path.read_text(encoding="utf-8")))
+        if name in NAMES
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(("pattern", "instead"), TEXTS.items(), ids=TEXTS.values())
+def test_texts_use_the_words_of_the_field(pattern: str, instead: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}; say {instead}"
+        for path in [*files(*SUFFIXES), *sorted(ROOT.glob("*.md")), ROOT / "Makefile"]
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not wrong
