@@ -163,17 +163,17 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
                 if not home.startswith("onnx."):
                     raise
                 return partial(_without_onnx, home)  # a star imports all names
-            result = module if itself else getattr(module, name)
+            value = module if itself else getattr(module, name)
         elif name == "__version__":
             from importlib.metadata import version
 
-            result = version(__name__)  # pyproject.toml says it, and the installation has written it down
+            value = version(__name__)  # pyproject.toml says it, and the installation has written it down
         elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         else:
             raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
-        globals()[name] = result
-        return result
+        globals()[name] = value
+        return value
 
 
 def _without_onnx(home: str, *args: Any, **kwargs: Any) -> None:

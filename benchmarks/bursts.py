@@ -64,13 +64,13 @@ def measure(
         tuned: which variants time kernels in their first call. They come last, one by one, and not at all where too
             little of the limit is left.
     """
-    result, end = Found(), time.perf_counter() + limit
+    measured, end = Found(), time.perf_counter() + limit
     plain, last = ([variant for variant in variants if tuned(variant) is kind] for kind in (False, True))
     groups = [plain[place : place + together] for place in range(0, len(plain), together)]
     for group in [*groups, *([variant] for variant in last)]:
         if group[0] in last and time.perf_counter() + _LEAST_WAIT > end:
-            result.failed[group[0]] = f"not begun, the time for this model's first calls was spent ({limit:.0f} s)"
-            yield result
+            measured.failed[group[0]] = f"not begun, the time for this model's first calls was spent ({limit:.0f} s)"
+            yield measured
             continue
         with contextlib.ExitStack() as stack:
             begun = {variant: stack.enter_context(start(variant)) for variant in group}
@@ -78,16 +78,16 @@ def measure(
             running = {}
             for variant, process in begun.items():
                 try:
-                    result.first[variant] = process.wait(until)
-                    result.memory[variant] = process.memory()
+                    measured.first[variant] = process.wait(until)
+                    measured.memory[variant] = process.memory()
                     running[variant] = process
                 except SystemExit as ended:
-                    result.failed[variant] = str(ended)
+                    measured.failed[variant] = str(ended)
                     print(ended, file=sys.stderr)
-            before = result.times
-            for times in taking_turns(running, bursts, length, result.failed):
-                result.times = before | times
-                yield result
+            before = measured.times
+            for times in taking_turns(running, bursts, length, measured.failed):
+                measured.times = before | times
+                yield measured
 
 
 def taking_turns(

@@ -174,9 +174,9 @@ class Comparison:
 
             count = -(-options.steps // options.turn)
             groups = bursts.measure(start, list(caches), options.together, limit, count, options.turn, _is_tuned)
-            for result in groups:
-                rows = self._rows(name, bound, options.device, product, result, {}) if result.times else []
-                yield rows, result.failed
+            for measured in groups:
+                rows = self._rows(name, bound, options.device, product, measured, {}) if measured.times else []
+                yield rows, measured.failed
 
     def _start(
         self,
@@ -199,10 +199,10 @@ class Comparison:
         bound: str,
         device: str,
         gemm: float,
-        result: bursts.Found,
+        measured: bursts.Found,
         warm: Mapping[str, float],
     ) -> list[dict[str, Any]]:
-        first, times, memory = result.first, result.times, result.memory
+        first, times, memory = measured.first, measured.times, measured.memory
         flops, items = _facts(name, bound, self.backward, device)
         rate = Gemm.flops(device) / gemm  # per ms
         base = _base(times)

@@ -66,16 +66,16 @@ def measure(name: str, variant: str, prepared: Path, options: argparse.Namespace
         prepared: caches that hold what is compiled once per machine.
         options: the command line.
     """
-    matches: dict[str, list[dict[str, Any]]] = {start: [] for start in STARTS}
+    by_start: dict[str, list[dict[str, Any]]] = {start: [] for start in STARTS}
     for number in range(options.runs):
         with tempfile.TemporaryDirectory() as folder:
             caches = Path(folder) / "caches"
             shutil.copytree(prepared, caches)
-            matches[COLD].append(first_step(variant, name, caches, options.threads))
-            matches[WARM].append(first_step(variant, name, caches, options.threads))
+            by_start[COLD].append(first_step(variant, name, caches, options.threads))
+            by_start[WARM].append(first_step(variant, name, caches, options.threads))
             if number == 0:  # the cold start takes minutes: once unless asked for more
                 for _ in range(options.warm_runs - 1):
-                    matches[WARM].append(first_step(variant, name, caches, options.threads))
+                    by_start[WARM].append(first_step(variant, name, caches, options.threads))
     return [
         {
             "model": name,
@@ -85,7 +85,7 @@ def measure(name: str, variant: str, prepared: Path, options: argparse.Namespace
             **{key: statistics.median(run[key] for run in runs) for key in _MEASURED},
             "misses": max(run["looked"]["miss"] + run["looked"]["bypass"] for run in runs),
         }
-        for start, runs in matches.items()
+        for start, runs in by_start.items()
     ]
 
 

@@ -126,15 +126,15 @@ def _empty(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]
     *_, output = graph_module.graph.nodes
     inputs = {node: place for place, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
     results = output.args[0]
-    outputs = [_made(node) if isinstance(node, fx.Node) and node not in inputs else None for node in results]
+    own = [_made(node) if isinstance(node, fx.Node) and node not in inputs else None for node in results]
 
-    def run(args: list[Any]) -> list[Any]:
-        matches = [
-            one.detach() if one is not None else args[inputs[node]] if node in inputs else None
-            for node, one in zip(results, outputs, strict=True)
+    def run(values: list[Any]) -> list[Any]:
+        returned = [
+            one.detach() if one is not None else values[inputs[node]] if node in inputs else None
+            for node, one in zip(results, own, strict=True)
         ]
-        args.clear()
-        return matches
+        values.clear()
+        return returned
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -195,9 +195,9 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
     x = torch.randn(2, 8, WIDTH)
     y = torch.randint(0, 8, (2, 8))
     steps: dict[str, Callable[[], Any]] = {}
-    messages: dict[str, Callable[[], str]] = {}
+    executions: dict[str, Callable[[], str]] = {}
     for variant, dtype in (("ours, BF16", "bf16"), ("ours, FP16", "fp16")):
-        step, messages[variant] = ours(KINDS[kind](int(layers)), dtype, graph=True)
+        step, executions[variant] = ours(KINDS[kind](int(layers)), dtype, graph=True)
         steps[variant] = lambda step=step: step(x, y)
     model = KINDS[kind](int(layers))
     compiled = torchs(model)
@@ -205,7 +205,7 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
     for step in steps.values():
         for _ in range(6):
             step()
-    for variant, execution in messages.items():
+    for variant, execution in executions.items():
         if execution() != "as one graph, replayed as a CUDA graph":
             raise SystemExit(f"{name}: {variant} is {execution()}")
     if profile:

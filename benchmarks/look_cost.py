@@ -61,9 +61,9 @@ def timed(run: Run, turns: int) -> tuple[float, float, float]:
     def counted(watch: CopyWatch, turn: int = 0) -> list[int]:
         nonlocal looked
         start = time.process_time()
-        result = look(watch, turn)
+        stale = look(watch, turn)
         looked += time.process_time() - start
-        return result
+        return stale
 
     rows = []
     for _ in range(turns + 2):

@@ -128,11 +128,11 @@ def export(name: str, folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     said = io.StringIO()
     with warnings.catch_warnings(), redirect_stdout(said), redirect_stderr(said), torch.no_grad():
         warnings.simplefilter("ignore")
-        result = torch.onnx.export(
+        program = torch.onnx.export(
             module, inputs, dynamo=True, input_names=list(names), output_names=["y"], verbose=False
         )
     path = folder / f"{name}.onnx"
-    result.save(str(path))
+    program.save(str(path))
     return path, {one: value.numpy() for one, value in zip(names, inputs, strict=True)}
 
 
@@ -143,14 +143,14 @@ def casts(path: Path) -> dict[str, Any]:
     types = {one.name: one.type.tensor_type for one in (*graph.value_info, *graph.input, *graph.output)}
     count = size = low = 0
     for node in graph.node:
-        results = [types[one] for one in node.output if one in types]
-        low += any(one.elem_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16) for one in results)
-        args = types.get(node.input[0]) if node.op_type == "Cast" else None
-        if args is None or not results or {args.elem_type, results[0].elem_type} - set(_BYTES):
+        outputs = [types[one] for one in node.output if one in types]
+        low += any(one.elem_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16) for one in outputs)
+        source = types.get(node.input[0]) if node.op_type == "Cast" else None
+        if source is None or not outputs or {source.elem_type, outputs[0].elem_type} - set(_BYTES):
             continue
         count += 1
-        numbers = int(np.prod([dim.dim_value for dim in results[0].shape.dim] or [1]))
-        size += numbers * (_BYTES[args.elem_type] + _BYTES[results[0].elem_type])
+        numbers = int(np.prod([dim.dim_value for dim in outputs[0].shape.dim] or [1]))
+        size += numbers * (_BYTES[source.elem_type] + _BYTES[outputs[0].elem_type])
     return {"casts": count, "cast_bytes": size, "low": low / len(graph.node)}
 
 
@@ -171,24 +171,24 @@ def measure(name: str, folder: Path, peers: Path | None) -> dict[str, Any]:
         row[variant] = facts(source, target, feeds)
     for peer in PROGRAMS if peers is not None else ():
         target = folder / f"{name}.peer.onnx"
-        message = run_peer(peers, peer, source, target, PEER_LIMIT)  # type: ignore[arg-type]
-        row[peer] = {**message, **facts(source, target, feeds)} if "seconds" in message else message
+        outcome = run_peer(peers, peer, source, target, PEER_LIMIT)  # type: ignore[arg-type]
+        row[peer] = {**outcome, **facts(source, target, feeds)} if "seconds" in outcome else outcome
         target.unlink(missing_ok=True)
     return row
 
 
-def facts(source: Path, result: Path, feeds: dict[str, np.ndarray] | None) -> dict[str, Any]:
+def facts(source: Path, converted: Path, feeds: dict[str, np.ndarray] | None) -> dict[str, Any]:
     """What a conversion comes to: casts, the bytes that they move in a run, the share of low nodes, and the error.
 
     Args:
         source: the FP32 file.
-        made: the converted file.
+        converted: the converted file.
         feeds: inputs for the error by true rounding; `None` does without it.
     """
-    outcome = casts(result)
+    counts = casts(converted)
     if feeds is None:
-        return outcome
-    return {**outcome, "error": max(output.relative for output in verify(source, result, [feeds]).outputs)}
+        return counts
+    return {**counts, "error": max(output.relative for output in verify(source, converted, [feeds]).outputs)}
 
 
 def show(rows: list[dict[str, Any]]) -> Table:

@@ -72,32 +72,32 @@ def chain(nodes: int) -> onnx.ModelProto:
         numpy_helper.from_array(random.standard_normal(WIDTH).astype(np.float32), "b"),
     ]
     steps = (("MatMul", ("w",)), ("Add", ("b",)), ("Tanh", ()), ("Softmax", ()))
-    result, previous = [], "x"
+    protos, previous = [], "x"
     for index in range(nodes):
         op, others = steps[index % len(steps)]
         name = "y" if index == nodes - 1 else f"v{index}"
-        result.append(helper.make_node(op, [previous, *others], [name], name=f"node_{index}"))
+        protos.append(helper.make_node(op, [previous, *others], [name], name=f"node_{index}"))
         previous = name
-    return _model(result, WIDTH, weights)
+    return _model(protos, WIDTH, weights)
 
 
 def large(megabytes: int) -> onnx.ModelProto:
     """Linear layers of 1024 by 1024 with normalisation and activation: a file of about `megabytes`."""
     random = np.random.default_rng(0)
-    weights, result, previous = [], [], "x"
+    weights, nodes, previous = [], [], "x"
     weights.append(numpy_helper.from_array(np.ones(1024, np.float32), "gain"))
     layers = round(megabytes * 1e6 / (4 * 1024 * 1024))
     for index in range(layers):
         array = (random.standard_normal((1024, 1024)) / 32).astype(np.float32)
         weights.append(numpy_helper.from_array(array, f"w{index}"))
         last = "y" if index == layers - 1 else f"r{index}"
-        result += [
+        nodes += [
             helper.make_node("MatMul", [previous, f"w{index}"], [f"m{index}"], name=f"matmul_{index}"),
             helper.make_node("LayerNormalization", [f"m{index}", "gain"], [f"n{index}"], name=f"norm_{index}"),
             helper.make_node("Relu", [f"n{index}"], [last], name=f"relu_{index}"),
         ]
         previous = last
-    return _model(result, 1024, weights)
+    return _model(nodes, 1024, weights)
 
 
 def _model(nodes: list[onnx.NodeProto], width: int, weights: list[TensorProto]) -> onnx.ModelProto:
@@ -124,7 +124,7 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         peers: interpreter that has the peers.
         slow: peers that ran out of time on a chain, to which longer ones are not given; may be added to.
     """
-    target, copy, result = folder / "out.onnx", folder / "copy.onnx", folder / "peer.onnx"
+    target, copy, converted = folder / "out.onnx", folder / "copy.onnx", folder / "peer.onnx"
     source, nodes = case.source, len(onnx.load(case.source, load_external_data=False).graph.node)
     row: dict[str, Any] = {"model": case.name, "nodes": nodes, "bytes": source.stat().st_size}
     turns: dict[str, list[float]] = {"load_check_save": [], "convert": [], "unchecked": []}
@@ -137,11 +137,11 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
             known = theirs.setdefault(peer, {"failed": TOO_SLOW} if peer in slow and case.feeds is None else {})
             if "failed" in known or known.get("seconds", 0.0) > ONE_TURN:
                 continue
-            message = run_peer(peers, peer, source, result, PEER_LIMIT)  # type: ignore[arg-type]
-            if "seconds" in message and "casts" not in known:
-                known.update(facts(source, result, case.feeds))
-            best = min(message.get("seconds", PEER_LIMIT), known.get("seconds", PEER_LIMIT))
-            known.update({**message, "seconds": best} if "seconds" in message else {"failed": message["error"]})
+            outcome = run_peer(peers, peer, source, converted, PEER_LIMIT)  # type: ignore[arg-type]
+            if "seconds" in outcome and "casts" not in known:
+                known.update(facts(source, converted, case.feeds))
+            best = min(outcome.get("seconds", PEER_LIMIT), known.get("seconds", PEER_LIMIT))
+            known.update({**outcome, "seconds": best} if "seconds" in outcome else {"failed": outcome["error"]})
     row |= {name: min(seconds) for name, seconds in turns.items()}
     row |= {
         "us_per_node": row["convert"] / nodes * 1e6,
@@ -153,7 +153,7 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         convert_onnx(source, target, dtype="fp16", fuse=True, opset=FUSING_OPSET)
         row["fused"] = facts(source, target, case.feeds)
     if peers is not None:
-        slow.update(peer for peer, message in theirs.items() if "stopped" in message.get("failed", ""))
+        slow.update(peer for peer, outcome in theirs.items() if "stopped" in outcome.get("failed", ""))
         row["peers"] = theirs
     return row
 
@@ -226,16 +226,16 @@ def _told(one: dict[str, Any]) -> str:
 
 def outcome(rows: list[dict[str, Any]]) -> str:
     """What came of the goal."""
-    messages = []
+    goals = []
     for row in rows:
         if row["model"].startswith("chain"):
             us, checked = row["unchecked"] / row["nodes"] * 1e6, row["convert"] / row["unchecked"]
             held = us <= MOST_US and checked <= MOST_CHECKED
-            messages.append((held, f"{row['model']}: {us:.0f} µs a node, {checked:.1f} times that with checks"))
+            goals.append((held, f"{row['model']}: {us:.0f} µs a node, {checked:.1f} times that with checks"))
         elif row["bytes"] > 1e8 and "seconds" in row.get("peers", {}).get(RUNTIME, {}):
             ratio = row["convert"] / row["peers"][RUNTIME]["seconds"]
-            messages.append((ratio <= 1, f"{row['model']}: {ratio:.2f} of ONNX Runtime's time"))
-    return "; ".join(f"{text} ({'held' if held else 'missed'})" for held, text in messages)
+            goals.append((ratio <= 1, f"{row['model']}: {ratio:.2f} of ONNX Runtime's time"))
+    return "; ".join(f"{text} ({'held' if held else 'missed'})" for held, text in goals)
 
 
 def main() -> None:

@@ -81,8 +81,8 @@ def sound(random: np.random.Generator, samples: int, rate: int = 16000) -> np.nd
     phase = 2 * np.pi * np.cumsum(pitch) / rate
     voice = sum(np.sin(k * phase + random.uniform(0, 6)) / k for k in range(1, 16))
     syllables = np.clip(np.sin(2 * np.pi * 4 * at + random.uniform(0, 6)), 0, 1)
-    result = 0.15 * voice * syllables + 0.003 * random.standard_normal(samples)
-    return np.asarray(result, np.float32)[None]
+    wave = 0.15 * voice * syllables + 0.003 * random.standard_normal(samples)
+    return np.asarray(wave, np.float32)[None]
 
 
 def spectra(random: np.random.Generator, frames: int, bins: int) -> np.ndarray:
@@ -270,18 +270,18 @@ def loads(path: Path) -> bool:
     return not subprocess.run([sys.executable, "-c", _LOAD, str(path)], capture_output=True, check=False).returncode
 
 
-def facts(source: Path, result: Path, feeds: Feeds) -> dict[str, Any]:
+def facts(source: Path, converted: Path, feeds: Feeds) -> dict[str, Any]:
     """What a conversion comes to."""
-    counted = casts(result)  # sizes are open in most of these files, so that bytes are not told
-    matches: dict[str, Any] = {
-        "loads": loads(result), "megabytes": result.stat().st_size / 1e6,
+    counted = casts(converted)  # sizes are open in most of these files, so that bytes are not told
+    row: dict[str, Any] = {
+        "loads": loads(converted), "megabytes": converted.stat().st_size / 1e6,
         "casts": counted["casts"], "low": counted["low"],
     }  # fmt: skip
     try:
-        matches["error"] = max(output.relative for output in verify(source, result, [feeds], trace=False).outputs)
+        row["error"] = max(output.relative for output in verify(source, converted, [feeds], trace=False).outputs)
     except AmpError as refused:
-        matches["failed"] = str(refused)[:200]
-    return matches
+        row["failed"] = str(refused)[:200]
+    return row
 
 
 def verified(source: Path, target: Path) -> dict[str, float]:
@@ -314,17 +314,17 @@ def measure(file: File, folder: Path, options: argparse.Namespace) -> dict[str, 
         row[CALIBRATED] = convert(calibration=batches[1:])
     for peer in PROGRAMS if options.peers is not None else ():
         target.unlink(missing_ok=True)
-        message = run_peer(options.peers, peer, source, target, PEER_LIMIT)
+        outcome = run_peer(options.peers, peer, source, target, PEER_LIMIT)
         row[peer] = (
-            {**message, **facts(source, target, batches[0])} if "seconds" in message else {"failed": message["error"]}
+            {**outcome, **facts(source, target, batches[0])} if "seconds" in outcome else {"failed": outcome["error"]}
         )
     row["verify"] = verified(source, target)
     return row
 
 
-def error_of(matches: dict[str, Any]) -> float:
+def error_of(row: dict[str, Any]) -> float:
     """The error of what loads; infinite for anything else."""
-    return float(matches.get("error", np.inf)) if matches.get("loads") else np.inf
+    return float(row.get("error", np.inf)) if row.get("loads") else np.inf
 
 
 def misses(row: dict[str, Any]) -> list[str]:
@@ -332,13 +332,13 @@ def misses(row: dict[str, Any]) -> list[str]:
     ours = min(error_of(row[one]) for one in (OURS, CALIBRATED) if one in row)
     best = min([error_of(row[peer]) for peer in PROGRAMS if peer in row], default=np.inf)
     took = row["verify"]
-    messages = {
+    goals = {
         "does not load": all(row[one]["loads"] for one in (OURS, CALIBRATED) if one in row),
         f"error {ours:.3g}": ours <= GOAL_ERROR,
         f"a peer has {best:.3g}": ours <= max(best, GOAL_ERROR),
         "--verify takes too much": took["seconds"] < MOST_SECONDS and took["megabytes"] < MOST_MEGABYTES,
     }  # fmt: skip
-    return [text for text, held in messages.items() if not held]
+    return [text for text, held in goals.items() if not held]
 
 
 def outcome(rows: list[dict[str, Any]]) -> str:
@@ -362,11 +362,11 @@ def show(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _shown(matches: dict[str, Any]) -> str:
-    if "error" not in matches:
-        return f"fails: {matches['failed'][:40]}"
-    error = f"{matches['error']:.1e}" if matches["loads"] else "does not load"
-    return f"{error}; {matches['casts']}; {matches['megabytes']:.1f}; {matches['seconds']:.1f}"
+def _shown(row: dict[str, Any]) -> str:
+    if "error" not in row:
+        return f"fails: {row['failed'][:40]}"
+    error = f"{row['error']:.1e}" if row["loads"] else "does not load"
+    return f"{error}; {row['casts']}; {row['megabytes']:.1f}; {row['seconds']:.1f}"
 
 
 def main() -> None:
@@ -385,9 +385,9 @@ def main() -> None:
             known = {row["file"]: row for row in rows} | {file.name: (row := measure(file, Path(folder), options))}
             Console(stderr=True).print(f"{file.name}: {'; '.join(misses(row)) or 'held'}", markup=False)
             rows = [known[one.name] for one in FILES if one.name in known]
-            messages = {"what": "real ONNX files", **machine_facts(), "onnx": onnx.__version__, "goal": GOAL}
+            header = {"what": "real ONNX files", **machine_facts(), "onnx": onnx.__version__, "goal": GOAL}
             write_atomically(
-                options.json, json.dumps({**messages, "outcome": outcome(rows), "rows": rows}, indent=1) + "\n"
+                options.json, json.dumps({**header, "outcome": outcome(rows), "rows": rows}, indent=1) + "\n"
             )
     Console(width=200).print(show(rows), outcome(rows))
 

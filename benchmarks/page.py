@@ -39,13 +39,13 @@ ACTS = {
 
 def measure(window: Any, page: Path, repeats: int) -> dict[str, float]:
     """Milliseconds to open a page, to search, to unfold one module and to unfold all: medians."""
-    matches: dict[str, list[float]] = {name: [] for name in ("open", *ACTS)}
+    times_of: dict[str, list[float]] = {name: [] for name in ("open", *ACTS)}
     for _ in range(repeats):
         window.open(page)
-        matches["open"].append(window.run(OPENED))
+        times_of["open"].append(window.run(OPENED))
         for name, act in ACTS.items():
-            matches[name].append(window.run(ACT.replace("{act}", act)))
-    return {f"{name}_ms": round(statistics.median(times), 1) for name, times in matches.items()}
+            times_of[name].append(window.run(ACT.replace("{act}", act)))
+    return {f"{name}_ms": round(statistics.median(times), 1) for name, times in times_of.items()}
 
 
 def main() -> int:
@@ -70,8 +70,8 @@ def main() -> int:
     for row in rows:
         table.add_row(*(f"{value:,.0f}" for value in row.values()))
     Console().print(table)
-    messages = {"what": "the page of a plan in Chromium", "chromium": browser, "repeats": options.repeats, "rows": rows}
-    options.json.write_text(json.dumps({**machine_facts(), **messages}, indent=1) + "\n", encoding="utf-8")
+    results = {"what": "the page of a plan in Chromium", "chromium": browser, "repeats": options.repeats, "rows": rows}
+    options.json.write_text(json.dumps({**machine_facts(), **results}, indent=1) + "\n", encoding="utf-8")
     return int(any(row["nodes"] <= 5000 and row["open_ms"] >= BOUND_MS for row in rows))
 
 

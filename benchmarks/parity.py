@@ -85,16 +85,16 @@ class Parity:
 
     def broken(self) -> list[str]:
         """What is out of bounds, in words."""
-        matches = []
+        problems = []
         if not self.output_ratio <= ERROR_BOUND:
-            matches.append(f"output error {self.output_ratio:.2f} times autocast's")
+            problems.append(f"output error {self.output_ratio:.2f} times autocast's")
         if not self.grad_ratio <= ERROR_BOUND:
-            matches.append(f"gradient error {self.grad_ratio:.2f} times autocast's")
+            problems.append(f"gradient error {self.grad_ratio:.2f} times autocast's")
         if max(self.amp_bytes, self.amp_counted_bytes) > BYTES_BOUND * self.autocast_bytes:
-            matches.append(
+            problems.append(
                 f"{self.amp_bytes} bytes cast ({self.amp_counted_bytes} counted), autocast {self.autocast_bytes}"
             )
-        return matches
+        return problems
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class ChainBuilder:
         normed = self._norm(f"{name}.norm1", self.stream)
         parts = []
         for part in "qkv":
-            result = self._linear(f"{name}.{part}", normed, _WIDTH, _WIDTH)
-            viewed = self._node(f"{name}.{part}_view", "aten.view", [("self", result)], (_TOKENS, heads[0], heads[2]))
+            linear = self._linear(f"{name}.{part}", normed, _WIDTH, _WIDTH)
+            viewed = self._node(f"{name}.{part}_view", "aten.view", [("self", linear)], (_TOKENS, heads[0], heads[2]))
             parts.append(self._node(f"{name}.{part}_t", "aten.transpose", [("self", viewed)], heads))
         slots = [*zip(("query", "key", "value"), parts, strict=True), ("attn_mask", self.mask)]
         attended = self._node(f"{name}.sdpa", "aten.scaled_dot_product_attention", slots, heads)

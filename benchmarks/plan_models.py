@@ -24,10 +24,10 @@ def best_of(repeats: int, prepare: Callable[[], Any], run: Callable[[Any], Any])
     """The fewest processor seconds of `run`, and its last result; what `prepare` makes for it does not count."""
     seconds = []
     for _ in range(repeats):
-        args = prepare()
+        prepared = prepare()
         gc.collect()
         start = time.process_time()
-        result = run(args)
+        result = run(prepared)
         seconds.append(time.process_time() - start)
     return min(seconds), result
 

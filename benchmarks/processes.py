@@ -170,8 +170,8 @@ def taking_turns(
     begin = time.perf_counter()
     for number in itertools.count():
         for name, process in processes.items():
-            result = process.times(1 + turn)[1:]
-            times[name] += result if number else []
+            measured = process.times(1 + turn)[1:]
+            times[name] += measured if number else []
         passed = time.perf_counter() - begin
         if (number * turn >= steps and passed >= least) or (number >= _FEWEST and passed > seconds):
             break
@@ -224,11 +224,11 @@ def _times(step: Measured, device: str, count: int) -> list[float]:
 
 
 def _computing(step: Measured, device: str, count: int) -> list[tuple[float, float]]:
-    matches = []
+    times = []
     for _ in range(count):
         before = time.process_time()
-        matches.append((_timed(step, device), 1000 * (time.process_time() - before)))
-    return matches
+        times.append((_timed(step, device), 1000 * (time.process_time() - before)))
+    return times
 
 
 def _burst(step: Measured, device: str, count: int) -> float:

@@ -124,13 +124,13 @@ def measure(name: str, bound: str, steps: int, threads: int) -> list[dict[str, A
             for variant, side in sides.items():
                 turns[variant].append((*side.times(_TURN), side.classes()))
     facts = {"model": name, "bound": bound}
-    return [facts | {"variant": variant} | _medians(result) for variant, result in turns.items()]
+    return [facts | {"variant": variant} | _medians(taken) for variant, taken in turns.items()]
 
 
 def _medians(turns: list[Turn]) -> dict[str, Any]:
     times = [one for turn, _, _ in turns for one in turn]
     step = statistics.median(times)
-    classes = {kind: statistics.median(result[kind] for _, _, result in turns) for kind in turns[0][2]}
+    classes = {kind: statistics.median(by_class[kind] for _, _, by_class in turns) for kind in turns[0][2]}
     classes[REST] = max(0.0, step - sum(classes.values()))
     faults = sum(faults for _, faults, _ in turns) / len(times)
     return {"step_ms": step, "page_faults": round(faults), "classes_ms": classes}

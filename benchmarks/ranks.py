@@ -63,8 +63,8 @@ class Variant:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks))
         model, self.batch = build(name, bound, device)
-        result = self._ours(model, way) if way in REDUCE else self._torchs(model, way, device)
-        self.optimizer, self.run = result
+        built = self._ours(model, way) if way in REDUCE else self._torchs(model, way, device)
+        self.optimizer, self.run = built
 
     def __call__(self) -> object:
         return self.run()
@@ -155,12 +155,12 @@ class Group:
 
     def sent(self) -> float:
         """Bytes that a rank sends in a step."""
-        matches = []
+        sizes = []
         for _ in range(BURSTS):
             before = carried()
             self.times(LENGTH)
-            matches.append((carried() - before) / LENGTH / len(self.ranks))
-        return min(matches)
+            sizes.append((carried() - before) / LENGTH / len(self.ranks))
+        return min(sizes)
 
 
 def carried() -> int:
@@ -181,8 +181,8 @@ def taking_turns(groups: Mapping[str, Group], rounds: int, turn: int) -> dict[st
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in groups}
     for number in range(rounds + 1):
         for way, group in groups.items():
-            result = group.times(1 + turn)[1:]
-            times[way] += result if number else []
+            measured = group.times(1 + turn)[1:]
+            times[way] += measured if number else []
     return times
 
 

@@ -149,15 +149,15 @@ def onnx_table() -> str:
     for row in rows:
         theirs = [row["peers"].get(peer, {}) for peer in peers]
         cells = [f"{one['seconds']:.2f}" if "seconds" in one else one.get("failed", "") for one in theirs]
-        results = [row, *theirs]
-        messages = (
-            " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in results),
-            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in results),
-            " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in results),
+        every = [row, *theirs]
+        compared = (
+            " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in every),
+            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in every),
+            " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in every),
         )
         lines.append(
             f"| {row['model']} | {row['nodes']:,} | {row['bytes'] / 1e6:.1f} | {row['convert']:.2f}"
-            f" | {row['unchecked']:.2f} | {' | '.join((*cells, *messages))} |"
+            f" | {row['unchecked']:.2f} | {' | '.join((*cells, *compared))} |"
         )
     return "\n".join(lines)
 
@@ -191,10 +191,10 @@ def real_table() -> str:
     lines = [f"| file (nodes, MB) | {' | '.join(names)} | --verify: s, MB |", "|" + "---|" * (len(names) + 2)]
     for row in rows:
         cells = []
-        for result in (row.get(name, {}) for name in names):
-            error = f"{result['error']:.1e}" if result.get("loads") and "error" in result else "does not load"
-            text = f"{error}, {result['casts']}, {result['megabytes']:.1f} MB" if "casts" in result else ""
-            cells.append("fails" if "failed" in result and not text else text)
+        for converted in (row.get(name, {}) for name in names):
+            error = f"{converted['error']:.1e}" if converted.get("loads") and "error" in converted else "does not load"
+            text = f"{error}, {converted['casts']}, {converted['megabytes']:.1f} MB" if "casts" in converted else ""
+            cells.append("fails" if "failed" in converted and not text else text)
         took = row["verify"]
         head = f"{row['file']} ({row['nodes']}, {row['megabytes']:.1f})"
         lines.append(f"| {head} | {' | '.join(cells)} | {took['seconds']:.0f}, {took['megabytes']:.0f} |")
@@ -280,9 +280,9 @@ def tune_table() -> str:
     ]
     for row in rows:
         ours = row["tune"]
-        messages = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
+        peers = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
         runs = f"{ours['runs']} (at most {ours['limit']})" if "runs" in ours else ""
-        lines.append(f"| {row['model']} | {row['nodes']} | {messages[0]} | {messages[1]} | {_in_fp32(ours)} | {runs} |")
+        lines.append(f"| {row['model']} | {row['nodes']} | {peers[0]} | {peers[1]} | {_in_fp32(ours)} | {runs} |")
     return "\n".join(lines)
 
 
@@ -311,9 +311,9 @@ def reduction_table() -> str:
         f"|---{'|---:' * 8}|",
     ]
     for row in _load("reduction")["rows"]:
-        result = " | ".join(f"{row[kind]:.1e}" for kind in kinds)
+        errors = " | ".join(f"{row[kind]:.1e}" for kind in kinds)
         losses = f"{row['loss']:.4f} ± {row['spread']:.4f} | {row['bf16 loss']:.4f} | {row['fp16 loss']:.4f}"
-        lines.append(f"| {row['ranks']:,} | {row['noise']:.2f} | {result} | {losses} |")
+        lines.append(f"| {row['ranks']:,} | {row['noise']:.2f} | {errors} | {losses} |")
     return "\n".join(lines)
 
 

@@ -39,60 +39,60 @@ def classifier(seed: int) -> nn.Module:
 
 def images() -> tuple[Tensor, Tensor]:
     """1,797 of them, from -1 to 1, and their classes."""
-    result = load_digits()
-    return torch.tensor(result.data / 8 - 1, dtype=torch.float32), torch.tensor(result.target)
+    digits = load_digits()
+    return torch.tensor(digits.data / 8 - 1, dtype=torch.float32), torch.tensor(digits.target)
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """FP32 [ranks, elements]: of the cross entropy of one image each."""
     weights = {name: one.detach() for name, one in model.named_parameters()}
 
-    def loss(options: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(model, options, (image[None],)), label[None])
+    def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, parameters, (image[None],)), label[None])
 
-    result = vmap(grad(loss), (None, 0, 0))(weights, x, y)
-    return torch.cat([result[name].flatten(1) for name, _ in model.named_parameters()], 1)
+    per_image = vmap(grad(loss), (None, 0, 0))(weights, x, y)
+    return torch.cat([per_image[name].flatten(1) for name, _ in model.named_parameters()], 1)
 
 
-def ring(value: Tensor) -> Tensor:
+def ring(summands: Tensor) -> Tensor:
     """The sum over the first dimension, one after the other, rounded to the type of what is given each time."""
-    total = value[0].clone()
-    for one in value[1:]:
+    total = summands[0].clone()
+    for one in summands[1:]:
         total += one
     return total
 
 
-def tree(value: Tensor) -> Tensor:
+def tree(summands: Tensor) -> Tensor:
     """The same in pairs; the number of summands is a power of two."""
-    while len(value) > 1:
-        value = value[0::2] + value[1::2]
-    return value[0]
+    while len(summands) > 1:
+        summands = summands[0::2] + summands[1::2]
+    return summands[0]
 
 
-def reduced(result: Tensor, dtype: torch.dtype, order: Callable[[Tensor], Tensor]) -> Tensor:
+def reduced(grads: Tensor, dtype: torch.dtype, order: Callable[[Tensor], Tensor]) -> Tensor:
     """FP32 mean of gradients that are summed in a type.
 
     Args:
-        made: fp32 [ranks, elements].
+        grads: fp32 [ranks, elements].
         dtype: of the sum.
         order: `ring` or `tree`.
     """
     scale = 1.0
     if dtype is torch.float16:  # room for every partial sum
-        scale = 2.0 ** math.floor(math.log2(LARGEST / float(result.abs().sum(0).max())))
-    return order((result * scale).to(dtype)).float() / (scale * len(result))
+        scale = 2.0 ** math.floor(math.log2(LARGEST / float(grads.abs().sum(0).max())))
+    return order((grads * scale).to(dtype)).float() / (scale * len(grads))
 
 
-def errors(result: Tensor) -> dict[str, float]:
+def errors(grads: Tensor) -> dict[str, float]:
     """Relative errors of the mean, by type and order, and the standard error that the mean has by itself."""
-    exact = result.double().mean(0)
-    matches = {
-        f"{name} {order.__name__}": float((reduced(result, dtype, order).double() - exact).norm() / exact.norm())
+    exact = grads.double().mean(0)
+    by_way = {
+        f"{name} {order.__name__}": float((reduced(grads, dtype, order).double() - exact).norm() / exact.norm())
         for name, dtype in TYPES.items()
         for order in (ring, tree)
     }
-    spread = (result.double() - exact).square().mean(0).sum().sqrt()
-    return {**matches, "noise": float(spread / len(result) ** 0.5 / exact.norm())}
+    spread = (grads.double() - exact).square().mean(0).sum().sqrt()
+    return {**by_way, "noise": float(spread / len(grads) ** 0.5 / exact.norm())}
 
 
 def trained(seed: int, ranks: int, steps: int, dtype: torch.dtype) -> float:

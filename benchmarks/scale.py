@@ -81,9 +81,9 @@ def counted(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> dic
             process_group=dist.group.WORLD,
         )
         begun = time.perf_counter()
-        result = step.graph_for(*batch)
+        built = step.graph_for(*batch)
         seconds = time.perf_counter() - begun
-        traffic = result.traffic
+        traffic = built.traffic
         if traffic is None:
             raise SystemExit("--ranks takes numbers from 2 on")
         return {
@@ -124,7 +124,7 @@ def others(elements: int, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def message(row: dict[str, Any]) -> str:
+def line(row: dict[str, Any]) -> str:
     """A line of the table."""
     build = f"{row['seconds']:5.1f} s" if "seconds" in row else ""
     sizes = " ".join(f"{row[key]:8.2f}" for key in ("sent_gb", "weights_gb", "state_gb"))
@@ -146,10 +146,10 @@ def main() -> None:
     for ranks in options.ranks:
         for rules, shard in [(options.rules[0], "none"), *((rules, "update") for rules in options.rules)]:
             rows.append(counted(options.layers, ranks, shard, rules, options.tokens))
-            print(message(rows[-1]), flush=True)
+            print(line(rows[-1]), flush=True)
         for row in others(rows[-1]["elements"], ranks):
             rows.append(row)
-            print(message(row), flush=True)
+            print(line(row), flush=True)
     options.device, options.threads = "cpu", 1
     write_results(options.json, "scale", options, rows)
 

@@ -100,13 +100,13 @@ def with_outliers(source: Path, target: Path, feeds: dict[str, np.ndarray]) -> N
     model = onnx.load(source)
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-    matches = [
+    products = [
         node
         for node in graph.node
         if node.op_type in ("MatMul", "Gemm") and node.input[1] in stored and len(stored[node.input[1]].dims) == 2
         if not any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
     ]
-    chosen = matches[:: max(len(matches) // OUTLIERS, 1)][:OUTLIERS]
+    chosen = products[:: max(len(products) // OUTLIERS, 1)][:OUTLIERS]
     ranges = calibrate(source, [feeds], names=[node.input[0] for node in chosen])
     for count, node in enumerate(chosen):
         weight = numpy_helper.to_array(stored[node.input[1]]).copy()
@@ -120,11 +120,11 @@ def with_outliers(source: Path, target: Path, feeds: dict[str, np.ndarray]) -> N
             added = numpy_helper.to_array(stored[node.input[2]]) * scale
             graph.initializer.append(numpy_helper.from_array(added, f"outlier{count}_added"))
             node.input[2] = f"outlier{count}_added"
-        result = node.output[0]
+        output = node.output[0]
         node.input[1], node.output[0] = names[0], names[2]
         place = list(graph.node).index(node)
         graph.node.insert(
-            place + 1, onnx.helper.make_node("Mul", [names[2], names[1]], [result], f"outlier{count}_down")
+            place + 1, onnx.helper.make_node("Mul", [names[2], names[1]], [output], f"outlier{count}_down")
         )
     onnx.save(model, target)
 
@@ -136,18 +136,18 @@ def fp32_nodes(path: Path) -> tuple[int, int]:
     types = {one.name: one.type.tensor_type.elem_type for one in (*graph.value_info, *graph.input, *graph.output)}
     wide = floats = 0
     for node in graph.node:
-        results = {types.get(one, 0) for one in node.output}
+        dtypes = {types.get(one, 0) for one in node.output}
         if node.op_type in ("Cast", "Constant", "ConstantOfShape"):
             continue
-        wide += bool(results & set(_WIDE))
-        floats += bool(results & {*_WIDE, TensorProto.FLOAT16})
+        wide += bool(dtypes & set(_WIDE))
+        floats += bool(dtypes & {*_WIDE, TensorProto.FLOAT16})
     return wide, floats
 
 
-def judged(source: Path, result: Path, feeds: dict[str, np.ndarray]) -> dict[str, Any]:
+def judged(source: Path, converted: Path, feeds: dict[str, np.ndarray]) -> dict[str, Any]:
     """What a converted file comes to: nodes in FP32, nodes of floats, and the error by true rounding."""
-    wide, floats = fp32_nodes(result)
-    error = max(output.relative for output in verify(source, result, [feeds]).outputs)
+    wide, floats = fp32_nodes(converted)
+    error = max(output.relative for output in verify(source, converted, [feeds]).outputs)
     return {"fp32": wide, "floats": floats, "error": error if np.isfinite(error) else "infinite"}
 
 
@@ -164,16 +164,16 @@ def measure(name: str, source: Path, feeds: dict[str, np.ndarray], folder: Path,
     for label, rules in (("tune", ALL_LOW), ("tune, default", "default")):
         begun = time.process_time()
         try:
-            result = amp.tune(source, [feeds], rules=rules, tolerance=row["tolerance"], output=folder / "tuned.yaml")
+            tuned = amp.tune(source, [feeds], rules=rules, tolerance=row["tolerance"], output=folder / "tuned.yaml")
         except AmpError as error:
             row[label] = {"failed": error.what}
             continue
         seconds = time.process_time() - begun
         amp.convert_onnx(source, target, rules=str(folder / "tuned.yaml"), dtype="fp16", check=False)
         row[label] = {
-            **judged(source, target, feeds), "kept": len(result.nodes), "searched": result.searched,
-            "runs": result.runs,
-            "limit": result.limit, "stopped": result.stopped, "before": str(result.before), "seconds": seconds,
+            **judged(source, target, feeds), "kept": len(tuned.nodes), "searched": tuned.searched,
+            "runs": tuned.runs,
+            "limit": tuned.limit, "stopped": tuned.stopped, "before": str(tuned.before), "seconds": seconds,
         }  # fmt: skip
     return row
 
@@ -182,11 +182,11 @@ def _peer(
     peers: Path, program: str, source: Path, target: Path, data: Path, tolerance: float, feeds: dict[str, np.ndarray]
 ) -> dict[str, Any]:
     target.unlink(missing_ok=True)
-    message = run_program(peers, program, (source, target, data, repr(tolerance)), PEER_LIMIT)
-    if "error" in message:
-        return {"failed": message["error"]}
+    outcome = run_program(peers, program, (source, target, data, repr(tolerance)), PEER_LIMIT)
+    if "error" in outcome:
+        return {"failed": outcome["error"]}
     try:
-        return {**message, **judged(source, target, feeds)}
+        return {**outcome, **judged(source, target, feeds)}
     except Exception as error:  # noqa: BLE001  a file that cannot be run is what a peer came to
         return {"failed": f"its file does not run: {str(error).splitlines()[0][:120]}"}
 
@@ -214,7 +214,7 @@ def _told(one: dict[str, Any]) -> str:
 
 def outcome(rows: list[dict[str, Any]]) -> str:
     """What came of the prediction."""
-    messages = []
+    sentences = []
     for peer in ("AutoCast", "ORT auto"):
         both = [row for row in rows if "fp32" in row.get(peer, {}) and "fp32" in row["tune"]]
         sound = [row for row in both if isinstance(row[peer]["error"], float)]
@@ -222,14 +222,14 @@ def outcome(rows: list[dict[str, Any]]) -> str:
         fewer, same = (
             sum(sign(row["tune"]["fp32"], row[peer]["fp32"]) for row in kept) for sign in (operator.lt, operator.eq)
         )
-        messages.append(
+        sentences.append(
             f"beside {peer}: at no more error fewer nodes in FP32 on {fewer} models, as many on {same}, more on "
             f"{len(kept) - fewer - same}; its result overflows on {len(both) - len(sound)}, it fails on "
             f"{len(rows) - len(both)}"
         )
     ours = [row[label] for row in rows for label in ("tune", "tune, default") if "runs" in row[label]]
     held = all(one["runs"] <= one["limit"] for one in ours)
-    return "; ".join([*messages, f"the bound on runs {'held' if held else 'did not hold'}"])
+    return "; ".join([*sentences, f"the bound on runs {'held' if held else 'did not hold'}"])
 
 
 def main() -> None:
@@ -240,9 +240,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as result, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder = Path(result)
+        folder = Path(directory)
         for name in options.models:
             source, feeds = export(name, folder)
             rows.append(measure(name, source, feeds, folder, options.peers))

@@ -163,13 +163,13 @@ def sizes(name: str, block: int, options: Mapping[str, Any]) -> Iterator[None]:
 def choices(name: str) -> list[tuple[int, dict[str, Any]]]:
     """What is tried: what the project uses, and all others of 4 to 64 elements a thread."""
     own = used(name)
-    matches = [own]
+    tried = [own]
     for block, warps, most in itertools.product(BLOCKS[name], WARPS[name], MOST_REGISTERS[name]):
         options = {**own[1], "num_warps": warps, "maxnreg": most}
         kept = {key: value for key, value in options.items() if value is not None}
         if 4 <= block // (32 * warps) <= 64 and (block, kept) != own:
-            matches.append((block, kept))
-    return matches
+            tried.append((block, kept))
+    return tried
 
 
 def sweep(name: str, gradients: str, parameters: int, repeats: int) -> list[Row]:
@@ -243,10 +243,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows = []
     for gradients, name in itertools.product(options.dtype, (CHECK, ADAM)):
-        result = sweep(name, gradients, options.parameters, options.repeats)
-        ranked = [result[0], *sorted(result[1:], key=lambda row: row["ms"])]
+        timed = sweep(name, gradients, options.parameters, options.repeats)
+        ranked = [timed[0], *sorted(timed[1:], key=lambda row: row["ms"])]
         console.print(table(ranked[:8], f"{name}, {gradients} gradients: the project's own, then the fastest"))
-        rows += result
+        rows += timed
         measuring.write_results(options.json, "update_kernels", options, rows)
     return 0
 

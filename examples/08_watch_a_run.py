@@ -37,9 +37,9 @@ def loss_fn(
     model: nn.Module, images: torch.Tensor, digits: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, and beside it a number that one would like to see too."""
-    result = model(images)
-    right = (result.argmax(-1) == digits).float().mean()
-    return WEIGHT * F.cross_entropy(result, digits), {"read right": right}
+    logits = model(images)
+    right = (logits.argmax(-1) == digits).float().mean()
+    return WEIGHT * F.cross_entropy(logits, digits), {"read right": right}
 
 
 def train(callbacks: list[amp.callbacks.Callback], steps: int, backend: str, loss_scale: object) -> None:

@@ -35,7 +35,7 @@ class Stages(Sequence[Stage]):
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
         self._subgraphs: dict[int, bytes] = {}
-        self.captured = self.compiling = 0.0  # when: captured, and began to be made for the backend
+        self.captured = self.compiling = 0.0  # when it was, and when compiling for the backend began
         self.texts = Texts()  # what writes them while they are made
 
     @property

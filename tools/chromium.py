@@ -84,9 +84,9 @@ def picture(window: Window) -> bytes:
     from PIL import Image
 
     shown = Image.open(io.BytesIO(window.driver.get_screenshot_as_png())).convert("RGB")
-    result = io.BytesIO()
-    shown.quantize(256, dither=Image.Dither.NONE).save(result, "PNG", optimize=True)
-    return result.getvalue()
+    png = io.BytesIO()
+    shown.quantize(256, dither=Image.Dither.NONE).save(png, "PNG", optimize=True)
+    return png.getvalue()
 
 
 @contextmanager

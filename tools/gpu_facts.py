@@ -65,12 +65,12 @@ def ceilings(elements: int, side: int) -> dict[str, float]:
         side: rows and columns of the matrices.
     """
     source, target = (torch.randn(elements, device="cuda") for _ in range(2))
-    matches = {"copy, TB/s": 8 * elements / milliseconds(lambda: target.copy_(source)) / 1e9}
+    figures = {"copy, TB/s": 8 * elements / milliseconds(lambda: target.copy_(source)) / 1e9}
     for dtype in (torch.bfloat16, torch.float16):
         a, b = (torch.randn(side, side, device="cuda").to(dtype) for _ in range(2))
         took = milliseconds(lambda a=a, b=b: a @ b)
-        matches[f"product in {str(dtype).removeprefix('torch.')}, TFLOP/s"] = 2 * side**3 / took / 1e9
-    return matches
+        figures[f"product in {str(dtype).removeprefix('torch.')}, TFLOP/s"] = 2 * side**3 / took / 1e9
+    return figures
 
 
 def main() -> int:
@@ -83,11 +83,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("torch sees no CUDA device here", file=sys.stderr)
         return 1
-    result = facts() | ceilings(options.elements, options.side)
-    for name, value in result.items():
+    figures = facts() | ceilings(options.elements, options.side)
+    for name, value in figures.items():
         print(f"{name:30} {value:.2f}" if isinstance(value, float) else f"{name:30} {value}")
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

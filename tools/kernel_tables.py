@@ -138,8 +138,8 @@ def takes(kernels: Kernels, domain: str, schema: OpSchema, type_name: str) -> bo
     def holds(variable: str) -> bool:
         return any(f"tensor({type_name})" in one for one in limits.get(variable, (variable,)))
 
-    results = {put.type_str for put in schema.outputs if holds(put.type_str)}
-    variables = {put.type_str for put in schema.inputs if holds(put.type_str)} or results
+    outputs = {put.type_str for put in schema.outputs if holds(put.type_str)}
+    variables = {put.type_str for put in schema.inputs if holds(put.type_str)} or outputs
     if not variables:
         return False
     fitting = [one for one in kernels.get((domain, schema.name), ()) if one.is_for(schema.since_version)]
@@ -172,9 +172,9 @@ def lines(kernels: Kernels, names: Sequence[str]) -> Iterator[str]:
                 ranges[-1][1] = last
             else:
                 ranges.append([schema.since_version, last, types])
-        message = ", ".join(f"{first}-{last}: {types}" for first, last, types in ranges if types)
-        if message:
-            yield f"  {domain or 'onnx'}.{op}: {{{message}}}\n"
+        ranges_text = ", ".join(f"{first}-{last}: {types}" for first, last, types in ranges if types)
+        if ranges_text:
+            yield f"  {domain or 'onnx'}.{op}: {{{ranges_text}}}\n"
 
 
 def main(target: str, source: str = "", version: str = "") -> None:

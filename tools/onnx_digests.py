@@ -42,8 +42,8 @@ def models(exports: Path | None) -> Iterator[tuple[str, onnx.ModelProto | Path]]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result = collect_testcases(None)
-    yield from ((f"node {one.name}", one.model) for one in result if one.model is not None)
+        cases = collect_testcases(None)
+    yield from ((f"node {one.name}", one.model) for one in cases if one.model is not None)
     known = bases()
     yield from ((f"base {index}", model) for index, model in enumerate(known))
     for number in range(DAMAGED):
@@ -68,9 +68,9 @@ def digests(source: onnx.ModelProto | Path, folder: Path, options: dict[str, Any
     except AmpError as error:
         text = str(error).replace(str(folder), "FOLDER")
         return [text.replace(str(source.parent), "SOURCE") if isinstance(source, Path) else text]
-    results = [path.read_bytes() for path in sorted(folder.iterdir())]
-    results += [done.plan.to_json().encode(), repr((done.notes, done.changed)).encode()]
-    return [hashlib.sha256(data).hexdigest()[:16] for data in results]
+    contents = [path.read_bytes() for path in sorted(folder.iterdir())]
+    contents += [done.plan.to_json().encode(), repr((done.notes, done.changed)).encode()]
+    return [hashlib.sha256(data).hexdigest()[:16] for data in contents]
 
 
 def main() -> None:
@@ -83,18 +83,18 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        matches = {
+        now = {
             f"{name}, {way}": digests(source, Path(folder), settings)
             for name, source in models(options.exports)
             for way, settings in WAYS.items()
         }
-    options.output.write_text(json.dumps(matches, indent=0) + "\n")
-    print(f"{len(matches)} conversions")
+    options.output.write_text(json.dumps(now, indent=0) + "\n")
+    print(f"{len(now)} conversions")
     if options.against is not None:
         before = json.loads(options.against.read_text())
-        wrong = [name for name in {**before, **matches} if before.get(name) != matches.get(name)]
+        wrong = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         for name in wrong:
-            print(name, before.get(name), matches.get(name))
+            print(name, before.get(name), now.get(name))
         sys.exit(f"{len(wrong)} differ" if wrong else 0)
 
 

@@ -25,9 +25,9 @@ def entry(case: ElementTree.Element) -> dict[str, Any]:
     """One test."""
     outcome, reason = "passed", ""
     for kind in ("skipped", "error", "failure"):
-        result = case.find(kind)
-        if result is not None:
-            outcome, reason = kind, (result.get("message") or "").partition("\n")[0]
+        element = case.find(kind)
+        if element is not None:
+            outcome, reason = kind, (element.get("message") or "").partition("\n")[0]
     measured = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
     place = case.get("classname", "").rpartition(".")[2]
     name = f"{place}: {case.get('name', '')}"
@@ -40,26 +40,26 @@ def main() -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    matches: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[dict[str, Any]]] = {}
     for path in options.files:
         try:
-            matches[path.stem] = read(path)
+            tables[path.stem] = read(path)
         except (OSError, ElementTree.ParseError) as cause:
             print(f"{path.name}: {cause}", file=sys.stderr)
-            matches[path.stem] = []
+            tables[path.stem] = []
     plain = {"test", "outcome", "seconds", "reason"}
-    for tests in matches.values():
+    for tests in tables.values():
         for one in tests:
             measured = ", ".join(f"{key} {value}" for key, value in one.items() if key not in plain)
             if one["outcome"] != "passed" or measured:
                 print(f"{one['outcome']:8} {one['seconds']:6.1f} s  {one['test']}  {measured or one['reason']}"[:WIDTH])
-    for name, tests in matches.items():
+    for name, tests in tables.items():
         counts = Counter(one["outcome"] for one in tests)
-        message = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "nothing ran"
-        print(f"{name:10} {message}, {sum(one['seconds'] for one in tests):.0f} s")
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) or "nothing ran"
+        print(f"{name:10} {summary}, {sum(one['seconds'] for one in tests):.0f} s")
     if options.json:
-        options.json.write_text(json.dumps(matches, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(matches.values()) else 1
+        options.json.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(tables.values()) else 1
 
 
 if __name__ == "__main__":

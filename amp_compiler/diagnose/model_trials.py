@@ -159,16 +159,16 @@ class ModelTrials:
     def _run(self, rules: RuleSet) -> Observed:
         with autocast_off(), building(), generators_kept(self._model, self._args, self._kwargs):
             program = self._rewritten(self._tried.under(rules))
-            args = [
+            inputs = [
                 self._leaves[entry.index]
                 if entry.source is Source.USER
                 else tensor_getter(self._model, program.captured, entry)()
                 for entry in program.captured.inputs
             ]
-            seen = self._forward(program, args)
+            seen = self._forward(program, inputs)
             if seen.results or self._backward is None:
                 return seen
-            return self._gradients(program, args, seen, self._backward)
+            return self._gradients(program, inputs, seen, self._backward)
 
     def _rewritten(self, settings: Settings) -> _Rewritten:
         low = settings.low(self._device)

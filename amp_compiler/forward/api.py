@@ -107,7 +107,7 @@ def compile(
         dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"` (BF16 where the device computes it natively,
             else FP16).
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new input shape is recompiled. Or as for `torch.export.export`.
+            differs becomes dynamic. `None`: every new input shape is a recompilation. Or as for `torch.export.export`.
         backend: `"inductor"`, or `"eager"` (node by node: the oracle). A call that is differentiated twice (a gradient
             penalty, a Hessian product) runs once more node by node with either, said once; with dropout in it, it needs
             `"eager"`.
@@ -165,15 +165,15 @@ def _build(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    args = dict(options or {})
-    unknown = sorted(set(args) - {"rules", "dtype", "backend", "mode"})
+    settings_args = dict(options or {})
+    unknown = sorted(set(settings_args) - {"rules", "dtype", "backend", "mode"})
     if unknown:
         raise AmpError(
             f"unknown option {unknown[0]!r} of backend 'amp_compiler'", hint="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        args["mode"] = mode
-    settings = make_settings(**args)
+        settings_args["mode"] = mode
+    settings = make_settings(**settings_args)
     low = settings.low(device_of(inputs))
     refuse_other_autocast(torch_dtype(low))
     return build_subgraph(graph_module, inputs, settings, low)
@@ -244,8 +244,8 @@ def explain(
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
     if (fuse or opset is not None or target is not None) and not is_onnx(model):
-        message = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
-        raise AmpError(f"{message} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
+        option = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
+        raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:

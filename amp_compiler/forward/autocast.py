@@ -70,6 +70,6 @@ class _UnderAutocast(fx.Interpreter):
         with torch.autocast(self.device, enabled=False) if pinned else contextlib.nullcontext():
             result = super().run_node(n)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
-        output = n.op == "call_function" and n.target is not operator.getitem and isinstance(first, torch.Tensor)
-        self.low += output and first.dtype is self.dtype
+        is_tensor_op = n.op == "call_function" and n.target is not operator.getitem and isinstance(first, torch.Tensor)
+        self.low += is_tensor_op and first.dtype is self.dtype
         return result

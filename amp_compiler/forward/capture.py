@@ -91,5 +91,5 @@ def capture_model(
             captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model))
         return CapturedModel(captured, (*inputs, *captured.constants.values()))
 
-    result: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic, prints_ignored)
-    return result
+    captured_model: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic, prints_ignored)
+    return captured_model

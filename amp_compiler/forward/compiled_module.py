@@ -56,8 +56,8 @@ class CompiledModule(StandIn):
 
     def __new__(cls, model: nn.Module, settings: Settings) -> CompiledModule:
         """An object of the class for this kind of model."""
-        result = object.__new__(_class_for(model) if cls is CompiledModule else cls)
-        return result  # type: ignore[return-value]
+        module = object.__new__(_class_for(model) if cls is CompiledModule else cls)
+        return module  # type: ignore[return-value]
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         nn.Module.__init__(self)  # a class that only stands among the bases is none to begin

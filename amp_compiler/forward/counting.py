@@ -69,8 +69,8 @@ class CountingProgram:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             with TENSORS:
-                args = zip(self.inputs(leaves), self._writes, strict=True)
-                inputs = [one.clone() if is_written else one for one, is_written in args]
+                pairs = zip(self.inputs(leaves), self._writes, strict=True)
+                inputs = [one.clone() if is_written else one for one, is_written in pairs]
             if self._run is None:
                 self._run = self.compile(self.graph_module, inputs)
             return torch.cat(list(self._run(*inputs)))

@@ -48,11 +48,11 @@ class KeptWeights:
         before, copies, watches = known
         if before != seen or None in seen[2]:
             now, then = zip(*seen[:3], strict=True), zip(*before[:3], strict=True)
-            results = [
+            fresh = [
                 copy if one == other and one[2] is not None else weight.detach().to(copy.dtype)
                 for weight, copy, one, other in zip(weights, copies, now, then, strict=True)
             ]
-            return self._keep(seen, results)
+            return self._keep(seen, fresh)
         self._turn += 1
         if not watches:
             watches.append(CopyWatch([*zip(weights, copies, strict=True)]))

@@ -27,9 +27,9 @@ class ModuleHooks:
 
     def key(self) -> tuple[Any, ...]:
         """The numbers of all hooks, those of all modules first."""
-        result = hooks_made()
-        if result != self._made:
-            self._made = result
+        count = hooks_made()
+        if count != self._made:
+            self._made = count
             tables = (vars(one)[name] for module in self._model.modules() for one in _with_original(module)
                       for name in MODULE_HOOKS)  # fmt: skip
             self._tables = [table for table in tables if table]

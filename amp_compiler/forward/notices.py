@@ -153,8 +153,8 @@ class Course:
             stages: those that were made.
         """
         nodes, low = len(plan.nodes), sum(node.precision == "low" for node in plan.nodes)
-        output, result = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
-        cache = f", {output} from Inductor's cache and {result} anew" if output or result else ""
+        hits, misses = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
+        cache = f", {hits} from Inductor's cache and {misses} anew" if hits or misses else ""
         captured = self.captured + max(0.0, stages.captured - self.began)
         planned = max(0.0, stages.compiling - stages.captured)
         return (
@@ -182,35 +182,35 @@ def telling(name: str, captured: float = 0.0) -> Iterator[Course]:
         name: what is compiled.
         captured: seconds that its capture took before.
     """
-    message = Course(name, captured)
+    course = Course(name, captured)
     if _SILENT.get() or not logger.isEnabledFor(logging.WARNING):
-        yield message
+        yield course
         return
-    done, token = threading.Event(), _COURSE.set(message)
-    thread = threading.Thread(target=_tell, args=(message, PATIENCE - captured, done), name="amp_compiler", daemon=True)
+    done, token = threading.Event(), _COURSE.set(course)
+    thread = threading.Thread(target=_tell, args=(course, PATIENCE - captured, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
-        yield message
+        yield course
     finally:
         done.set()
         thread.join()
         _COURSE.reset(token)
-    if message.plan is not None and message.stages is not None and message.seconds() >= PATIENCE:
-        logger.warning(message.report(message.plan, message.stages))
+    if course.plan is not None and course.stages is not None and course.seconds() >= PATIENCE:
+        logger.warning(course.report(course.plan, course.stages))
 
 
-def _tell(message: Course, patience: float, done: threading.Event) -> None:
+def _tell(course: Course, patience: float, done: threading.Event) -> None:
     if done.wait(max(0.0, patience)):
         return
     console = Console(stderr=True)
     if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
-        if patience > 0 or not message.captured:  # it was said while it was captured
-            logger.warning("compiling %s, for %g s now: %s", message.name, PATIENCE, message.doing)
+        if patience > 0 or not course.captured:  # it was said while it was captured
+            logger.warning("compiling %s, for %g s now: %s", course.name, PATIENCE, course.doing)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("", total=len(_PHASES))
         while True:
-            bars.update(bar, completed=message.phase, description=f"{message.name}: {message.doing}")
+            bars.update(bar, completed=course.phase, description=f"{course.name}: {course.doing}")
             if done.wait(_EVERY):
                 return

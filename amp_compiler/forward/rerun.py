@@ -66,10 +66,10 @@ class Rerun:
             raise self.error(self._refused)
         if self._run is None:
             self._run = find_backend("eager").build(self._graph_module, [], True)
-        args = [one.clone() if written else one for one, written in zip(inputs, self._written, strict=True)]
+        copies = [one.clone() if written else one for one, written in zip(inputs, self._written, strict=True)]
         device = device_of(inputs)
         drawn = random_state(device)
-        results: Sequence[Any] = self._run(*args)
+        results: Sequence[Any] = self._run(*copies)
         if not all(map(torch.equal, drawn, random_state(device))):
             set_random_state(device, drawn)
             raise self.error("it draws random numbers, which would be others than those of the compiled call")
@@ -132,8 +132,8 @@ class _Call:
             results = rerun.again(read)
             pairs = [(results[i], gradients[number]) for i, number in self._places if gradients[number] is not None]
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
-            result = iter(_differentiate(pairs, wanted, create_graph))
-        return tuple(next(result) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
+            computed = iter(_differentiate(pairs, wanted, create_graph))
+        return tuple(next(computed) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
 
 
 def _is_unread(node: fx.Node) -> bool:

@@ -312,13 +312,13 @@ class Subgraphs:
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
         names, called = Names.of(self._model), f"{name} of {self._name}"
         try:
-            if (message := course()) is not None:
-                message.stages = stages
+            if (progress := course()) is not None:
+                progress.stages = stages
             subgraph = build_subgraph(
                 graph_module, inputs, self._settings, low, names, stages, called, self._low_weights
             )
-            if message is not None:
-                message.plan = subgraph.plan
+            if progress is not None:
+                progress.plan = subgraph.plan
         except AmpError as cause:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):

@@ -66,19 +66,19 @@ class ZeroTrail:
             steps.append(_Step(node, canonical_op(node.target), inputs, gradients, narrow))
         return cls(tuple(steps))
 
-    def vanished(self, zero: Mapping[fx.Node, bool], requested: Collection[fx.Node]) -> set[fx.Node]:
+    def vanished(self, zero: Mapping[fx.Node, bool], nodes: Collection[fx.Node]) -> set[fx.Node]:
         """Those of the nodes asked for of which it is not known that they are zero in FP32 too.
 
         Args:
             zero: whether a value that was counted is zero in every element.
-            asked: nodes that are.
+            nodes: those asked for, which are zero.
         """
         states: dict[fx.Node, _State] = {}
-        wanted = set(requested)
+        wanted = set(nodes)
         for step in self.steps:
             is_zero = step.node in wanted or zero.get(step.node)
             states[step.node] = _state(step, is_zero, states)
-        return {node for node in requested if states.get(node) is _State.VANISHED}
+        return {node for node in nodes if states.get(node) is _State.VANISHED}
 
 
 def _state(step: _Step, is_zero: bool | None, states: Mapping[fx.Node, _State]) -> _State:

@@ -69,9 +69,9 @@ def alias_sources(node: fx.Node) -> list[fx.Node]:
 def _changes_type(node: fx.Node) -> bool:
     source = node.args[0] if node.args else None
     before = node_tensor(source) if isinstance(source, fx.Node) else None
-    result = node_tensor(node)
+    after = node_tensor(node)
     cast = node.target._schema.name in ("aten::to", "aten::type_as")  # type: ignore[union-attr]
-    return cast and before is not None and result is not None and before.dtype != result.dtype
+    return cast and before is not None and after is not None and before.dtype != after.dtype
 
 
 def written_operands(node: fx.Node) -> list[fx.Node]:
@@ -91,8 +91,8 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 def takes_statistics(node: fx.Node) -> bool:
     """Whether a norm takes its statistics of its input, and updates the running ones without reading them."""
     schema = getattr(node.target, "_schema", None)
-    message = _STATISTICS.get(schema.name.removeprefix("aten::")) if schema is not None else None
-    return message is not None and schema_argument(node, message) is not False
+    argument = _STATISTICS.get(schema.name.removeprefix("aten::")) if schema is not None else None
+    return argument is not None and schema_argument(node, argument) is not False
 
 
 def _nodes(argument: Any) -> list[fx.Node]:

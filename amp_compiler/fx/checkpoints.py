@@ -52,19 +52,19 @@ def checkpoints_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     Args:
         nodes: the forward, in order.
     """
-    matches = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
-    if not matches:
-        return matches
+    regions_of = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
+    if not regions_of:
+        return regions_of
     within = set(nodes)
     for node in reversed(nodes):
-        regions = {matches.get(user) for user in node.users if user in within}
-        if node.op != "call_function" or node in matches or len(regions) != 1:
+        regions = {regions_of.get(user) for user in node.users if user in within}
+        if node.op != "call_function" or node in regions_of or len(regions) != 1:
             continue
         (region,) = regions
-        inside = node.target in _CASTS or any(matches.get(one) == region for one in node.all_input_nodes)
+        inside = node.target in _CASTS or any(regions_of.get(one) == region for one in node.all_input_nodes)
         if region is not None and inside:
-            matches[node] = region
-    return matches
+            regions_of[node] = region
+    return regions_of
 
 
 def recomputed_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

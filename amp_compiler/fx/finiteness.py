@@ -77,7 +77,7 @@ class Finiteness:
         Args:
             wanted: the nodes to go back from.
         """
-        matches: set[fx.Node] = set()
+        origins: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         open_nodes = list(wanted)
         while open_nodes:
@@ -92,8 +92,8 @@ class Finiteness:
             causes = [source for source in node.all_input_nodes if self.is_bad(source)]
             open_nodes += causes
             if not causes:
-                matches.add(node)
-        return matches
+                origins.add(node)
+        return origins
 
     @property
     def bad(self) -> list[fx.Node]:
@@ -104,9 +104,9 @@ class Finiteness:
     def vanished(self) -> list[fx.Node]:
         """All nodes that made zeros alone of inputs that hold other numbers."""
         zero = {node for node, one in self.ranges.items() if one.is_zero}
-        results = (node for node in zero if node.op == "call_function")
+        zeros = (node for node in zero if node.op == "call_function")
         return [
-            node for node in results if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}
+            node for node in zeros if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}
         ]
 
     def is_zero(self, node: fx.Node) -> bool:
@@ -137,15 +137,15 @@ class Replay(fx.Interpreter):
         self.source = graph_module.graph
         self.seen = Finiteness(is_forward)
 
-    def run_again(self, options: Mapping[fx.Node, Any], device: torch.device) -> Finiteness:
+    def run_again(self, values: Mapping[fx.Node, Any], device: torch.device) -> Finiteness:
         """Run up to the update; random numbers stay as they are.
 
         Args:
-            given: the values of the placeholders; of those that only the update reads they may be missing.
+            values: the values of the placeholders; of those that only the update reads they may be missing.
             device: whose random numbers are drawn, beside the CPU's.
         """
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            for node, value in options.items():
+            for node, value in values.items():
                 self._note(node, value)
             for node in self.source.nodes:
                 if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
@@ -177,11 +177,11 @@ def rounds(node: fx.Node) -> bool:
     """Whether a node is a cast to a narrower type, or an input that is the rounded copy of another one."""
     if node.op == "placeholder":
         return Key.LOW in node.meta
-    result = node_tensor(node)
-    if node.op != "call_function" or result is None or canonical_op(node.target) not in _CASTS:
+    tensor = node_tensor(node)
+    if node.op != "call_function" or tensor is None or canonical_op(node.target) not in _CASTS:
         return False
     source = node_tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
-    return source is not None and result.dtype.itemsize < source.dtype.itemsize
+    return source is not None and tensor.dtype.itemsize < source.dtype.itemsize
 
 
 def planned_for(node: fx.Node, planned: Mapping[str, Any]) -> str:

@@ -159,9 +159,9 @@ def cast_bytes(graph: fx.Graph, phase: str) -> int:
     total = 0
     for node in graph.nodes:
         if node.target in (CAST, torch.ops.aten._to_copy.default) and node.meta.get(Key.PHASE) == phase:
-            source, result = node_tensor(node.args[0]), node_tensor(node)
-            if source is not None and result is not None and is_float(source.dtype) and is_float(result.dtype):
-                total += hint(result.numel()) * (source.element_size() + result.element_size())
+            source, target = node_tensor(node.args[0]), node_tensor(node)
+            if source is not None and target is not None and is_float(source.dtype) and is_float(target.dtype):
+                total += hint(target.numel()) * (source.element_size() + target.element_size())
     return total
 
 
@@ -266,10 +266,10 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy that may be rewritten: of the nodes with their metadata, not of the tensors in it."""
     graph = fx.Graph()
-    outputs: dict[fx.Node, fx.Node] = {}
-    results = graph.graph_copy(graph_module.graph, outputs)
+    copies: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(graph_module.graph, copies)
     graph.output(results)
-    for node, copy in outputs.items():
+    for node, copy in copies.items():
         copy.meta = dict(node.meta)
     return new_graph_module(graph_module, graph)
 
@@ -307,14 +307,14 @@ def own_upcasts(graph: fx.Graph) -> list[fx.Node]:
 
     Without those of values that are changed in place, of which a copy is needed.
     """
-    matches = []
+    casts = []
     for node in graph.find_nodes(op="call_function", target=CAST):
         source: Any = node.args[0]
         tensor = node_tensor(source)
-        requested = Key.PLACED in node.meta or Key.PIN in node.meta or source.meta.get(Key.VOLATILE)
-        if not requested and tensor is not None and tensor.dtype in LOW_TYPES and node.args[1] is torch.float32:
-            matches.append(node)
-    return matches
+        kept = Key.PLACED in node.meta or Key.PIN in node.meta or source.meta.get(Key.VOLATILE)
+        if not kept and tensor is not None and tensor.dtype in LOW_TYPES and node.args[1] is torch.float32:
+            casts.append(node)
+    return casts
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

@@ -85,11 +85,11 @@ def graph_of(record: Record, sources: Sequence[fx.Node], mode: FakeTensorMode) -
         Unrecordable: the data is of another form.
     """
     graph = fx.Graph()
-    results: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     try:
         for op, name, target, args, kwargs, example, has_example, origin, marks in record:
             function = _function(target) if op == "call_function" else target
-            node = graph.create_node(op, function, _decoded(args, results), _decoded(kwargs, results), name)
+            node = graph.create_node(op, function, _decoded(args, nodes), _decoded(kwargs, nodes), name)
             if node.name != name:
                 raise Unrecordable(f"'{name}' is no name of a node")
             if has_example:
@@ -97,7 +97,7 @@ def graph_of(record: Record, sources: Sequence[fx.Node], mode: FakeTensorMode) -
             source = {} if origin is None else sources[origin].meta
             node.meta.update({key: source[key] for key in marks["same"]})
             node.meta.update({_OWN[key]: value for key, value in marks["own"].items()})
-            results.append(node)
+            nodes.append(node)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as cause:
         raise Unrecordable(f"this is no record of a graph: {cause}") from cause
     return graph
@@ -130,12 +130,12 @@ def _target(target: Any) -> str:
 def _function(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
-    result: Any = torch.ops
+    operator: Any = torch.ops
     for part in name.split("."):
-        result = getattr(result, part)
-    if not isinstance(result, torch._ops.OpOverload):
+        operator = getattr(operator, part)
+    if not isinstance(operator, torch._ops.OpOverload):
         raise ValueError(f"'{name}' is no operator")
-    return result
+    return operator
 
 
 def _encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
@@ -159,17 +159,17 @@ def _encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:
     raise Unrecordable(f"{value!r} has no exact form")
 
 
-def _decoded(value: Any, results: Sequence[fx.Node]) -> Any:
+def _decoded(value: Any, nodes: Sequence[fx.Node]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
     if kind == "node":
-        return results[held]
+        return nodes[held]
     if kind in ("tuple", "list", "slice"):
-        items = [_decoded(item, results) for item in held]
+        items = [_decoded(item, nodes) for item in held]
         return items if kind == "list" else tuple(items) if kind == "tuple" else slice(*items)
     if kind == "dict":
-        return {key: _decoded(item, results) for key, item in held.items()}
+        return {key: _decoded(item, nodes) for key, item in held.items()}
     if kind == "device":
         return torch.device(held)
     return _function(held) if kind == "function" else getattr(torch, held)

@@ -54,7 +54,7 @@ class KeptGraph:
     mode: FakeTensorMode
 
     @classmethod
-    def of(cls, graph: fx.Graph, requested: Any, identity: str) -> KeptGraph | None:
+    def of(cls, graph: fx.Graph, options: Any, identity: str) -> KeptGraph | None:
         """The place of what is traced from a graph; `None` where it may not be kept.
 
         That is a graph with inner graphs, sizes that are symbols or operators of the user's; one that is traced under
@@ -62,7 +62,7 @@ class KeptGraph:
 
         Args:
             graph: what is traced.
-            asked: what else the trace depends on, as data for JSON.
+            options: what else the trace depends on, as data for JSON.
             identity: name of the module that traces.
         """
         settings = trace_settings() if keeps_compiled() else None
@@ -72,12 +72,12 @@ class KeptGraph:
         if settings is None or mode is None or not source:
             return None
         try:
-            message = json.dumps([record_of(graph), requested, settings, source])
+            content = json.dumps([record_of(graph), options, settings, source])
             folder = cache_folder()
         except (Unrecordable, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
             return None
-        name = f"joint_{hashlib.sha256(message.encode()).hexdigest()[:32]}.json.gz"
+        name = f"joint_{hashlib.sha256(content.encode()).hexdigest()[:32]}.json.gz"
         return cls(folder / name, list(graph.nodes), mode)
 
     def load(self) -> fx.Graph | None:
@@ -134,12 +134,12 @@ def _own_source(tracer: str) -> str:
     pending: list[Any] = [resources.files("amp_compiler") / room for room in _ROOMS]
     found_any = False
     while pending:
-        result = pending.pop()
-        if result.is_dir():
-            pending += sorted(result.iterdir(), key=lambda one: one.name)
-        elif result.name.endswith(".py"):
+        entry = pending.pop()
+        if entry.is_dir():
+            pending += sorted(entry.iterdir(), key=lambda one: one.name)
+        elif entry.name.endswith(".py"):
             found_any = True
-            digest.update(result.name.encode() + b"\0" + result.read_bytes())
+            digest.update(entry.name.encode() + b"\0" + entry.read_bytes())
     try:
         digest.update(inspect.getsource(sys.modules[tracer]).encode())
     except OSError:  # as in a program that was frozen into one file

@@ -56,14 +56,14 @@ def lower_graph(graph_module: fx.GraphModule, kinds: Mapping[str, ValueKind]) ->
     graph = PrecisionGraph(_device(graph_module.graph))
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
-            result = node_tensor(node)
-            if result is not None:
-                graph.add_value(_value(node.name, node, result, kinds.get(node.name, ValueKind.INPUT)))
+            tensor = node_tensor(node)
+            if tensor is not None:
+                graph.add_value(_value(node.name, node, tensor, kinds.get(node.name, ValueKind.INPUT)))
         elif node.op == "get_attr":
-            result = node_tensor(node)
-            if result is not None:
-                kind = ValueKind.PARAMETER if isinstance(result, torch.nn.Parameter) else ValueKind.CONSTANT
-                graph.add_value(_value(node.name, node, result, kind))
+            tensor = node_tensor(node)
+            if tensor is not None:
+                kind = ValueKind.PARAMETER if isinstance(tensor, torch.nn.Parameter) else ValueKind.CONSTANT
+                graph.add_value(_value(node.name, node, tensor, kind))
         elif node.op == "call_function" and node.target is not operator.getitem and _is_tensor_op(node):
             _add_node(graph, node)
         elif node.op == "output":
@@ -159,14 +159,14 @@ def _outputs(node: fx.Node) -> list[Value]:
     if not isinstance(value, (list, tuple)):
         return []
     names = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    matches = []
+    values = []
     for index, item in enumerate(value):
         if isinstance(item, torch.Tensor):
             name = names[index].name if index in names else f"{node.name}.{index}"
-            matches.append(_value(name, names.get(index, node), item))
+            values.append(_value(name, names.get(index, node), item))
         elif index in names:  # a list of tensors among the results, as of histogramdd
-            matches += _outputs(names[index])
-    return matches
+            values += _outputs(names[index])
+    return values
 
 
 def _pin(node: fx.Node) -> Pin | None:

@@ -27,16 +27,16 @@ def computed_again(graph: fx.Graph, forward: Sequence[fx.Node], values: Collecti
     for node in forward:  # views of it are taken again
         if changed.intersection(memory_of(node)):
             changed.add(node)
-    results: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
 
     def copy_of(node: fx.Node, place: fx.Node) -> fx.Node:
-        if node not in results:
+        if node not in copies:
             sources = {one: copy_of(one, place) for one in node.all_input_nodes if one in changed}
             with graph.inserting_before(place):
                 copy = graph.node_copy(node, lambda one: sources.get(one, one))
             copy.meta = {**node.meta, Key.PHASE: "backward"}
-            results[node] = copy
-        return results[node]
+            copies[node] = copy
+        return copies[node]
 
     within = set(forward)
     for reader in [node for node in graph.nodes if node not in within and node.op != "output"]:
@@ -46,7 +46,7 @@ def computed_again(graph: fx.Graph, forward: Sequence[fx.Node], values: Collecti
     for node in reversed(forward):
         if node in changed and not node.users:
             graph.erase_node(node)
-    return bool(results)
+    return bool(copies)
 
 
 def memory_of(node: fx.Node) -> list[fx.Node]:

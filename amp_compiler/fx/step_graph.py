@@ -44,17 +44,17 @@ def _is_cast(node: fx.Node) -> bool:
     """Whether a node makes another floating-point type of a tensor, and nothing else."""
     if node.target is not _CAST or not isinstance(node.args[0], fx.Node):
         return False
-    source, result = node_tensor(node.args[0]), node_tensor(node)
-    if source is None or result is None or source.device != result.device:
+    source, target = node_tensor(node.args[0]), node_tensor(node)
+    if source is None or target is None or source.device != target.device:
         return False
-    return source.dtype != result.dtype and is_float(source.dtype) and is_float(result.dtype)
+    return source.dtype != target.dtype and is_float(source.dtype) and is_float(target.dtype)
 
 
 def _cast(node: fx.Node) -> StepCast:
     (value,) = node.all_input_nodes
-    source, result = value.meta["val"], node.meta["val"]
-    moved = math.prod(map(hint, result.shape)) * (source.dtype.itemsize + result.dtype.itemsize)
-    return StepCast(node.name, value.name, _type_of(source), _type_of(result), moved, str(node.meta.get(Key.PHASE, "")))
+    source, target = value.meta["val"], node.meta["val"]
+    moved = math.prod(map(hint, target.shape)) * (source.dtype.itemsize + target.dtype.itemsize)
+    return StepCast(node.name, value.name, _type_of(source), _type_of(target), moved, str(node.meta.get(Key.PHASE, "")))
 
 
 def _node(node: fx.Node) -> StepNode:
@@ -72,13 +72,13 @@ def _node(node: fx.Node) -> StepNode:
 
 def _results(node: fx.Node) -> Iterator[tuple[str, str]]:
     """What a node makes; of several, those that are read."""
-    result = node.meta.get("val")
-    if isinstance(result, torch.Tensor):
-        yield node.name, _type_of(result)
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield node.name, _type_of(value)
     for user in node.users:
         if user.target is operator.getitem:
             yield user.name, _type_of(user.meta.get("val"))
 
 
-def _type_of(result: Any) -> str:
-    return neutral_dtype(result.dtype).short if isinstance(result, torch.Tensor) else ""
+def _type_of(value: Any) -> str:
+    return neutral_dtype(value.dtype).short if isinstance(value, torch.Tensor) else ""

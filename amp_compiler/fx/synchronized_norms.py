@@ -71,10 +71,10 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
         return normalized(mean, variance, 0.0 if norm.momentum is None else norm.momentum)
     share = 1.0 / norm.num_batches_tracked  # type: ignore[operator]
     new = torch.zeros_like(mean), torch.zeros_like(variance)
-    result = normalized(*new, 1.0)
+    output = normalized(*new, 1.0)
     for kept, now in zip((mean, variance), new, strict=True):
         kept.copy_(kept * (1 - share) + now * share)
-    return result
+    return output
 
 
 def mark_norms(graph_module: fx.GraphModule, model: nn.Module) -> None:

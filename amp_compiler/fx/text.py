@@ -142,8 +142,8 @@ def _line(node: fx.Node) -> str:
         results: Any = node.args[0]
         flat = results if isinstance(results, (list, tuple)) else [results]
         return f"return {', '.join(map(_argument, flat))}".rstrip() + behind
-    result = _value(node.meta.get("val"))
-    typed = f"{node.name}: {result}" if result else node.name
+    kind = _value(node.meta.get("val"))
+    typed = f"{node.name}: {kind}" if kind else node.name
     if node.op == "placeholder":
         return f"in {typed}{behind}"
     arguments = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
@@ -259,12 +259,12 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
 
 
 def _marks(node: fx.Node) -> str:
-    matches = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
+    marks = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
     if node.op == "call_function":
         module, kind = module_of(node)
         if module or kind:
-            matches.append(f"at={module}:{kind}")
-    return " ".join(matches)
+            marks.append(f"at={module}:{kind}")
+    return " ".join(marks)
 
 
 def parse_fx(text: str) -> fx.GraphModule:
@@ -286,10 +286,10 @@ def parse_fx(text: str) -> fx.GraphModule:
     root = torch.nn.Module()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     for name in sorted(blocks, key=lambda path: -path.count(".") - (path != "")):  # inner graphs first
-        result = _Reader(mode, root if not name else torch.nn.Module()).read(blocks[name])
+        graph_module = _Reader(mode, root if not name else torch.nn.Module()).read(blocks[name])
         if not name:
-            return result
-        root.add_module(name, result)
+            return graph_module
+        root.add_module(name, graph_module)
     raise GraphError("there is no graph in this text")
 
 
@@ -419,13 +419,13 @@ def _function(name: str) -> Any:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     first, _, rest = name.partition(".")
-    result: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
+    value: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
     if first == "higher_order":
         return getattr(torch.ops.higher_order, rest)
-    if result is None:
-        result, rest = torch.ops, name
+    if value is None:
+        value, rest = torch.ops, name
     for part in rest.split("."):
-        result = getattr(result, part)
-    if result is None or isinstance(result, torch._ops.OpOverloadPacket):
+        value = getattr(value, part)
+    if value is None or isinstance(value, torch._ops.OpOverloadPacket):
         raise ValueError(f"'{name}' names no operator; write its overload too")
-    return result
+    return value

@@ -45,12 +45,12 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
         return False
     results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
     for result in results:
-        output = node_tensor(result)
-        if output is None or output.dtype != low:
+        rounded_value = node_tensor(result)
+        if rounded_value is None or rounded_value.dtype != low:
             continue
         with graph.inserting_after(result):
             rounded = _cast(graph, result, low)
-        rounded.meta["val"] = output
+        rounded.meta["val"] = rounded_value
         replace_other_uses(result, rounded)
     return True
 

@@ -214,9 +214,9 @@ def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
     """How many nodes are FP32 for what calibration has seen, by cause."""
     reasons = [node.reason for node in plan.nodes if " in calibration" in node.reason]
     counts = {cause: sum(words in reason for reason in reasons) for cause, words in _SEEN.items()}
-    message = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
-    if message:
-        yield f"by calibration {len(reasons)} of {len(plan.nodes)} nodes are FP32: {message}"
+    causes = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
+    if causes:
+        yield f"by calibration {len(reasons)} of {len(plan.nodes)} nodes are FP32: {causes}"
 
 
 def _unconverted(plan: PrecisionPlan) -> Iterator[str]:

@@ -153,11 +153,11 @@ def export_onnx(
             ranges = measure(program, calibration, example_kwargs or {})
         plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
         exported = run_exporter(program, version, input_names, output_names or _output_names(program))
-        matches = {
+        misfits = {
             **pinned_nodes(exported, low, rule_set, plan, ranges or {}),
             **unfit_nodes(exported, low, plan, providers),
         }
-        unfit = {name: why for name, why in matches.items() if name not in pins}
+        unfit = {name: why for name, why in misfits.items() if name not in pins}
         if not unfit:
             break
         pins.update(unfit)

@@ -82,11 +82,11 @@ def added_by_runtime(
         if kind is DType.FLOAT16 and reads[name] and providers.obstacle(node.op, versions[name], low) is not None:
             widened[name] = None
     returned = {value.name or "" for value in lowered.model.ir.graph.outputs}
-    results = {name: {value for value in graph.nodes[name].outputs if types[value] is low} for name in reads}
+    writes = {name: {value for value in graph.nodes[name].outputs if types[value] is low} for name in reads}
     for name, node in graph.nodes.items():
         firsts = {one.value for one in node.inputs if one.slot.partition(".")[2] in ("", "0")}  # of a list, all it asks
         makers = {value: graph.producer(value) for value in reads.get(name, set()) & firsts}
-        readers = {user for value in results.get(name, ()) for user, _ in graph.readers(value)}
+        readers = {user for value in writes.get(name, ()) for user, _ in graph.readers(value)}
         if name in widened or not any(makers.values()) or not readers or returned & {*node.outputs}:
             continue
         if readers <= widened.keys() and all(
@@ -94,7 +94,7 @@ def added_by_runtime(
         ):
             widened[name] = None
     inward = {value for name in widened for value in reads[name] if types[value] is low or graph.is_folded(value)}
-    outward = {value for name in widened for value in results[name]}
+    outward = {value for name in widened for value in writes[name]}
     kept = {value for name, read in reads.items() if name not in widened for value in read}
     kept |= {value for value in outward if not graph.readers(value) and value not in returned}  # cast all the same
     kept |= {value for value in returned & outward if graph.values[value].dtype is low or value not in graph.outputs}

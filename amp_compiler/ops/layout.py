@@ -50,7 +50,7 @@ def is_laid_out_like(tensor: Tensor, other: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlap, in any order of dimensions."""
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     if tensor.numel() == 0 or tensor.is_contiguous():
         return True
     expected = 1

@@ -110,8 +110,8 @@ class _Search:
         self._leave_out_followers()
         several = len(self.why) > 1
         text = f"{len(self.why)} node{'s' * several} in FP32 fix{'es' * (not several)} it"
-        fixed = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
-        return Cure(rules_text(self.rules, self._entries()), f"{text}: run again with these rules {fixed}")
+        outcome = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
+        return Cure(rules_text(self.rules, self._entries()), f"{text}: run again with these rules {outcome}")
 
     def _leave_out_followers(self) -> None:
         """Name no node that goes with its neighbours, a view say, where it does so by itself."""

@@ -70,16 +70,16 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
         is_loss = info(taker.op).family == "loss"
         if not is_loss and not in_file:
             continue
-        result = makers if is_loss else behind_logarithms
+        takers = makers if is_loss else behind_logarithms
         pending = [operand.value for operand in taker.inputs if operand.slot in slots]
         while pending:
             maker = graph.producer(pending.pop())
-            if maker is None or maker.name in result:
+            if maker is None or maker.name in takers:
                 continue
             known = info(maker.op)
             sums = not is_loss and known.family == "reduction"
             if known.squashes or known.carries or known.exact or known.moves or sums:
-                result[maker.name] = taker
+                takers[maker.name] = taker
                 pending += [] if known.squashes else [operand.value for operand in maker.inputs]
     probabilities: set[str] = set()
     for name in [name for name in graph.nodes if name in behind_logarithms] if behind_logarithms else ():

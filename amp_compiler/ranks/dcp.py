@@ -230,15 +230,15 @@ def contents(folder: Path) -> Contents:
         AmpError: it cannot be read.
     """
     try:
-        result = FileSystemReader(folder).read_metadata()
+        metadata = FileSystemReader(folder).read_metadata()
     except Exception as cause:  # unpickling raises whatever it likes
         raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata"), hint=_DELETE) from cause
     tensors = {
         name: (one.size, one.properties.dtype)
-        for name, one in result.state_dict_metadata.items()
+        for name, one in metadata.state_dict_metadata.items()
         if isinstance(one, TensorStorageMetadata)
     }
-    return Contents(tensors, {name: tuple(map(str, path)) for name, path in result.planner_data.items()})
+    return Contents(tensors, {name: tuple(map(str, path)) for name, path in metadata.planner_data.items()})
 
 
 def _group(ranks: Ranks | None) -> dict[str, Any]:

@@ -133,10 +133,10 @@ class Parts:
         optimizer.register_state_dict_post_hook(whole)
 
     def _gathered(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        result = dict(state)
+        gathered = dict(state)
         for column in sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.dim()):
-            result[column] = self.whole(self.held(result, column, parameter), parameter)
-        return result
+            gathered[column] = self.whole(self.held(gathered, column, parameter), parameter)
+        return gathered
 
     def whole(self, part: Tensor, parameter: Tensor) -> Tensor:
         """The parts of all ranks, in the shape of the weight; all wait for all.

@@ -80,7 +80,7 @@ class RankValues:
             self._generation = generation
             self._find()
         self._begun = self._present()
-        matches = (
+        changes = (
             self._loads,
             sum(self._left.get(name, mark) != mark for name, mark in self._begun.items()),
             not self._left_states.keys() <= self._states.keys()
@@ -88,7 +88,7 @@ class RankValues:
             OPTIMIZER_STEPS.count != self._steps,
             self._scale.last if self._scale.assigned != self._assigned else "",
         )
-        return matches if any(matches) else ()
+        return changes if any(changes) else ()
 
     def left(self) -> None:
         """At the end of a call: what was set and written up to now, is the step's."""
@@ -101,14 +101,14 @@ class RankValues:
     def _find(self) -> None:
         """Look for all tensors anew."""
         buffers = self._model.named_buffers() if self._with_buffers else ()
-        matches = {**dict(self._model.named_parameters()), **dict(buffers)}
+        named = {**dict(self._model.named_parameters()), **dict(buffers)}
         states: list[Any] = []
         parameters = []
         for group, name, parameter, state in self._held():
-            matches.setdefault(name, parameter)
+            named.setdefault(name, parameter)
             states += state.values()
             parameters.append(f"{_shown(name)} in {group}{'' if parameter.requires_grad else ', frozen'}")
-        tensors = {name: one for name, one in matches.items() if not one.is_inference()}
+        tensors = {name: one for name, one in named.items() if not one.is_inference()}
         self._tensors, self.parameters = tensors, tuple(parameters)
         self._states = {id(one): one for one in writable(one for one in states if isinstance(one, Tensor))}
 
@@ -155,6 +155,6 @@ def _shown(name: str) -> str:
 
 def _checksums(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Each name with the checksum of its tensor."""
-    result = dict(named)
-    sums = checksums([*result.values()])
-    return [f"{name} with the checksum {one}" for name, one in zip(result, sums, strict=True)]
+    tensors = dict(named)
+    sums = checksums([*tensors.values()])
+    return [f"{name} with the checksum {one}" for name, one in zip(tensors, sums, strict=True)]

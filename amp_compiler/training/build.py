@@ -262,8 +262,8 @@ def run_step_passes(
     storage = state.kept.weights.storage
     inputs = converted_inputs(model, begun, options, state.kept)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
-    args = _step_options(weights, begun, options, state.kept)
-    return pipeline.run(begun.captured.graph_module, args, begun.stages), weights
+    pass_options = _step_options(weights, begun, options, state.kept)
+    return pipeline.run(begun.captured.graph_module, pass_options, begun.stages), weights
 
 
 def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept: KeptTensors) -> StepInputs:
@@ -377,8 +377,8 @@ def _compile(
 ) -> Callable[..., Sequence[Any]]:
     """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
 
-    def build(subgraph: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        return build_run(subgraph, args, settings, round_exactly, stages)
+    def build(subgraph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return build_run(subgraph, inputs, settings, round_exactly, stages)
 
     with torch.no_grad():
         if not settings.runs_on.compiled:

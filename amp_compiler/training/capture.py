@@ -182,8 +182,8 @@ def _with_owners(captured: Captured, inputs: Sequence[Any], model: LossModule) -
 
 def _outer_name(target: str) -> str:
     """How the code of a loss calls what it holds, as far as the source of an input tells."""
-    result = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
-    return result or "value"
+    name = re.sub(r".*(?:cell_contents|__globals__|loss_fn)\.?", "", target).strip(".")
+    return name or "value"
 
 
 def _marked(model: LossModule) -> Callable[..., Any]:
@@ -230,9 +230,9 @@ class LossFrontend:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        with _around(self._model), telling(NAME) as message:
+        with _around(self._model), telling(NAME) as course:
             yield
-        self._seconds += message.seconds()
+        self._seconds += course.seconds()
 
     def take_seconds(self) -> float:
         """How long a capture took of which this was not asked yet."""
@@ -265,7 +265,7 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
         return captured_loss(graph_module, inputs, model, low)
 
     with torch.enable_grad():
-        result: CapturedLoss = frontend.capture_once(
+        captured: CapturedLoss = frontend.capture_once(
             _marked(model), make, SUBJECT, batch, {}, around=lambda: _around(model), values=True
         )
-    return result
+    return captured

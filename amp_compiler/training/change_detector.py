@@ -61,9 +61,9 @@ class ChangeDetector:
     def look(self) -> None:
         """At the beginning of a call: what has changed since the last one."""
         self._is_read = False
-        result = hooks_made()
-        if result != self._hooks or self.hooked:
-            self._hooks, self.hooked = result, any(map(has_hooks, self._model.parameters()))
+        count = hooks_made()
+        if count != self._hooks or self.hooked:
+            self._hooks, self.hooked = count, any(map(has_hooks, self._model.parameters()))
         if self._is_same():
             self._follow_writes()
         else:

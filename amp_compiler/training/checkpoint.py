@@ -166,12 +166,12 @@ def load_checkpoint(
             raise AmpError(
                 f"holds {was}, not {now}", where=str(path), hint="pass to it what was saved: a step, or a dict of them"
             )
-        result = dcp.contents(path)
+        held = dcp.contents(path)
         for name, one in named.items():
-            wanted.update(one.wanted(result, about["steps"][name], about["ranks"], str(path)))
-        for entry, keys in result.paths.items():
+            wanted.update(one.wanted(held, about["steps"][name], about["ranks"], str(path)))
+        for entry, keys in held.paths.items():
             if keys[:3] == ("ranks", str(_rank(ranks)), "random") and about["ranks"] == _size(ranks):
-                wanted[entry] = torch.empty(*result.tensors[entry][0], dtype=torch.uint8)
+                wanted[entry] = torch.empty(*held.tensors[entry][0], dtype=torch.uint8)
 
     checkpoint_folder.each(ranks, prepare)
     dcp.load(wanted, path, ranks)
@@ -187,27 +187,27 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         raise AmpError(
             f"{called} needs torch.distributed.checkpoint, which this torch lacks", hint="install another torch"
         )
-    args = {"": steps} if isinstance(steps, TrainingStep) else steps
-    if not isinstance(args, Mapping) or not args or not all(isinstance(one, TrainingStep) for one in args.values()):
+    named = {"": steps} if isinstance(steps, TrainingStep) else steps
+    if not isinstance(named, Mapping) or not named or not all(isinstance(one, TrainingStep) for one in named.values()):
         raise AmpError(
             f"{called} was given a {type(steps).__name__}", hint="pass a training step, or a dict of them by name"
         )
-    if any(not isinstance(name, str) or (name == "") != (args is not steps) for name in args):
+    if any(not isinstance(name, str) or (name == "") != (named is not steps) for name in named):
         raise AmpError("the steps need names", hint='pass them as {"generator": step, …}')
-    ranks = next(iter(args.values()))._setup.ranks
-    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in args.values()}) > 1:
+    ranks = next(iter(named.values()))._setup.ranks
+    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in named.values()}) > 1:
         raise AmpError(
             "the steps are of different process groups", hint="give all of them one, or save them one by one"
         )
-    for one in args.values():
+    for one in named.values():
         if one._coordinator is not None:
             one._coordinator.join(called)
     owned = {
         name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
-        for name, one in args.items()
+        for name, one in named.items()
     }
     every = set().union(*owned.values())
-    return {name: StepContents(one, name, every - owned[name]) for name, one in args.items()}, ranks
+    return {name: StepContents(one, name, every - owned[name]) for name, one in named.items()}, ranks
 
 
 def _rank(ranks: Ranks | None) -> int:
@@ -220,13 +220,13 @@ def _size(ranks: Ranks | None) -> int:
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
     """torch's random state of this process: uint8 vectors, on the CPU."""
-    matches = {"cpu": torch.get_rng_state()}
-    return {**matches, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else matches
+    random_state = {"cpu": torch.get_rng_state()}
+    return {**random_state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else random_state
 
 
-def _set_random_state(matches: Mapping[str, Any], rank: int, device: torch.device) -> None:
+def _set_random_state(loaded: Mapping[str, Any], rank: int, device: torch.device) -> None:
     entries = {kind: f"ranks.{rank}.random.{kind}" for kind in ("cpu", "cuda")}
-    kinds = {kind: matches[entry] for kind, entry in entries.items() if entry in matches}
+    kinds = {kind: loaded[entry] for kind, entry in entries.items() if entry in loaded}
     if "cpu" in kinds:
         torch.set_rng_state(kinds["cpu"])
     if "cuda" in kinds and device.type == "cuda":

@@ -88,7 +88,7 @@ class StepContents:
         if step._gathered and step._choice.subgraph_step is not None:
             what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in subgraphs"
             raise AmpError(what, hint="save behind the last of them")
-        matches: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         seen, own_buffers = set(), self._own_buffers()
         for key, value in self._values().items():
             head, _, name = key.partition(".")
@@ -96,9 +96,9 @@ class StepContents:
                 continue  # they are the first rank's for any other number of ranks
             if isinstance(value, Tensor):
                 seen.add(id(value))
-                matches.setdefault(head, {})[name] = self._value(value)
+                entries.setdefault(head, {})[name] = self._value(value)
             else:
-                matches.setdefault(head, {})[name] = (value,)
+                entries.setdefault(head, {})[name] = (value,)
         states: dict[str, Any] = {}
         for parameter, state in self._states():
             own = {
@@ -107,9 +107,9 @@ class StepContents:
                 if key != MASTER or id(parameter) not in seen
             }
             states[self._names[id(parameter)]] = own
-        matches["optimizer"] = {"state": states, "param_groups": (self._groups(),)}
-        matches["ranks"] = {str(self._rank): {**own_buffers, **self._sums()}}
-        return matches
+        entries["optimizer"] = {"state": states, "param_groups": (self._groups(),)}
+        entries["ranks"] = {str(self._rank): {**own_buffers, **self._sums()}}
+        return entries
 
     def _values(self) -> dict[str, Any]:
         """Parameters, buffers and extra state of the models, but what other steps have; the tensors themselves."""
@@ -186,11 +186,11 @@ class StepContents:
 
     # What is loaded
 
-    def wanted(self, result: Contents, about: Mapping[str, Any], ranks: int, where: str) -> dict[str, Any]:
+    def wanted(self, held: Contents, about: Mapping[str, Any], ranks: int, where: str) -> dict[str, Any]:
         """Where to everything that a checkpoint has of this step is to be read, by the names of its entries.
 
         Args:
-            found: what it holds.
+            held: what it holds.
             about: as `about` gave it.
             ranks: how many wrote it.
             where: its folder, for errors.
@@ -200,7 +200,7 @@ class StepContents:
                 gradients are gathered.
         """
         before = ("steps", self._name) if self._name else ()
-        paths = {keys[len(before) :]: entry for entry, keys in result.paths.items() if keys[: len(before)] == before}
+        paths = {keys[len(before) :]: entry for entry, keys in held.paths.items() if keys[: len(before)] == before}
         self._masters: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter that has one, with what is read for it
         self._about, self._paths = about, paths
         self._check_kind(about, where)
@@ -209,12 +209,12 @@ class StepContents:
         differ = [f"only the step has {key}" for key in goals.keys() - model.keys()]
         differ += [f"only the checkpoint has {key}" for key in model.keys() - goals.keys()]
         for key in goals.keys() & model.keys():
-            differ += self._misfits(key, goals[key], result.tensors.get(model[key]))
+            differ += self._misfits(key, goals[key], held.tensors.get(model[key]))
         _refuse(differ, where)
         own = {entry: goals[key] for key, entry in model.items()}
-        own |= self._states_wanted(result)
+        own |= self._states_wanted(held)
         own[paths["optimizer", "param_groups"]] = None
-        return own | self._own_wanted(result, ranks, where)
+        return own | self._own_wanted(held, ranks, where)
 
     def _check_kind(self, about: Mapping[str, Any], where: str) -> None:
         own, saved = self._kind(), about["step"]
@@ -259,7 +259,7 @@ class StepContents:
             return [f"{key} is {_short(saved[1])} there and {_short(part.dtype)} here"]
         return []
 
-    def _states_wanted(self, result: Contents) -> dict[str, Any]:
+    def _states_wanted(self, held: Contents) -> dict[str, Any]:
         by_name = {self._names[id(p)]: p for group in self._groups_of() for p in group}
         wanted: dict[str, Any] = {}
         self._loaded: dict[int, dict[str, str]] = {}  # entries of each parameter's state
@@ -269,7 +269,7 @@ class StepContents:
                 continue
             parameter = by_name[keys[2]]
             self._loaded.setdefault(id(parameter), {})[keys[3]] = entry
-            wanted[entry] = self._state_target(entry, parameter, result.tensors.get(entry))
+            wanted[entry] = self._state_target(entry, parameter, held.tensors.get(entry))
         return wanted
 
     def _state_target(self, entry: str, parameter: Tensor, saved: tuple[torch.Size, torch.dtype] | None) -> Any:
@@ -283,7 +283,7 @@ class StepContents:
         part = self._parts[entry] = self._weights.parts.zeros(parameter).to(dtype)
         return self._slice(part, parameter)
 
-    def _own_wanted(self, result: Contents, ranks: int, where: str) -> dict[str, Any]:
+    def _own_wanted(self, held: Contents, ranks: int, where: str) -> dict[str, Any]:
         """What this rank has of its own: buffers where there are as many ranks, gathered gradients."""
         about, step = self._about, self._step
         if about["gathered"] and (ranks != self._size or about["accumulate"] != step._accumulate):
@@ -302,33 +302,33 @@ class StepContents:
         own, kinds = {}, ["sums"] if ranks != self._size else ["sums", "buffers"]
         for keys, entry in self._paths.items():
             if keys[:2] == ("ranks", str(self._rank)) and keys[2] in kinds:
-                own[entry] = torch.empty(result.tensors[entry][0], dtype=result.tensors[entry][1], device=self.device)
+                own[entry] = torch.empty(held.tensors[entry][0], dtype=held.tensors[entry][1], device=self.device)
         return own
 
-    def place(self, matches: Mapping[str, Any]) -> None:
+    def place(self, loaded: Mapping[str, Any]) -> None:
         """Take over what was read; all ranks come.
 
         Args:
-            found: what `wanted` gave, filled.
+            loaded: what `wanted` gave, filled.
         """
         step, parts = self._step, self._weights.parts
         with torch.no_grad():
             for parameter, master in self._masters.values():
                 low = master.to(parameter.dtype)
                 parameter.copy_(parts.whole(low, parameter) if parameter in parts else low)
-            self._place_module(matches)
+            self._place_module(loaded)
         for number, optimizer in enumerate(self._optimizers):
-            groups = matches[self._paths["optimizer", "param_groups"]][0][number]
-            optimizer.load_state_dict(self._state_dict(optimizer, groups, matches))
+            groups = loaded[self._paths["optimizer", "param_groups"]][0][number]
+            optimizer.load_state_dict(self._state_dict(optimizer, groups, loaded))
         step.load_state_dict(self._about["step"])
-        self._place_sums(matches)
+        self._place_sums(loaded)
 
-    def _place_module(self, matches: Mapping[str, Any]) -> None:
+    def _place_module(self, loaded: Mapping[str, Any]) -> None:
         values = self._module.state_dict()
         placed = {id(master) for _, master in self._masters.values()}
         own: dict[str, Any] = {}
         for keys, entry in self._paths.items():
-            value = matches.get(entry)
+            value = loaded.get(entry)
             if keys[:3] == ("ranks", str(self._rank), "buffers") and value is not None:
                 own[keys[3]] = value
             elif keys[0] in (ROOT, "outside") and isinstance(value, Tensor) and id(value) not in placed:
@@ -338,14 +338,14 @@ class StepContents:
         values.update(own)
         self._module.load_state_dict(values)
 
-    def _state_dict(self, optimizer: torch.optim.Optimizer, groups: Any, matches: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_dict(self, optimizer: torch.optim.Optimizer, groups: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes; of what the ranks share, their parts."""
         state: dict[int, dict[str, Any]] = {}
         numbered, number = [], 0
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             numbered.append({**saved, "params": list(range(number, number + len(group["params"])))})
             for parameter in group["params"]:
-                own = {key: self._read(entry, matches) for key, entry in self._loaded.get(id(parameter), {}).items()}
+                own = {key: self._read(entry, loaded) for key, entry in self._loaded.get(id(parameter), {}).items()}
                 if id(parameter) in self._masters:
                     own[MASTER] = self._masters[id(parameter)][1]
                 if own:
@@ -353,17 +353,17 @@ class StepContents:
                 number += 1
         return {"state": state, "param_groups": numbered}
 
-    def _read(self, entry: str, matches: Mapping[str, Any]) -> Any:
+    def _read(self, entry: str, loaded: Mapping[str, Any]) -> Any:
         if entry in self._parts:
             return self._parts[entry]
-        return matches[entry] if isinstance(matches[entry], Tensor) else matches[entry][0]
+        return loaded[entry] if isinstance(loaded[entry], Tensor) else loaded[entry][0]
 
-    def _place_sums(self, matches: Mapping[str, Any]) -> None:
+    def _place_sums(self, loaded: Mapping[str, Any]) -> None:
         step, sums, gathered = self._step, self._kept.sums, set()
         for parameter in (p for group in self._groups_of() for p in group):
             entry = self._paths.get(("ranks", str(self._rank), "sums", self._names[id(parameter)]))
             if entry is not None:
-                sums.get(parameter).copy_(matches[entry])
+                sums.get(parameter).copy_(loaded[entry])
                 gathered.add(id(parameter))
             elif parameter in sums:
                 sums.get(parameter).zero_()

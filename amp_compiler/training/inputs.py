@@ -105,12 +105,12 @@ class StepInputs:
             ops: the op table.
             storage: how they are stored.
         """
-        matches: dict[str, Tensor] = {}
+        read_low: dict[str, Tensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             parameter = self.getters[node.name]() if node.name in self.trained else None
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
-                matches[self.entries[node.name].target.partition(".")[2]] = parameter
-        store_alone(matches, low, storage)
+                read_low[self.entries[node.name].target.partition(".")[2]] = parameter
+        store_alone(read_low, low, storage)
 
     def split(
         self,
@@ -152,15 +152,15 @@ class StepInputs:
         frozen = [name for name in self._parameters if name not in self.trained]
         held = {name: self.getters[name]() for name in frozen}
         wanted = gathered & self.holders.keys()
-        matches = list({id(one): name for name, one in held.items() if id(one) in wanted}.values())
-        for name in matches:
+        names = list({id(one): name for name, one in held.items() if id(one) in wanted}.values())
+        for name in names:
             if held[name].dtype is not torch.float32:
                 raise AmpError(
                     f"the {held[name].dtype} parameter '{self.entries[name].target.partition('.')[2]}' was frozen while"
                     " batches with gradients of it were gathered (accumulate=)",
                     hint="freeze it behind the last of the calls that are gathered",
                 )
-        return matches
+        return names
 
     def of_parts(self, parts: Parts) -> tuple[str, ...]:
         """Placeholders of the weights that are split over the ranks, whether this one trains them now or not."""
@@ -230,8 +230,8 @@ class TrainedWeights:
         held = {name: id(self.inputs.getters[self.placed.parameter(name)]()) for name in self.placed.owner}
         own = {held[name] for name in owners_with_gradient(joint, self.placed.owner)}
         wanted = self.gathered - own
-        matches = {one: name for name, one in reversed(held.items()) if one in wanted}  # a tied one has several names
-        return (*reversed(matches.values()), *self.inputs.frozen_of(wanted))
+        by_id = {one: name for name, one in reversed(held.items()) if one in wanted}  # a tied one has several names
+        return (*reversed(by_id.values()), *self.inputs.frozen_of(wanted))
 
     def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
         """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.

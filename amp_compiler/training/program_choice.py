@@ -170,19 +170,19 @@ class ProgramChoice:
             cause = CaptureError("gathered gradients are used up")
             self._flushing = SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
-        result = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
+        computed = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
         options = replace(options, divisor=options.divisor // setup.accumulate * count)
         if setup.coordinator is not None and options.reduction is not None:
             options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
-            result = self._flushing.shared(result, self._decide([], f"step.flush() of {count}"), "")
+            computed = self._flushing.shared(computed, self._decide([], f"step.flush() of {count}"), "")
         if not count:
             return None
         with building():
-            program = self._flushing.update_for(result, options, self._detector.owners)
+            program = self._flushing.update_for(computed, options, self._detector.owners)
         plan, execution = (None, "") if last is None else (last[0].plan, last[0].execution)
         program.report = replace(program.report, plan=plan, execution=execution)
-        output = self._guarded(lambda: program(result.given()))
+        output = self._guarded(lambda: program(computed.given()))
         for one in weights.values():
             sums.get(one).zero_()
         return program, output
@@ -285,10 +285,10 @@ class ProgramChoice:
         options = self.options(gather, self._leaves)
         if coordinator is not None:
             coordinator.builds()
-        with building(), telling(NAME, self._frontend().take_seconds()) as message:
-            message.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
+        with building(), telling(NAME, self._frontend().take_seconds()) as course:
+            course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
             program = build_step(self._setup.module, loss, options, self._setup.state, stages)
-            message.plan = program.plan
+            course.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
         graph.programs[key] = program

@@ -93,9 +93,9 @@ def samples_of(leaves: Sequence[Any]) -> int:
     """
     sizes = sorted({int(one.shape[0]) for one in tensors_of(leaves) if one.dim()})
     if len(sizes) != 1:
-        result = f"has tensors of {' and '.join(map(str, sizes))} rows" if sizes else "has no tensor with a dimension"
+        problem = f"has tensors of {' and '.join(map(str, sizes))} rows" if sizes else "has no tensor with a dimension"
         raise AmpError(
-            f"the number of samples is not known of a batch that {result}, and uneven='weight' weighs by it",
+            f"the number of samples is not known of a batch that {problem}, and uneven='weight' weighs by it",
             hint="give tensors with one row for each sample, and hold what is no part of a sample in the loss function",
         )
     if not sizes[0]:

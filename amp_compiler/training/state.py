@@ -86,9 +86,9 @@ class GradientSums:
 
     def get(self, parameter: Tensor) -> Tensor:
         """The sum of a parameter's gradients; the same tensor at every step; of a complex one as real numbers."""
-        result, real = self._sums.get(id(parameter)), as_real(parameter.detach())
-        if result is None or result.shape != real.shape or result.device != real.device:
-            result = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).zero_()
-        elif not is_laid_out_like(result, real):
-            result = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).copy_(result)
-        return result
+        gathered, real = self._sums.get(id(parameter)), as_real(parameter.detach())
+        if gathered is None or gathered.shape != real.shape or gathered.device != real.device:
+            gathered = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).zero_()
+        elif not is_laid_out_like(gathered, real):
+            gathered = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).copy_(gathered)
+        return gathered

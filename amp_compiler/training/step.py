@@ -103,7 +103,7 @@ def training_step(
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated;
             `step.flush()` updates them by fewer.
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new shape is recompiled. Any other form that
+            differs becomes dynamic. `None`: every new shape is a recompilation. Any other form that
             `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters

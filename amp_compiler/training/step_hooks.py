@@ -39,9 +39,9 @@ def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
     Raises:
         AmpError: names the optimizer's class.
     """
-    if between and (result := hooks_before(optimizers)):
+    if between and (hooks := hooks_before(optimizers)):
         raise AmpError(
-            f"{type(result[0][0]).__name__} has hooks that run before its steps, and {between} stands between them and"
+            f"{type(hooks[0][0]).__name__} has hooks that run before its steps, and {between} stands between them and"
             " the gradients of a training step",
             hint="remove them, or leave that out and do it in a hook",
         )
@@ -106,11 +106,11 @@ class PostHooks:
     As under `GradScaler`, they do not run where the update is skipped, which they have to wait for on the device.
 
     Args:
-        found: the hooks, each with its optimizer.
+        hooks: the hooks, each with its optimizer.
     """
 
-    def __init__(self, matches: Sequence[tuple[Optimizer, Any]]) -> None:
-        self._found, self._skipped = matches, 0
+    def __init__(self, hooks: Sequence[tuple[Optimizer, Any]]) -> None:
+        self._found, self._skipped = hooks, 0
 
     def begin(self, config: LossScale, state: LossScaleState) -> None:
         """Before the update."""

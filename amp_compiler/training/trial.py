@@ -136,31 +136,31 @@ class StepTrials:
         lower = self._finite_scale(graph, scale) if all(one.phase == "backward" for one in seen.nodes) else None
         if lower is not None and self._falls:
             return Cure(message=f"only the loss scale was too high: at {lower:g} all is finite, and it falls by itself")
-        result = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
-        if result.rule and self._at is not None:
+        cure = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
+        if cure.rule and self._at is not None:
             by_itself = f" at a loss scale of {self._at:g}, to which it falls by itself"
-            return replace(result, message=result.message + by_itself)
+            return replace(cure, message=cure.message + by_itself)
         if lower is None:
-            return result
+            return cure
         in_fp32 = self._build(extended(self._options.settings.rules, _ALL_FP32))
-        return replace(result, message=result.message + self._advised(graph, in_fp32, torch.full_like(scale, lower)))
+        return replace(cure, message=cure.message + self._advised(graph, in_fp32, torch.full_like(scale, lower)))
 
     def _advised(
         self, graph: _Joint, in_fp32: _Joint, scale: Tensor, rightly: Set[str] = frozenset(), lost: Iterable[str] = ()
     ) -> str:
         """That a loss scale fixes it too, and what it leaves; empty where it does not."""
-        kept, result = in_fp32.gradients(scale), graph.gradients(scale)
-        if not all(bool(torch.isfinite(one).all()) for one in result.values()):
+        kept, gradients = in_fp32.gradients(scale), graph.gradients(scale)
+        if not all(bool(torch.isfinite(one).all()) for one in gradients.values()):
             return ""
 
         def left(names: Iterable[str]) -> float:
-            there = {name: kept[name] != 0 for name in names if name in kept and name in result}
-            gone = sum(int((mask & (result[name] == 0)).sum()) for name, mask in there.items())
+            there = {name: kept[name] != 0 for name in names if name in kept and name in gradients}
+            gone = sum(int((mask & (gradients[name] == 0)).sum()) for name, mask in there.items())
             return gone / max(sum(int(mask.sum()) for mask in there.values()), 1)
 
         most = max(left(kept.keys() - rightly), left(lost))  # what is lost may be little beside all others
-        message = f"; a loss scale of {float(scale):g} fixes it too, and leaves {most:.2%} of the gradients at zero"
-        return message if most <= _LEFT else ""
+        advice = f"; a loss scale of {float(scale):g} fixes it too, and leaves {most:.2%} of the gradients at zero"
+        return advice if most <= _LEFT else ""
 
     def _finite_scale(self, graph: _Joint, scale: Tensor) -> float | None:
         """The greatest scale from 1 on, in steps of two, with which all is finite; `None` where there is none."""
@@ -207,9 +207,9 @@ class StepTrials:
                 joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
             )
             resolve = {node: one for node, one in pairs if node not in scales}
-            keywords = {node: one.get(leaves) for node, one in resolve.items()}
+            values = {node: one.get(leaves) for node, one in resolve.items()}
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
-        return _Joint(joint, keywords, behind, begun.plan, weights.names(), _names(begun.captured))
+        return _Joint(joint, values, behind, begun.plan, weights.names(), _names(begun.captured))
 
 
 def _scales(graph: fx.Graph) -> list[fx.Node]:
@@ -262,14 +262,14 @@ class _Joint:
         seen = self._replayed(scale).seen
         named = {LOSS: results_of(graph)[0], **self._gradients()}
         origins = {name: seen.origins([node]) for name, node in named.items()}
-        broken = {node for result in origins.values() for node in result}
-        messages = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
+        broken = {node for sources in origins.values() for node in sources}
+        described_nodes = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
         zeros = tuple(name for name, node in named.items() if name != LOSS and seen.is_zero(node))
         vanished = seen.vanished if zeros else []
         return _Seen(
-            tuple(name for name, result in origins.items() if result),
-            tuple(messages[node] for node in in_order(graph, broken)),
-            tuple(messages[node] for node in in_order(graph, messages)),
+            tuple(name for name, sources in origins.items() if sources),
+            tuple(described_nodes[node] for node in in_order(graph, broken)),
+            tuple(described_nodes[node] for node in in_order(graph, described_nodes)),
             zeros,
             tuple(self._described(node, seen) for node in in_order(graph, vanished)),
         )

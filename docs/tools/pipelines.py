@@ -40,7 +40,7 @@ def stages(model: str) -> dict[str, list[str]]:
     Args:
         model: a name in tests/pipelines, as `mlp`.
     """
-    matches: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     last: list[str] = []
     graph: list[str] = []
     for block in (RECORDED / f"{model}.txt").read_text(encoding="utf-8").split("=== ")[1:]:
@@ -48,8 +48,8 @@ def stages(model: str) -> dict[str, list[str]]:
         name, _, note = title.partition(", ")
         last = last if note == "nothing changed" else _changed(graph, lines) if note == "changes" else lines
         graph = last if any(line.startswith("return") for line in last) else graph
-        matches.setdefault(name, last)
-    return matches
+        texts.setdefault(name, last)
+    return texts
 
 
 def _changed(before: list[str], diff: list[str]) -> list[str]:

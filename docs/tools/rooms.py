@@ -85,7 +85,7 @@ def measure() -> tuple[dict[str, Room], networkx.DiGraph]:
             if other is not None and table["room"](other) != here:
                 graph.add_edge(here, table["room"](other))
     graph.remove_nodes_from([name for name in (*HIDDEN, EVERYBODY) if name in graph])
-    rooms = {name: room_of(name, result, table["imports"]) for name, result in files.items() if name not in HIDDEN}
+    rooms = {name: room_of(name, members, table["imports"]) for name, members in files.items() if name not in HIDDEN}
     missing = sorted(rooms.keys() - PLACES.keys())
     if missing:
         raise SystemExit(f"no place for {', '.join(missing)}: say in PLACES of {Path(__file__).name} where to draw it")
@@ -107,7 +107,7 @@ def room_of(name: str, files: list[tuple[str, Path]], imports: Callable[[Path], 
         rest = module.removeprefix(name).removeprefix(".")
         if "." in rest or (rest and path.name == "__init__.py"):
             inner.setdefault(rest.partition(".")[0], []).append((module, path))
-    folders = {one: room_of(f"{name}.{one}", result, imports) for one, result in inner.items()}
+    folders = {one: room_of(f"{name}.{one}", members, imports) for one, members in inner.items()}
     return Room(kind_of(libraries), ABOUT.get(name) or (first_sentence(own) if own else ""), folders)
 
 

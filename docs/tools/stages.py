@@ -22,16 +22,16 @@ def fill(text: str, model: str) -> str:
         text: of the page.
         model: a name in tests/pipelines.
     """
-    result = stages(model)
-    order = list(result)
+    texts = stages(model)
+    order = list(texts)
 
     def block(match: re.Match[str]) -> str:
         name = match[2]
-        if name not in result:
+        if name not in texts:
             raise SystemExit(f"tests/pipelines/{model}.txt has no stage '{name}'; there are {', '.join(order)}")
-        graphs = [result[one] for one in order[: order.index(name)] if is_graph(result[one])]
-        before = graphs[-1] if graphs and is_graph(result[name]) else []
-        return f"{match[1]}{changes(before, result[name], match[3])}{match[4]}"
+        graphs = [texts[one] for one in order[: order.index(name)] if is_graph(texts[one])]
+        before = graphs[-1] if graphs and is_graph(texts[name]) else []
+        return f"{match[1]}{changes(before, texts[name], match[3])}{match[4]}"
 
     return _BLOCK.sub(block, text)
 
@@ -60,7 +60,7 @@ def changes(before: list[str], after: list[str], only: str | None) -> str:
 
 def without_path(line: str) -> str:
     """A line without the module path behind it."""
-    return re.sub(r"  # (phase=\w+ )?at=\S+$", lambda result: f"  # {result[1].strip()}" if result[1] else "", line)
+    return re.sub(r"  # (phase=\w+ )?at=\S+$", lambda match: f"  # {match[1].strip()}" if match[1] else "", line)
 
 
 def shorten(line: str) -> str:

@@ -14,9 +14,9 @@ WIDTH = 1000
 
 def draw() -> str:
     """The picture as SVG."""
-    result = stages(MODEL)
-    captured, planned = nodes(result["capture"]), labels(result["assign_precision"])
-    rewritten, whole = nodes(result["apply_plan"]), nodes(result["fuse_update"])
+    texts = stages(MODEL)
+    captured, planned = nodes(texts["capture"]), labels(texts["assign_precision"])
+    rewritten, whole = nodes(texts["apply_plan"]), nodes(texts["fuse_update"])
     phases = {
         phase: [one for one in whole if one.phase == phase and one.op not in VIEWS] for phase in ("forward", "backward")
     }
@@ -29,7 +29,7 @@ def draw() -> str:
     heading(picture, 210, "2  a plan", "Rules in YAML decide by node, a minimum cut over bytes the rest.", 165)
     for row, (name, label) in enumerate(planned):
         pill(picture, 210, row, 140, name, LOW if label == "low" else FULL, note=label)
-    reads = [line for line in result["place_casts"] if line.startswith("cast ")]
+    reads = [line for line in texts["place_casts"] if line.startswith("cast ")]
     picture.text(210, TOP + len(planned) * STEP + 16, f"{len(reads)} casts, each with its bytes", 10.5, colour=FAINT)
     picture.text(210, TOP + len(planned) * STEP + 31, "print it, diff it, save it", 10.5, colour=FAINT)
     for row, words in enumerate(("Linear, GELU, LayerNorm,", "Linear, and the squared", "error, for BF16")):
@@ -46,7 +46,7 @@ def draw() -> str:
     picture.text(745, TOP + after * STEP - 6, "update", 10.5, colour=FAINT)
     for row, one in enumerate(update):
         pill(picture, 745, after + row, 125, one.op, OTHER)
-    heading(picture, 905, "5  it runs", "As one compiled subgraph.", 80)
+    heading(picture, 905, "5  it runs", "As one compiled program.", 80)
     for row, name in enumerate(("Inductor", "native loops", "CUDA graph", "eager")):
         pill(picture, 905, row, 80, name, "#ffffff")
     for left, right in ((150, 210), (350, 415), (545, 605), (870, 905)):

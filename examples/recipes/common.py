@@ -193,12 +193,12 @@ def shares(histogram: Histogram) -> dict[str, float]:
 def measured_ranges(profiles: list[amp.Profile], low: str) -> dict[str, Any]:
     """What the profiles of a training say together: exponents of each kind, what the low type loses, a loss scale."""
     histograms = {kind: [row.histogram for profile in profiles for row in profile.of(kind)] for kind in KINDS}
-    sums = {kind: sum(result[1:], result[0]) for kind, result in histograms.items()}
+    sums = {kind: sum(rows_of_kind[1:], rows_of_kind[0]) for kind, rows_of_kind in histograms.items()}
     scale = min(profile.loss_scale("fp16").scale for profile in profiles)
     updates = [row for profile in profiles for row in profile.updates]
     gradients = ("activation gradient", "weight gradient")
     return {
-        "exponents": {kind: shares(result) for kind, result in sums.items()},
+        "exponents": {kind: shares(rows_of_kind) for kind, rows_of_kind in sums.items()},
         "scale": scale,
         "zero": {kind: sums[kind].fractions(low).zero for kind in gradients},
         "zero with the scale": {kind: sums[kind].fractions(low, scale).zero for kind in gradients},
@@ -266,7 +266,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
     differences of runs with the same seed; behind it that in standard errors of its own, where the seeds do not agree.
     """
-    reference, result = last(results, FP32), []
+    reference, lines = last(results, FP32), []
     for way, runs in results["runs"].items():
         values = last(results, way)
         name = f"{way} ({results['default'].upper()})" if way == DEFAULT else way
@@ -281,22 +281,22 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{paired(values, reference, higher):+.1f}" if standard_error(each) else "",
         )
         skipped = str(sum(run["skipped"] for run in runs))
-        result.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
-    return result
+        lines.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
+    return lines
 
 
 def why(results: dict[str, Any]) -> str:
     """What the profile says of the ways that fail."""
-    result, low = results["ranges"], results["low"].upper()
-    zero, kept = result["zero"], result["zero with the scale"]
+    ranges, low = results["ranges"], results["low"].upper()
+    zero, kept = ranges["zero"], ranges["zero with the scale"]
     scaled = (
-        f"; with a loss scale of {result['scale']:g}, "
+        f"; with a loss scale of {ranges['scale']:g}, "
         f"{kept['weight gradient']:.1%} and {kept['activation gradient']:.1%}"
     )
     return (
         f"{low} makes {zero['weight gradient']:.1%} of the gradients of weights zero and "
         f"{zero['activation gradient']:.1%} of those of activations{scaled if low == 'FP16' else ''}. "
-        f"A weight in {low} would not notice {result['updates lost']:.1%} of the updates."
+        f"A weight in {low} would not notice {ranges['updates lost']:.1%} of the updates."
     )
 
 
@@ -322,7 +322,7 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
     parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
     args = parser.parse_args(arguments)
-    console, result = Console(), []
+    console, measured = Console(), []
     for recipe in [one for one in recipes if args.only in (None, one.name)]:
         length, seeds = (SHORT, 1) if args.short else (recipe.length, args.seeds or recipe.seeds)
         results = measure(recipe, length, range(args.first, args.first + seeds), console)
@@ -331,5 +331,5 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
             args.into.mkdir(exist_ok=True)
             (args.into / f"{recipe.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             (args.into / f"{recipe.name}.svg").write_bytes(picture(results))
-        result.append(results)
-    return result
+        measured.append(results)
+    return measured

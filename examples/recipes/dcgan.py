@@ -76,11 +76,11 @@ def real_digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def frechet_distance(result: torch.Tensor, real: torch.Tensor) -> float:
+def frechet_distance(generated: torch.Tensor, real: torch.Tensor) -> float:
     """Between two normal distributions with the means and covariances of two sets of features, [N, 24] each."""
-    one, two = torch.cov(result.T).double(), torch.cov(real.T).double()
+    one, two = torch.cov(generated.T).double(), torch.cov(real.T).double()
     between = torch.linalg.eigvals(one @ two).real.clamp(min=0).sqrt().sum()
-    return float((result.mean(0) - real.mean(0)).square().sum() + one.trace() + two.trace() - 2 * between)
+    return float((generated.mean(0) - real.mean(0)).square().sum() + one.trace() + two.trace() - 2 * between)
 
 
 def start(seed: int, options: Options) -> Training:

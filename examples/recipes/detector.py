@@ -48,12 +48,12 @@ FP32_HEADS = {
 @functools.cache
 def anchors() -> torch.Tensor:
     """Middle and size of each, (90, 4), in the order of the network's outputs: place by place."""
-    results = []
+    maps = []
     for places, sides in MAPS:
         middle = (torch.arange(places) + 0.5) * SIZE / places
         down, right, side = torch.meshgrid(middle, middle, torch.tensor(sides), indexing="ij")
-        results.append(torch.stack([right, down, side, side], -1).flatten(0, 2))
-    return torch.cat(results)
+        maps.append(torch.stack([right, down, side, side], -1).flatten(0, 2))
+    return torch.cat(maps)
 
 
 def overlaps(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def multibox(model: nn.Module, images: torch.Tensor, named: torch.Tensor, moved:
     return (losses * (matched | hard) + away * matched).sum() / ANCHORS_OF_ALL
 
 
-def result(logits: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def detections(logits: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How sure, what and where, of the surest of each scene; (N, 40) twice, and (N, 40, 4).
 
     Of boxes of one digit that overlap the surest alone counts; the others are surely not (-1).
@@ -191,7 +191,7 @@ def judged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def quality(model: nn.Module) -> float:
     """The mean of the average precision of the digits, in per cent."""
     judge, (images, there, held) = copy.deepcopy(model).float().eval(), judged()
-    sure, digit, boxes = result(*judge(images))
+    sure, digit, boxes = detections(*judge(images))
     shared, best = (overlaps(boxes, there) * (digit[..., None] == held[:, None])).max(-1)
     over, which = (
         (shared >= OVERLAP).flatten().tolist(),

@@ -45,8 +45,8 @@ def qualities(axes: Any, results: dict[str, Any]) -> None:
     """The mean over the seeds at each step."""
     for way, runs in results["runs"].items():
         at = min((run["at"] for run in runs), key=len)
-        matches = list(zip(*(run["quality"] for run in runs), strict=False))
-        means, errors = [statistics.fmean(values) for values in matches], [standard_error(values) for values in matches]
+        by_step = list(zip(*(run["quality"] for run in runs), strict=False))
+        means, errors = [statistics.fmean(values) for values in by_step], [standard_error(values) for values in by_step]
         axes.plot(at, means, color=colour(results, way), label=way)
         lower, upper = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(at, lower, upper, color=colour(results, way), alpha=0.2, lw=0)

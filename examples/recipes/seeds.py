@@ -27,24 +27,24 @@ HEADINGS = ("recipe", "seeds", "way", "mean", "difference to FP32, seed by seed"
 
 def measured(recipe: Recipe, length: int, count: int) -> dict[str, object]:
     """The quality at the end of each way, seed by seed."""
-    matches: dict[str, list[float]] = {way: [] for way in WAYS}
+    quality: dict[str, list[float]] = {way: [] for way in WAYS}
     for seed in range(FIRST, FIRST + count):
         for way, options in WAYS.items():
-            matches[way].append(train(recipe.start(seed, options), length, points=1)["quality"][-1])
-        print(f"{recipe.name}, seed {seed}: {[values[-1] for values in matches.values()]}", flush=True)
+            quality[way].append(train(recipe.start(seed, options), length, points=1)["quality"][-1])
+        print(f"{recipe.name}, seed {seed}: {[values[-1] for values in quality.values()]}", flush=True)
     facts = {"title": recipe.title, "measure": recipe.measure, "higher": recipe.higher, "steps": length}
-    return {**facts, **machine(), "quality": matches}
+    return {**facts, **machine(), "quality": quality}
 
 
 def load() -> dict[str, dict]:
     """What was measured, by the name of the recipe."""
-    matches: dict[str, dict] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
-    return matches
+    results: dict[str, dict] = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
+    return results
 
 
 def rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
     """As the table has them."""
-    outputs = []
+    lines = []
     for one in results.values():
         exact = one["quality"][FP32]
         for way, values in one["quality"].items():
@@ -53,8 +53,8 @@ def rows(results: dict[str, dict]) -> list[tuple[str, ...]]:
             apart = (difference, f"{paired(values, exact, one['higher']):+.1f}")
             mean = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
             title = f"{one['title']}: {one['measure']}"
-            outputs.append((title, str(len(values)), way, mean, *(("", "") if way == FP32 else apart)))
-    return outputs
+            lines.append((title, str(len(values)), way, mean, *(("", "") if way == FP32 else apart)))
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:

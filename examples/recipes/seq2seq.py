@@ -87,29 +87,29 @@ class Translator(nn.Module):
         self.ask = nn.Linear(2 * WIDTH, 2 * WIDTH, bias=False)
         self.mix, self.head = nn.Linear(4 * WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, len(OUTPUT))
 
-    def forward(self, letters: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+    def forward(self, letters: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Logits of the letter behind each of those that the writer is told; (N, T) to (N, T, 11)."""
         read, (state, memory) = self.reader(self.letters(letters))
         begun = tuple(one.transpose(0, 1).flatten(1)[None] for one in (state, memory))
-        written, _ = self.writer(self.told(message), begun)
+        written, _ = self.writer(self.told(previous), begun)
         weights = (self.ask(written) @ read.transpose(1, 2)).softmax(-1)
         return self.head(torch.tanh(self.mix(torch.cat([weights @ read, written], -1))))
 
 
 def loss_fn(model: nn.Module, letters: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean over the letters of a batch."""
-    message = torch.cat([torch.full_like(target[:, :1], START), target[:, :-1]], 1)
-    return F.cross_entropy(model(letters, message).flatten(0, 1), target.flatten())
+    previous = torch.cat([torch.full_like(target[:, :1], START), target[:, :-1]], 1)
+    return F.cross_entropy(model(letters, previous).flatten(0, 1), target.flatten())
 
 
 @torch.no_grad()
 def exact(model: nn.Module, count: int = 512) -> float:
     """Per cent of dates that were never seen and are written without a fault."""
     judge, (letters, target) = copy.deepcopy(model).float().eval(), examples(count, 0, tested=True)
-    message = torch.full_like(target[:, :1], START)
+    written = torch.full_like(target[:, :1], START)
     for _ in range(WRITTEN):
-        message = torch.cat([message, judge(letters, message)[:, -1:].argmax(-1)], 1)
-    return 100 * float((message[:, 1:] == target).all(1).float().mean())
+        written = torch.cat([written, judge(letters, written)[:, -1:].argmax(-1)], 1)
+    return 100 * float((written[:, 1:] == target).all(1).float().mean())
 
 
 def start(

@@ -39,12 +39,12 @@ def measured(length: int) -> dict[str, object]:
     for name, (optimizer_of, dates) in SETTINGS.items():
         begin = functools.partial(start, SEED, optimizer_of=optimizer_of, dates_of_all=dates)
         profiles: list = []
-        matches = {FP32: train(begin(options={"enabled": False}), length, profiles)["quality"][-1]}
-        matches[NEITHER] = train(begin(options=four_ways(1.0)[NEITHER]), length)["quality"][-1]
+        quality = {FP32: train(begin(options={"enabled": False}), length, profiles)["quality"][-1]}
+        quality[NEITHER] = train(begin(options=four_ways(1.0)[NEITHER]), length)["quality"][-1]
         ranges = measured_ranges(profiles, RECIPE.low)
         rows[name] = {
             "letters": dates * WRITTEN,
-            "quality": matches,
+            "quality": quality,
             "zero": ranges["zero"]["weight gradient"],
             "lost": ranges["updates lost"],
         }

@@ -36,21 +36,21 @@ def more_seeds() -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in seeds.rows(seeds.load()))])
 
 
-def machines(matches: list[dict[str, Any]]) -> str:
+def machines(recipes: list[dict[str, Any]]) -> str:
     """Where it was measured."""
-    one, cpus = matches[0], " and ".join(sorted({results["cpu"] for results in matches}))
-    seconds = sum(results["seconds"] for results in matches)
+    one, cpus = recipes[0], " and ".join(sorted({results["cpu"] for results in recipes}))
+    seconds = sum(results["seconds"] for results in recipes)
     return (
         f"Measured on {cpus}, one thread, torch {one['versions']['torch']}, Python {one['versions']['python']}, "
         f"{one['date']}: {seconds / 60:.0f} minutes for all, other work beside it."
     )
 
 
-def chance(matches: list[dict[str, Any]]) -> str:
+def chance(recipes: list[dict[str, Any]]) -> str:
     """How the ways that have to come out as FP32 does lie about it, over all recipes."""
     apart = [
         paired(last(results, way), last(results, FP32), results["higher"])
-        for results in matches
+        for results in recipes
         for way in results["runs"]
         if way in GOOD
     ]
@@ -61,13 +61,13 @@ def chance(matches: list[dict[str, Any]]) -> str:
     )
 
 
-def render(text: str, matches: dict[str, dict[str, Any]]) -> str:
+def render(text: str, recipes: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
-    every = list(matches.values())
-    parts = {name: section(results) for name, results in matches.items()}
+    every = list(recipes.values())
+    parts = {name: section(results) for name, results in recipes.items()}
     parts |= {"machine": machines(every), "chance": chance(every), "trials": trials(), "seeds": more_seeds()}
-    for name, result in parts.items():
-        block = f"<!-- recipe: {name} -->\n{result}\n<!-- end -->"
+    for name, content in parts.items():
+        block = f"<!-- recipe: {name} -->\n{content}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 
@@ -78,13 +78,13 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    result = load()
+    recipes = load()
     (DOCS / "pictures" / "zoo").mkdir(exist_ok=True)
-    for name, results in result.items():
+    for name, results in recipes.items():
         (DOCS / "pictures" / "zoo" / f"{name}.svg").write_bytes(picture(results))
     page = DOCS / "zoo.md"
-    page.write_text(render(page.read_text(encoding="utf-8"), result), encoding="utf-8")
-    print(f"{len(result)} pictures in docs/pictures/zoo/, and the tables of docs/zoo.md")
+    page.write_text(render(page.read_text(encoding="utf-8"), recipes), encoding="utf-8")
+    print(f"{len(recipes)} pictures in docs/pictures/zoo/, and the tables of docs/zoo.md")
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def _worked_out(node: fx.Node) -> Any:
 
 
 def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    def inputs(source: fx.Node) -> Any:
+    def operand(source: fx.Node) -> Any:
         if node.target in _LIKE:
             like = source.meta["val"]
             return torch.empty(like.shape, dtype=like.dtype)
@@ -239,7 +239,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     def on_cpu(value: Any) -> Any:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
-    args, kwargs = pytree.tree_map(on_cpu, fx.node.map_arg((node.args, node.kwargs), inputs))
+    args, kwargs = pytree.tree_map(on_cpu, fx.node.map_arg((node.args, node.kwargs), operand))
     named = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     return node.target(*args, **named)  # type: ignore[operator]
 

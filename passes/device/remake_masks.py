@@ -114,7 +114,7 @@ def _is_read_with(masked: fx.Node, data: fx.Node) -> bool:
         return False
     factors = [one for user in masked.users if user.target is aten.mul.Tensor for one in user.args if one is not masked]
     chains = [_chain(one) for one in factors if isinstance(one, fx.Node)]
-    return any(result is not None and result[1] is data for result in chains)
+    return any(chain is not None and chain[1] is data for chain in chains)
 
 
 def _repeat_for_each_reader(before: list[fx.Node], masked: list[fx.Node]) -> None:

@@ -115,10 +115,10 @@ class _Finder(Squares):
             path.append(before)
             before = came[before]
         others = [operand.value for place, operand in enumerate(node.inputs) if place != index]
-        results = [[self._made_of(name, one, came) for name in others] for one in data]
-        if not all(any(way is not None for way in ways) for ways in results):
+        ways_of = [[self._made_of(name, one, came) for name in others] for one in data]
+        if not all(any(way is not None for way in ways) for ways in ways_of):
             return
-        between = [*path, *(name for ways in results for way in ways for name in way or ())]
+        between = [*path, *(name for ways in ways_of for way in ways for name in way or ())]
         if any(self._takes_away(self.graph.nodes[name]) for name in (node.name, *between)):
             reason = f"part of '{node.name}', a difference of squares of '{data[0]}' and products with it: nearly equal"
             for name in (*between, node.name, *self._curves_behind(node), *self.to_end(node)):
@@ -138,7 +138,7 @@ class _Finder(Squares):
                 known[node.name] = any(reaches(operand.value, depth - 1) for operand in node.inputs)
             return known[node.name]
 
-        return [node for node, result in known.items() if result] if reaches(name, REACH) else None
+        return [node for node, is_on_way in known.items() if is_on_way] if reaches(name, REACH) else None
 
     def _takes_away(self, node: Node) -> bool:
         """True for a difference, and for a product with a negative number."""

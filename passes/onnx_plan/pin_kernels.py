@@ -57,9 +57,9 @@ class PinKernels(PinPass):
         for part in nx.weakly_connected_components(whole.subgraph(free - lacking.keys())):
             nodes = [graph.nodes[name] for name in part]
             around = {other for name in part for other in (*whole.pred[name], *whole.succ[name])}
-            results = {graph.values[value].dtype for node in nodes for value in node.outputs}
+            dtypes = {graph.values[value].dtype for node in nodes for value in node.outputs}
             product = any(walker.info(node).factors for node in nodes)
-            if not product and low not in results and not around.isdisjoint(lacking):
+            if not product and low not in dtypes and not around.isdisjoint(lacking):
                 for node in nodes:
                     walker.pin(node, f"it is among nodes that {self.target.name} has no {low.short} kernel for")
         return walker.pins

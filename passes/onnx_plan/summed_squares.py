@@ -52,9 +52,9 @@ class Squares(Walker):
     def _ends_steeply(self, node: Node) -> bool:
         """True where a root, a logarithm, or a quotient by it lies behind a square."""
         names = [node.name, *self.to_end(node)]
-        results = {value for name in names for value in self.graph.nodes[name].outputs}
+        values = {value for name in names for value in self.graph.nodes[name].outputs}
         ends = (self.graph.nodes[name] for name in names)
-        return any(end.op in _ROOTS or (end.op == "onnx.Div" and end.inputs[1].value in results) for end in ends)
+        return any(end.op in _ROOTS or (end.op == "onnx.Div" and end.inputs[1].value in values) for end in ends)
 
     def to_end(self, seed: Node) -> list[str]:
         """The nodes between an op that overflows and the ops that bring its result back into range, those included."""

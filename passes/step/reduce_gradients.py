@@ -366,7 +366,7 @@ class _Builder:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""
         forward = [node for node in self.messages.places if node.meta.get(Key.PHASE) == "forward"]
         place = self.messages.behind([*values, *forward[-1:]], self.first)
-        (whole,) = trace_before(place, lambda *args: _flat(args), values, "update")
+        (whole,) = trace_before(place, lambda *parts: _flat(parts), values, "update")
         arguments = [whole, 0, self.options.group]
         return call_before(place, torch.ops._c10d_functional.broadcast.default, arguments, "update")
 

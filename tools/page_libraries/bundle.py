@@ -30,8 +30,8 @@ ESBUILD = (
 
 def make(folder: Path) -> None:
     """Write both files into a folder."""
-    with tempfile.TemporaryDirectory() as result:
-        work = Path(result)
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
         for name in ("package.json", "package-lock.json", "entry.mjs"):
             shutil.copy(HERE / name, work / name)
         subprocess.run(["npm", "ci", "--no-audit", "--no-fund", "--silent"], cwd=work, check=True)
@@ -52,12 +52,12 @@ def make(folder: Path) -> None:
 def bundled(work: Path, inputs: dict[str, object]) -> list[dict[str, str]]:
     """Name, version, licence and hash of every package of which something is in the bundle."""
     names = sorted({package_of(path) for path in inputs} - {""})
-    matches = []
+    packages = []
     for name in names:
-        message = json.loads((work / "node_modules" / name / "package.json").read_text(encoding="utf-8"))
-        facts = {"name": name, "version": message["version"], "license": message["license"]}
-        matches.append({**facts, "integrity": locked(name)["integrity"]})
-    return matches
+        package = json.loads((work / "node_modules" / name / "package.json").read_text(encoding="utf-8"))
+        facts = {"name": name, "version": package["version"], "license": package["license"]}
+        packages.append({**facts, "integrity": locked(name)["integrity"]})
+    return packages
 
 
 def package_of(path: str) -> str:
@@ -70,8 +70,8 @@ def package_of(path: str) -> str:
 def locked(name: str) -> dict[str, str]:
     """What the lock file says of a package."""
     lock = json.loads((HERE / "package-lock.json").read_text(encoding="utf-8"))
-    matches: dict[str, str] = lock["packages"][f"node_modules/{name}"]
-    return matches
+    package: dict[str, str] = lock["packages"][f"node_modules/{name}"]
+    return package
 
 
 def version(name: str) -> str:

@@ -143,8 +143,8 @@ class TorchSubject(Subject):
         with self._surrounded():
             for form in self._forms.values():
                 digest.update(format_graph(lower(form.captured)).encode())
-            args = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
-            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(args)]
+            leaves = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
+            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(leaves)]
             for name, one in tensors:
                 digest.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
                 held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None

@@ -1,4 +1,4 @@
-"""Counts what a stretch of eager code casts, so that `torch.autocast` can be compared with a plan."""
+"""Counts what a region of eager code casts, so that `torch.autocast` can be compared with a plan."""
 
 from __future__ import annotations
 

@@ -21,22 +21,22 @@ def recorded_functions() -> Iterator[list[type[Function]]]:
 
     `my_function = MyFunction.apply` was bound before, so that its forward is watched as well.
     """
-    matches: list[type[Function]] = []
+    functions: list[type[Function]] = []
     thread = threading.get_ident()
     original = Function.__dict__["apply"]
 
     def note(cls: type[Function], known: bool) -> None:
         if threading.get_ident() == thread and not known and not is_idle_checkpoint(cls):
-            matches.append(cls)
+            functions.append(cls)
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        note(cls, cls in matches)
+        note(cls, cls in functions)
         return original.__get__(None, cls)(*args, **kwargs)
 
     def watched(cls: type[Function], forward: Any) -> Any:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            note(cls, any(issubclass(one, cls) for one in matches))  # which may have inherited this forward
+            note(cls, any(issubclass(one, cls) for one in functions))  # which may have inherited this forward
             return forward(*args, **kwargs)
 
         return staticmethod(run)
@@ -46,7 +46,7 @@ def recorded_functions() -> Iterator[list[type[Function]]]:
     for cls, forward in forwards:
         cls.forward = watched(cls, forward.__get__(None, cls))  # type: ignore[method-assign]
     try:
-        yield matches
+        yield functions
     finally:
         Function.apply = original  # type: ignore[method-assign]
         for cls, forward in forwards:

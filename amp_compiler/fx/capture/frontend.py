@@ -223,9 +223,9 @@ class Frontend:
 class _Stop(Exception):  # no error: Dynamo is told to stop
     """Carries what was made of a graph out of Dynamo."""
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, captured: Any) -> None:
         super().__init__("captured")
-        self.made = result
+        self.captured = captured
 
 
 def capture_once(
@@ -264,10 +264,10 @@ def capture_once(
     try:
         Frontend(function, build, name, dynamic, whole=True, around=around, values=values)(*args, **kwargs)
     except CaptureError as error:
-        result = next((one for one in with_causes(error) if isinstance(one, _Stop)), None)
-        if result is None:
+        stop = next((one for one in with_causes(error) if isinstance(one, _Stop)), None)
+        if stop is None:
             raise
-        return result.made
+        return stop.captured
     raise CaptureError(
         f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"
     )
@@ -393,7 +393,7 @@ class settings:  # a context manager, named as contextlib's are
     """Within it Dynamo has our settings: what this thread captures meanwhile is captured with them.
 
     Args:
-        hooks: whether a hook that is hung up later recompiles.
+        hooks: whether a hook that is registered later leads to a recompilation.
         forms: as for `Frontend`.
         values: as for `Frontend`.
     """

@@ -17,14 +17,14 @@ from torch import nn
 
 
 @contextmanager
-def generators_kept(*args: Any) -> Iterator[None]:
+def generators_kept(*values: Any) -> Iterator[None]:
     """At its end, by an error too, every generator of random numbers stands where it stood at the beginning.
 
     Those are the default ones of torch on the CPU and on the CUDA devices in use, Python's, numpy's, and those that
-    are found in `given`.
+    are found in `values`.
 
     Args:
-        given: modules, functions, and containers of arguments: generators in attributes and closures are found too.
+        values: modules, functions, and containers of arguments: generators in attributes and closures are found too.
 
     Example:
         >>> before = torch.random.get_rng_state()
@@ -34,7 +34,7 @@ def generators_kept(*args: Any) -> Iterator[None]:
         True
     """
     with contextlib.ExitStack() as stack:
-        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(args)]:
+        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(values)]:
             stack.callback(put_back)
         state = random.getstate()
         stack.callback(lambda: random.setstate(state))
@@ -106,7 +106,7 @@ def _default_numpy() -> Callable[[], Any]:
 
 
 def _found(value: Any) -> Iterator[Callable[[], Any]]:
-    """What sets back each generator in `given`."""
+    """What sets back each generator in `value`."""
     pending, seen = [value], set()
     while pending:
         for leaf in pytree.tree_leaves(pending.pop(), is_leaf=lambda one: isinstance(one, (nn.Module, FunctionType))):

@@ -170,8 +170,8 @@ def _lifted(traced: fx.GraphModule, fake_mode: Any) -> dict[str, Tensor]:
                 last = traced.graph.placeholder(name)
             last.meta["val"] = value if fake_mode is None else fake_mode.from_tensor(value, static_shapes=True)
             constants[name] = value
-        result = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
-        node.replace_all_uses_with(result)
+        placeholder = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
+        node.replace_all_uses_with(placeholder)
         traced.graph.erase_node(node)
     return constants
 
@@ -318,10 +318,10 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
 
 def _as_stacked_numbers(node: fx.Node) -> None:
     """Have `torch.tensor` of numbers, in lists or not, made by what a trace can follow."""
-    messages = [
+    values = [
         one.meta.get("example_value") if isinstance(one, fx.Node) else one for one in pytree.tree_leaves(node.args)
     ]
-    if messages and all(isinstance(one, (float, int, torch.SymFloat, torch.SymInt)) for one in messages):
+    if values and all(isinstance(one, (float, int, torch.SymFloat, torch.SymInt)) for one in values):
         node.target = _stacked_numbers
 
 

@@ -39,14 +39,14 @@ def recompile_reason(error: BaseException) -> str:
     """
     for one in with_causes(error):
         for frame, _ in traceback.walk_tb(one.__traceback__):
-            if result := _guard_in(frame.f_locals.get("recompile_reason")):
-                return result
+            if guard := _guard_in(frame.f_locals.get("recompile_reason")):
+                return guard
     return ""
 
 
 def _guard_in(said: Any) -> str:
-    result = _FAILED_GUARD.match(said) if isinstance(said, str) else None
-    return result[1].strip() if result else ""
+    match = _FAILED_GUARD.match(said) if isinstance(said, str) else None
+    return match[1].strip() if match else ""
 
 
 _FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
@@ -124,8 +124,8 @@ def is_failed_assertion(error: BaseException) -> bool:
 def needs_double_backward(error: BaseException) -> bool:
     """Whether an error says that a compiled backward was to be differentiated; torch has no type for it."""
     # By the second words what the backward reads was given away to it; they come before the first are thought of.
-    messages = (
+    texts = (
         "does not currently support double backward",
         "non-empty donated buffers which requires create_graph=False",
     )
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in texts)

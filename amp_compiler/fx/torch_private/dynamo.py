@@ -260,7 +260,7 @@ def _frames_given_up() -> int:
 
 
 def is_restart(error: Exception) -> bool:
-    """Whether a compiler lets Dynamo recompile, such as with a number as it is that cannot be an input."""
+    """Whether a compiler makes Dynamo restart its analysis, such as with a number as it is that cannot be an input."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis)
 
 
@@ -344,7 +344,7 @@ def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
     translator: Any = InliningInstructionTranslator
     theirs = translator.get_globals_source_and_value
 
-    def result(self: Any, name: str) -> tuple[Any, Any, Any]:
+    def lookup(self: Any, name: str) -> tuple[Any, Any, Any]:
         module = sys.modules.get(self.f_globals.get("__name__", ""))
         if getattr(module, "__dict__", None) is self.f_globals:
             values, variable, source = theirs(self, name)
@@ -355,7 +355,7 @@ def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
         source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
         return self.f_globals, VariableBuilder(self, source)(self.f_globals), DictGetItemSource(source, name)
 
-    return exchanged(translator, "get_globals_source_and_value", result)
+    return exchanged(translator, "get_globals_source_and_value", lookup)
 
 
 @contextlib.contextmanager

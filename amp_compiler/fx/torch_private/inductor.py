@@ -30,7 +30,7 @@ def compile_with_inductor(
     options: Mapping[str, Any],
     opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
     identity: str,
-    message: Callable[[Exception], Exception],
+    as_error: Callable[[Exception], Exception],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -40,12 +40,12 @@ def compile_with_inductor(
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
         opened: from what it would open operators into, by operator, those that it is to open into something else.
         identity: for its cache: another text whenever `opened` may give something else.
-        told: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in the
-            first backward, which is compiled when it runs.
+        as_error: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in
+            the first backward, which is compiled when it runs.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
-        Exception: what `told` makes.
+        Exception: what `as_error` makes.
     """
     from torch._inductor import compile_fx as inductor
     from torch._inductor import config
@@ -63,7 +63,7 @@ def compile_with_inductor(
             with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
-            raise message(cause) from cause
+            raise as_error(cause) from cause
 
     with _roundings_kept(exactly):
         compiled: Any = inductor.compile_fx(
@@ -106,12 +106,12 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
     )
 
     def lowered(x: Any, dtype: torch.dtype) -> Any:
-        args = x.get_dtype()
-        if args == dtype or not {args, dtype} & {torch.float16, torch.bfloat16}:
+        source = x.get_dtype()
+        if source == dtype or not {source, dtype} & {torch.float16, torch.bfloat16}:
             return lower(x, dtype)
 
         def convert(value: Any) -> Any:
-            return ops.to_dtype(value, dtype, src_dtype=args, use_compute_types=False)
+            return ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False)
 
         return lowering.make_pointwise(convert, override_return_dtype=dtype)(x)
 
@@ -131,8 +131,8 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
 def _widens(match: Any) -> bool:
     """Whether the first of two casts in a row that Inductor would make one loses nothing."""
     value = match.kwargs["arg"].meta.get("val")
-    args, between = getattr(value, "dtype", None), match.kwargs["dtype1"]
-    return args == between or (args in (torch.float16, torch.bfloat16) and between in (torch.float32, torch.float64))
+    first, second = getattr(value, "dtype", None), match.kwargs["dtype1"]
+    return first == second or (first in (torch.float16, torch.bfloat16) and second in (torch.float32, torch.float64))
 
 
 class OpenedOps(dict[Any, Any]):
@@ -282,8 +282,8 @@ def vector_probes(
     probe = getattr(VecISA, _PROBE, None)
     if probe is None:
         return contextlib.nullcontext()
-    requested = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
-    return exchanged(VecISA, _PROBE, requested)
+    wrapped = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
+    return exchanged(VecISA, _PROBE, wrapped)
 
 
 def keeps_compiled() -> bool:
@@ -329,15 +329,15 @@ def _taken_over(compiled: Callable[..., Any], boxed: bool) -> Callable[..., Any]
         if not again and not torch.is_grad_enabled():
             setattr(ctx, _INSTEAD, None)  # what it holds goes with what autograd has saved
         elif instead is not None:
-            args = [*(gradients[0] if boxed else gradients)]
+            flat = [*(gradients[0] if boxed else gradients)]
             if torch.is_grad_enabled():
-                return instead(ctx, args)
+                return instead(ctx, flat)
             try:
                 return compiled(ctx, *gradients)
             except RuntimeError as error:
                 if not needs_double_backward(error):
                     raise
-                return instead(ctx, args)
+                return instead(ctx, flat)
         return compiled(ctx, *gradients)
 
     return torch.compiler.disable(backward)  # type: ignore[no-any-return]  # Dynamo may be around a user's own loop

@@ -137,8 +137,8 @@ def without_owning(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     kept = tensor.untyped_storage()
     storage = make(kept.data_ptr(), tensor.device, kept.nbytes())
-    result = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return result.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
@@ -180,11 +180,11 @@ def has_bf16_kernels() -> bool:
     Raises:
         AmpError: `AMP_PLAIN_CPU` is neither.
     """
-    message = os.environ.get("AMP_PLAIN_CPU", "")
-    if message not in ("", "0", "1"):
-        raise AmpError(f"AMP_PLAIN_CPU={message!r} is neither 0 nor 1", hint="unset it, or use one of them")
-    if message:
-        return message == "0"
+    setting = os.environ.get("AMP_PLAIN_CPU", "")
+    if setting not in ("", "0", "1"):
+        raise AmpError(f"AMP_PLAIN_CPU={setting!r} is neither 0 nor 1", hint="unset it, or use one of them")
+    if setting:
+        return setting == "0"
     probe = (
         getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None) if torch.backends.mkldnn.is_available() else None
     )

@@ -138,8 +138,8 @@ def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
     def one_layer_lstm(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         out, states = theirs(inp, hidden, *args, **kwargs)
         formed = (
-            result if result.dim() == inputs.dim() else result.reshape(inputs.shape)
-            for result, inputs in zip(states, hidden, strict=False)
+            state if state.dim() == initial.dim() else state.reshape(initial.shape)
+            for state, initial in zip(states, hidden, strict=False)
         )
         return out, tuple(formed)
 

@@ -67,8 +67,8 @@ class Cost:
         return self._values(self._inferred(shapes))
 
     def _values(self, graph: onnx.GraphProto) -> dict[str, tuple[list[int], int]]:
-        matches = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output, *graph.input)}
-        return {name: self._measured(kind) for name, kind in matches.items() if kind.elem_type}
+        kinds = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.output, *graph.input)}
+        return {name: self._measured(kind) for name, kind in kinds.items() if kind.elem_type}
 
     def _measured(self, kind: onnx.TypeProto.Tensor) -> tuple[list[int], int]:
         shape: list[int] = []
@@ -101,18 +101,18 @@ class Cost:
         sizes |= {name: shape for name, (shape, _) in values.items()}
         last = {name: index for index, node in enumerate(graph.node) for name in node.input}
         last |= {value.name: len(graph.node) for value in graph.output}
-        within, args = work.held, {value.name for value in graph.input}
+        within, inputs = work.held, {value.name for value in graph.input}
         for index, node in enumerate(graph.node):
             for body in proto_bodies(node).values():
                 self._add(body, sizes, work)
-            results = [values[name] for name in node.output if name in values]
-            work.held += sum(size for _, size in results)
+            outputs = [values[name] for name in node.output if name in values]
+            work.held += sum(size for _, size in outputs)
             work.most = max(work.most, work.held)
-            work.largest = max([work.largest, *(size for _, size in results)])
-            work.numbers += sum(math.prod(shape) for shape, _ in results)
-            work.products += _products(node, [sizes.get(name, []) for name in node.input], [one for one, _ in results])
+            work.largest = max([work.largest, *(size for _, size in outputs)])
+            work.numbers += sum(math.prod(shape) for shape, _ in outputs)
+            work.products += _products(node, [sizes.get(name, []) for name in node.input], [one for one, _ in outputs])
             done = {name for name in (*node.input, *node.output) if last.get(name, index) == index}
-            work.held -= sum(values[name][1] for name in done & values.keys() - args)
+            work.held -= sum(values[name][1] for name in done & values.keys() - inputs)
         work.held = within
         return values
 

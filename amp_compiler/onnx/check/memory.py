@@ -79,8 +79,8 @@ def _register_arena() -> bool:
 def kept_bytes(proto: onnx.ModelProto, batch: Mapping[str, Any]) -> int:
     """What all values take on a batch, for a run that no arena limits; the reference evaluator does keep them all."""
     values = Cost(proto).values({name: np.shape(value) for name, value in batch.items()})
-    results = {name for node in proto.graph.node for name in node.output}
-    return sum(size for name, (_, size) in values.items() if name in results)
+    outputs = {name for node in proto.graph.node for name in node.output}
+    return sum(size for name, (_, size) in values.items() if name in outputs)
 
 
 @contextlib.contextmanager

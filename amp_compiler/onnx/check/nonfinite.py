@@ -89,12 +89,12 @@ class OnnxTrials:
         if not seen.nodes:
             return NonfiniteReport()
         results = tuple(f"the output {name}" for name in seen.outputs)
-        args = self._spoilt_inputs()
-        cure = self._cure(converted, rules, args)
+        spoilt = self._spoilt_inputs()
+        cure = self._cure(converted, rules, spoilt)
         if not results and not cure.rule:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
-        sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in args.items())
-        others = tuple(one for one in seen.nodes if args.keys().isdisjoint(name for name, _ in one.inputs))
+        sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in spoilt.items())
+        others = tuple(one for one in seen.nodes if spoilt.keys().isdisjoint(name for name, _ in one.inputs))
         return NonfiniteReport((), (*sources, *others)[:SHOWN], True, results, cure.rule, cure.message)
 
     def _spoilt_inputs(self) -> dict[str, ValueRange]:
@@ -102,9 +102,9 @@ class OnnxTrials:
         held = {name: range_of(torch.from_numpy(one)) for name, one in self._batch.items() if one.dtype.kind == "f"}
         return {name: one for name, one in held.items() if one.spoilt}
 
-    def _cure(self, seen: _Seen, rules: RuleSet, options: Mapping[str, ValueRange]) -> Cure:
-        if options:
-            bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in options.items()]
+    def _cure(self, seen: _Seen, rules: RuleSet, spoilt: Mapping[str, ValueRange]) -> Cure:
+        if spoilt:
+            bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in spoilt.items()]
             return Cure(message=f"{'; '.join(bad)}: no precision fixes that")
         if not seen.nodes:
             return Cure(message="the file has 16-bit parts already: converted with these rules it is finite")

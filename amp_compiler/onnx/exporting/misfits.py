@@ -43,8 +43,8 @@ def pinned_nodes(
     lowered = lower(known, low)
     pin_nodes(lowered, rules, {name: most for name, most in ranges.items() if name in lowered.graph.values})
     low_nodes = {node.name for node in plan.nodes if node.precision == LOW}
-    matches = {lowered.nodes[name].meta.get(ORIGIN): node.pin for name, node in lowered.graph.nodes.items()}
-    return {name: pin.reason for name, pin in matches.items() if pin and pin.precision == "fp32" and name in low_nodes}
+    pins = {lowered.nodes[name].meta.get(ORIGIN): node.pin for name, node in lowered.graph.nodes.items()}
+    return {name: pin.reason for name, pin in pins.items() if pin and pin.precision == "fp32" and name in low_nodes}
 
 
 def unfit_nodes(model: ir.Model, low: DType, plan: PrecisionPlan, target: Providers | None) -> dict[str, str]:

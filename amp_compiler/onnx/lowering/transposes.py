@@ -27,11 +27,11 @@ def guard_transposes(lowered: Lowered, plan: PrecisionPlan) -> bool:
     """
     graphs = lowered.model.graphs()
     low = {lowered.nodes[name] for name, label in plan.labels.items() if label == LOW and name in lowered.nodes}
-    matches = [node for graph in graphs for node in graph if _is_turned(node) and _reaches_product(node, low)]
-    values, nodes = names_of(graphs if matches else ())
-    for node in matches:
+    transposes = [node for graph in graphs for node in graph if _is_turned(node) and _reaches_product(node, low)]
+    values, nodes = names_of(graphs if transposes else ())
+    for node in transposes:
         _raise_rank(node, lowered.model.opset(""), values, nodes)
-    return bool(matches)
+    return bool(transposes)
 
 
 def _is_turned(node: ir.Node) -> bool:

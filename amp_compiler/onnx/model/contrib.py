@@ -84,7 +84,7 @@ def _known(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     if schema is None:
         return [onnx.NodeProto.FromString(node.SerializeToString())]
     read = {slot.type_str: name for name in reversed(node.input) if (slot := _slot(schema.inputs, name, node.input))}
-    results = []
+    nodes = []
     for name in node.output:
         slot = _slot(schema.outputs, name, node.output)
         if slot is None:
@@ -92,11 +92,11 @@ def _known(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         allowed = [one.allowed_type_strs for one in schema.type_constraints if one.type_param_str == slot.type_str]
         only = allowed[0] if allowed else [slot.type_str]
         if slot.type_str in read:
-            results.append(helper.make_node("Reshape", [read[slot.type_str], _SHAPE], [name], name=node.name))
+            nodes.append(helper.make_node("Reshape", [read[slot.type_str], _SHAPE], [name], name=node.name))
         elif len(only) == 1 and only[0] in _LITERAL:
             zero = np.zeros(1, helper.tensor_dtype_to_np_dtype(_LITERAL[only[0]]))
-            results.append(helper.make_node("ConstantOfShape", [_SHAPE], [name], value=numpy_helper.from_array(zero)))
-    return results or [onnx.NodeProto.FromString(node.SerializeToString())]
+            nodes.append(helper.make_node("ConstantOfShape", [_SHAPE], [name], value=numpy_helper.from_array(zero)))
+    return nodes or [onnx.NodeProto.FromString(node.SerializeToString())]
 
 
 def _slot(

@@ -14,7 +14,7 @@
 namespace amp {
 
 constexpr int64_t kRun = 16384;               // elements that one thread takes at a time
-constexpr int64_t kPiece = 512;               // elements of a run that go through all loops together
+constexpr int64_t kChunk = 512;               // elements of a run that go through all loops together
 constexpr int64_t kPackedTogether = 1 << 19;  // elements of packed factors that are kept in the caches
 
 // One row per tensor; addresses are 0 where a column is not used. Where `product` is one, there is no `grad`.
@@ -66,13 +66,13 @@ template <class Body>
 void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
   const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
   if (tensor.added == 0) {
-    for (; start < end; start += kPiece)
-      body(Chunk{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
+    for (; start < end; start += kChunk)
+      body(Chunk{row, start, std::min(kChunk, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
     return;
   }
-  alignas(64) float line[kPiece];
-  for (; start < end; start += kPiece) {
-    const int64_t count = std::min(kPiece, end - start);
+  alignas(64) float line[kChunk];
+  for (; start < end; start += kChunk) {
+    const int64_t count = std::min(kChunk, end - start);
     add_wide(tensor, start, count, line);
     body(Chunk{row, start, count, reinterpret_cast<int64_t>(line), kFloat}, finding);
   }
@@ -88,14 +88,14 @@ struct Panel {
 template <class Body>
 void for_panel(const Panel& panel, Finding* finding, const Body& body) {
   thread_local std::vector<Bf16> buffer(static_cast<size_t>(kPanel));
-  alignas(64) float line[kPiece];
+  alignas(64) float line[kChunk];
   const Packed& packed = *panel.packed;
   if (!packed.few()) packed.panel(panel.first, panel.rows, panel.column, panel.columns, buffer.data());
   for (int64_t i = 0; i < panel.rows; ++i) {
     const int64_t row = panel.first + i;
     const Additions additions(packed.product(), row);
-    for (int64_t j = 0; j < panel.columns; j += kPiece) {
-      const int64_t column = panel.column + j, count = std::min(kPiece, panel.columns - j);
+    for (int64_t j = 0; j < panel.columns; j += kChunk) {
+      const int64_t column = panel.column + j, count = std::min(kChunk, panel.columns - j);
       const Bf16* there = buffer.data() + i * panel.columns + j;
       Chunk chunk{panel.row, row * packed.product().columns + column, count, reinterpret_cast<int64_t>(line), kFloat};
       if (packed.few()) {

@@ -71,7 +71,7 @@ void adam_loop(const float* __restrict grads, float* __restrict weights, float* 
 template <class G, class L>
 void adam(const Row& row, const G* raw, int64_t start, int64_t count, const AdamNumbers& s, float coef,
           bool decoupled) {
-  float grads[kPiece];
+  float grads[kChunk];
   float* weights = at<float>(row.weight, start);
   float* largests = at<float>(row.largest, start);
   widen(raw, grads, count, coef);
@@ -87,7 +87,7 @@ void adam(const Row& row, const G* raw, int64_t start, int64_t count, const Adam
 template <class G, class L>
 void sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
          bool nesterov) {
-  float buffer[kPiece];
+  float buffer[kChunk];
   float* __restrict grads = buffer;
   float* __restrict weights = at<float>(row.weight, start);
   float* __restrict momenta = at<float>(row.first, start);
@@ -124,7 +124,7 @@ void summary(const G* grads, int64_t count, float factor, Finding* finding) {
 
 template <>
 void summary<Half>(const Half* grads, int64_t count, float factor, Finding* finding) {
-  float wide[kPiece];
+  float wide[kChunk];
   widen(grads, wide, count, 1.0f);
   summary<float>(wide, count, factor, finding);
 }

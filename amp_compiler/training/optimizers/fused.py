@@ -194,12 +194,12 @@ class BoundGroup:
         state = self.optimizer.state[parameter]
         place = parameter.data_ptr(), parameter.stride()
         known = self._checked.get((column, number))
-        output: Tensor | None = state.get(column)
-        if known is not None and output is not None and output is known[0]() and place == known[1]:
-            return as_real(output)
-        result = self._state_tensor(column, parameter, state)
-        self._checked[column, number] = weakref.ref(result), place
-        return as_real(result)
+        held: Tensor | None = state.get(column)
+        if known is not None and held is not None and held is known[0]() and place == known[1]:
+            return as_real(held)
+        tensor = self._state_tensor(column, parameter, state)
+        self._checked[column, number] = weakref.ref(tensor), place
+        return as_real(tensor)
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         if column not in state or column == STEP:
@@ -231,9 +231,9 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         AmpError: for anything else, for an optimizer that can be neither fused nor traced, for a
             parameter in two optimizers, and for an L1 decay that is no number of at least 0.
     """
-    args = tuple(map(_innermost, optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]))
+    optimizers = tuple(map(_innermost, optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]))
     seen: set[int] = set()
-    for one in args:
+    for one in optimizers:
         if not isinstance(one, torch.optim.Optimizer):
             raise AmpError(f"optimizer is a {type(one).__name__}", hint="pass a torch.optim object, or a dict of them")
         if type(one) not in KINDS:
@@ -243,7 +243,7 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
             if id(parameter) in seen:
                 raise AmpError("a parameter stands in two optimizers or groups", hint="give each parameter one owner")
             seen.add(id(parameter))
-    return args
+    return optimizers
 
 
 def _innermost(optimizer: Any) -> Any:

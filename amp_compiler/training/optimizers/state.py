@@ -118,6 +118,6 @@ def keep_state_types(optimizer: torch.optim.Optimizer) -> None:
 
 def _restore_types(state: dict[str, Any], saved: Mapping[str, Any], device: torch.device) -> None:
     for key, value in saved.items():
-        result = state.get(key)
-        if isinstance(value, Tensor) and isinstance(result, Tensor) and value.dtype != result.dtype:
+        restored = state.get(key)
+        if isinstance(value, Tensor) and isinstance(restored, Tensor) and value.dtype != restored.dtype:
             state[key] = value.detach().to(device, copy=True)

@@ -95,18 +95,18 @@ class TracedGroup:
             initialise(self.optimizer, [parameter])
         expected = self.entries[number, key]
         kept = state.get(key)
-        result = as_real(kept) if isinstance(kept, Tensor) else None
-        if result is None or (tuple(result.shape), result.dtype) != (expected.shape, expected.dtype):
+        held = as_real(kept) if isinstance(kept, Tensor) else None
+        if held is None or (tuple(held.shape), held.dtype) != (expected.shape, expected.dtype):
             raise AmpError(
                 f"the state of {self.spec.name} has no '{key}' of shape {list(expected.shape)} and type"
                 f" {expected.dtype}",
                 hint="load a state_dict of the same optimizer over the same parameters",
             )
-        if result.device != parameter.device or result.stride() != expected.stride:  # loaded from elsewhere
+        if held.device != parameter.device or held.stride() != expected.stride:  # loaded from elsewhere
             device, dtype = parameter.device, expected.dtype
-            result = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(result)
-            state[key] = from_real(result, kept.dtype)
-        return result
+            held = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(held)
+            state[key] = from_real(held, kept.dtype)
+        return held
 
 
 def bind_traced(
@@ -180,13 +180,13 @@ def _own_update(
     state_dtypes = [held[entry.parameter][entry.key].dtype for entry in states]
 
     def update(
-        masters: Sequence[Tensor], grads: Sequence[Tensor], args: Sequence[Tensor], rates: Sequence[Tensor]
+        masters: Sequence[Tensor], grads: Sequence[Tensor], state_values: Sequence[Tensor], rates: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         own, grads = _copies(masters, dtypes), _copies(grads, dtypes)
         state: dict[Tensor, State] = defaultdict(dict)
         for parameter, kept in zip(own, numbers, strict=True):
             state[parameter] = dict(kept)
-        for entry, value in zip(states, _copies(args, state_dtypes), strict=True):
+        for entry, value in zip(states, _copies(state_values, state_dtypes), strict=True):
             # Counters are computed with in fp64, as the Python numbers that they are elsewhere.
             counts = (
                 value.dim() == 0 and value.is_floating_point() and (own[entry.parameter].dim() or entry.key == "step")

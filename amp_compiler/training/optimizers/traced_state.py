@@ -82,7 +82,7 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     groups = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in optimizer.param_groups]
     make = _init_groups if hasattr(type(optimizer), "_init_group") else _record_first_step
     try:
-        result = make(optimizer, groups)
+        first_values = make(optimizer, groups)
     except OptimizerError:
         raise
     except Exception as cause:
@@ -92,7 +92,7 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
             " amp.compile(model) with it in a loop of your own",
         ) from cause
     ordered = [parameter for group in groups for parameter in group["params"]]
-    for parameter, entries in zip(ordered, result, strict=True):
+    for parameter, entries in zip(ordered, first_values, strict=True):
         state = optimizer.state[parameter]
         for key, value in entries.items():
             state.setdefault(key, value.to(parameter.device) if isinstance(value, Tensor) else value)
@@ -159,7 +159,7 @@ class _FirstValues(dict[str, Any]):
 
 def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[State]:
     """By a step on copies; a second one with other gradients shows that the first values do not depend on them."""
-    matches: list[list[State]] = []
+    runs: list[list[State]] = []
     for fill in (0.0, 1.0):
         state: dict[Tensor, _FirstValues] = defaultdict(_FirstValues)
         copies = []
@@ -172,8 +172,8 @@ def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> li
             copies.append({**group, "params": own})
         with torch.no_grad():
             own_step(view_of(optimizer, copies, state))
-        matches.append([state[copy].first for group in copies for copy in group["params"]])
-    for first, second in zip(*matches, strict=True):
+        runs.append([state[copy].first for group in copies for copy in group["params"]])
+    for first, second in zip(*runs, strict=True):
         for key, value in first.items():
             other = second.get(key)
             tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
@@ -182,4 +182,4 @@ def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> li
                     f"'{key}' in the state of {type(optimizer).__name__} begins from the first gradient",
                     hint=f"let it begin as zeros, or use {FUSED_NAMES}",
                 )
-    return matches[0]
+    return runs[0]

@@ -59,8 +59,8 @@ def build_counting(
     device = device_of([*begun.leaves, *model.parameters()])
 
     def inputs(leaves: Sequence[Any]) -> list[Any]:
-        args = inputs_for(begun.leaves, leaves, first)
-        return [one.get(args) for one in resolve]
+        own_leaves = inputs_for(begun.leaves, leaves, first)
+        return [one.get(own_leaves) for one in resolve]
 
     def compiled(graph_module: fx.GraphModule, values: Sequence[Any]) -> Run:
         with building():
@@ -81,9 +81,9 @@ def build_counting(
 
 def _scaled(graph: fx.Graph) -> set[fx.Node]:
     """What is made of the seed of the backward; the rest of a backward is made of activations alone."""
-    matches: set[fx.Node] = set()
+    scaled: set[fx.Node] = set()
     for node in graph.nodes:
         is_seed = bool(node.meta.get(Key.SEED)) or (node.op == "placeholder" and node.name == SCALE)
-        if is_seed or not matches.isdisjoint(node.all_input_nodes):
-            matches.add(node)
-    return matches
+        if is_seed or not scaled.isdisjoint(node.all_input_nodes):
+            scaled.add(node)
+    return scaled

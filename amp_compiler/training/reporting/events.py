@@ -154,8 +154,8 @@ class DeviceEvents:
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`; this waits for the device."""
-        matches = [event for names, table in self._tables.items() for event in table.read(names)]
-        return tuple(sorted(matches, key=lambda event: event.step)[-MOST:])
+        events = [event for names, table in self._tables.items() for event in table.read(names)]
+        return tuple(sorted(events, key=lambda event: event.step)[-MOST:])
 
 
 @dataclass(frozen=True)

@@ -191,13 +191,13 @@ def _single(aux: Any) -> dict[str, Any]:
     """The single real numbers of a dict, by name."""
     if not isinstance(aux, Mapping):
         return {}
-    matches: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in aux.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            matches[str(name)] = value
+            numbers[str(name)] = value
         elif isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max):
-            matches[str(name)] = float(value)
-    return matches
+            numbers[str(name)] = float(value)
+    return numbers
 
 
 def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:

@@ -43,25 +43,25 @@ def report_nonfinite(
     if not bad:
         return NonfiniteReport()
     parameters = tuple(program.report.updated[number] for number in bad)
-    results = {program.gradient_node(number) for number in bad}
+    gradients = {program.gradient_node(number) for number in bad}
     origins: set[fx.Node] = set()
     ranges = _NO_RANGES
     if leaves is not None:
         seen = _replayed(program, leaves, scale)
-        origins, ranges = seen.origins(results), seen.ranges
-    nodes = in_order(program.report.graph_module.graph, origins or results)[:SHOWN]
+        origins, ranges = seen.origins(gradients), seen.ranges
+    nodes = in_order(program.report.graph_module.graph, origins or gradients)[:SHOWN]
     shown = tuple(described(node, is_forward=is_forward(node), ranges=ranges, plan=program.plan) for node in nodes)
     return NonfiniteReport(parameters, shown, bool(origins))
 
 
 def _replayed(program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> Finiteness:
-    options = {}
+    values = {}
     placeholders = program.report.graph_module.graph.find_nodes(op="placeholder")
     for node, resolve in zip(placeholders, program.compiled.resolve, strict=True):
         if not only_update_reads(node):
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
-            options[node] = scale if is_scale else resolve.get(leaves)
-    return Replay(program.report.graph_module).run_again(options, scale.device)
+            values[node] = scale if is_scale else resolve.get(leaves)
+    return Replay(program.report.graph_module).run_again(values, scale.device)
 
 
 def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -91,10 +91,10 @@ def described(
     low, is_op = rounds(node), node.op == "call_function"
     mine = () if plan is None else plan.nodes
     known = {one.name.removeprefix(prefix): one for one in mine if one.name.startswith(prefix)}
-    result = planned_for(node, known) if known or not is_op else str(node.meta.get(Key.PLANNED, ""))
-    decided, read = known.get(result), ""
+    planned = planned_for(node, known) if known or not is_op else str(node.meta.get(Key.PLANNED, ""))
+    decided, read = known.get(planned), ""
     if decided is None and low:  # an input that is rounded: for the first node that reads it
-        names = {result, prefix + result}
+        names = {planned, prefix + planned}
         decided = next((one for one in known.values() if names & {*one.inputs}), None)
         read = f"read by {decided.name}, " if decided is not None else ""
     return NonfiniteNode(
@@ -103,7 +103,7 @@ def described(
         (module_of(node)[0] if is_op else "") or (decided.module if decided is not None else ""),
         "forward" if is_forward or not is_op else "backward",
         user_source(node.meta.get("stack_trace")) or (decided.source if decided is not None else ""),
-        prefix + result if result and (is_op or low) else "",
+        prefix + planned if planned and (is_op or low) else "",
         read + decided.decision if decided is not None else "",
         tuple((source.name, ranges[source]) for source in node.all_input_nodes if source in ranges),
         ranges.get(node),

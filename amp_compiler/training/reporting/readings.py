@@ -107,8 +107,8 @@ class StepReadings(StepInspection):
             return output.norm.clone()  # the next step may overwrite it
         with torch.no_grad():
             # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
-            results = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(results)) / (scale * self._divisor(program))
+            norms = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) / (scale * self._divisor(program))
             return norm.float()
 
     @property
@@ -208,16 +208,16 @@ class StepReadings(StepInspection):
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, _flags(output), leaves, scale)
             if cure and report.repeated:
-                result = self._trials(batch).cure(scale)
-                report = replace(report, rule=result.rule, cure=result.message)
+                proved = self._trials(batch).cure(scale)
+                report = replace(report, rule=proved.rule, cure=proved.message)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
             trials = SubgraphStepTrials(program.step, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
             if cure and report.repeated:
-                result = trials.cure(nodes)
-                report = replace(report, rule=result.rule, cure=result.message)
+                proved = trials.cure(nodes)
+                report = replace(report, rule=proved.rule, cure=proved.message)
         if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
             report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
         if bool(output.loss.isfinite()):

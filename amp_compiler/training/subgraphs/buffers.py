@@ -47,23 +47,23 @@ class WrittenBuffers:
 
         def take() -> dict[str, Tensor]:
             known = self._known.get(modes)
-            matches = {}
+            written = {}
             for path, table, name, buffer, version, old in held:
                 now: Any = table[name] if name in table else None  # noqa: SIM401  # a scripted module's has no get
                 is_written = now is not buffer or buffer._version != version
                 if not isinstance(now, Tensor) or now.shape != buffer.shape or now.dtype is not buffer.dtype:
                     continue  # another one, which it is to keep
                 if is_written or (path in known if known is not None else not torch.equal(buffer, old)):
-                    matches[path] = now.detach().clone()
+                    written[path] = now.detach().clone()
                     table[name] = buffer
                     with torch.no_grad():
                         buffer.copy_(old)
-            return matches
+            return written
 
         def take_and_note() -> dict[str, Tensor]:
-            matches = take()
-            self._known[modes] = self._known.get(modes, set()) | set(matches)
-            return matches
+            written = take()
+            self._known[modes] = self._known.get(modes, set()) | set(written)
+            return written
 
         try:
             yield take_and_note

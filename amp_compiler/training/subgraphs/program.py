@@ -44,14 +44,14 @@ class SubgraphProgram:
             leaves: the batch.
         """
         batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
-        result = self.step.forward_and_backward(batch, self._options.optimizers)
-        result = self.step.completed(self.step.hooked(result, self._options), self._options.gather)
+        computed = self.step.forward_and_backward(batch, self._options.optimizers)
+        computed = self.step.completed(self.step.hooked(computed, self._options), self._options.gather)
         if self._decide is not None:
-            result = self.step.shared(result, self._decide, self._options.gather)
+            computed = self.step.shared(computed, self._decide, self._options.gather)
         with building():
-            self._update = self.step.update_for(result, self._options, self._owners)
-        self._made = result
-        return result
+            self._update = self.step.update_for(computed, self._options, self._owners)
+        self._made = computed
+        return computed
 
     def __call__(self, leaves: Sequence[Any]) -> StepOutput:
         """Run one step on the flattened batch.
@@ -63,9 +63,9 @@ class SubgraphProgram:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
             LoweringError: a subgraph, or the update, cannot be compiled.
         """
-        result, self._made = self._made or self.prepare(leaves), None
-        output = self.update(result.given())
-        return replace(output, loss=result.loss, aux=result.aux)
+        computed, self._made = self._made or self.prepare(leaves), None
+        output = self.update(computed.given())
+        return replace(output, loss=computed.loss, aux=computed.aux)
 
     @property
     def update(self) -> StepProgram:

@@ -48,9 +48,9 @@ class SubgraphReplay:
         """
         self._runs += 1
         watched = _Watched(self, self._runs, subgraph, graph_module)
-        result = watched.run(*inputs)
+        results = watched.run(*inputs)
         self._spoilt |= bool(self._made)
-        return result
+        return results
 
     def note(self, place: _Place, seen: Finiteness) -> None:
         """Look at a node that has run, which is bad; what comes of a bad value is not noted.
@@ -81,18 +81,18 @@ class SubgraphReplay:
                 for one in self._made[:SHOWN]
             )
         bad = {(one.run, one.node) for one in self._gradients}
-        matches: dict[tuple[str, fx.Node], NonfiniteNode] = {}
+        origins: dict[tuple[str, fx.Node], NonfiniteNode] = {}
         for place, one in enumerate(self._gradients):
             users = [user for user in one.node.users if (one.run, user) in self._reached]
             returned = any(user.op == "output" for user in one.node.users)
             if any((one.run, user) in bad for user in users) or ((returned or not users) and place):
                 continue  # it comes of another one
-            result = self._reached[one.run, one.node]
+            gradient = self._reached[one.run, one.node]
             for node in users or [one.node]:
                 described_node = described(node, is_forward=False, subgraph=one.subgraph, plan=plan)
-                args = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
-                matches.setdefault((one.subgraph, node), replace(described_node, inputs=args, output=result))
-        return tuple(matches.values())[:SHOWN]
+                inputs = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
+                origins.setdefault((one.subgraph, node), replace(described_node, inputs=inputs, output=gradient))
+        return tuple(origins.values())[:SHOWN]
 
 
 class _Watched(fx.Interpreter):

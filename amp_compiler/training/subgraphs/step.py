@@ -87,11 +87,11 @@ class SubgraphStep:
         self.note_random_state()
         drawn = self._drawn
         try:
-            result = self._run(batch, optimizers)
+            computed = self._run(batch, optimizers)
             if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
                 set_random_state(self._device, drawn)
-                result = self._run(batch, optimizers)
-            return result
+                computed = self._run(batch, optimizers)
+            return computed
         except Exception as error:  # the model's own code may raise anything
             if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
                 raise self.cause from error
@@ -143,8 +143,8 @@ class SubgraphStep:
         try:
             with generators_kept():
                 set_random_state(self._device, self._drawn)
-                result = self._run(batch, optimizers, scale)
-            return self._replay.origins(plan_of(self.subgraphs.made)), result
+                computed = self._run(batch, optimizers, scale)
+            return self._replay.origins(plan_of(self.subgraphs.made)), computed
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -205,78 +205,78 @@ class SubgraphStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
-    def hooked(self, result: Made, options: StepOptions) -> Made:
+    def hooked(self, computed: Made, options: StepOptions) -> Made:
         """As the hooks before the update leave it; of a step that is skipped, they are not run.
 
         Args:
-            made: of this batch.
+            computed: of this batch.
             options: what the update is built for.
         """
         hooks = hooks_before(options.optimizers)
         if not hooks:
-            return result
+            return computed
         parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
-        finite = (torch.isfinite(one).all() for one in result.gradients.values())
+        finite = (torch.isfinite(one).all() for one in computed.gradients.values())
         if options.scale.checks_finite and not all(map(bool, finite)):
-            return result
+            return computed
         with torch.no_grad():
             unscaled = {
                 name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
-                for name, one in result.gradients.items()
+                for name, one in computed.gradients.items()
             }
             left = with_hooks(hooks, parameters, unscaled)
-            return replace(result, gradients={name: as_real(one) * scale for name, one in left.items()})
+            return replace(computed, gradients={name: as_real(one) * scale for name, one in left.items()})
 
-    def completed(self, result: Made, gather: str) -> Made:
+    def completed(self, computed: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
 
         Args:
-            made: of this batch.
+            computed: of this batch.
             gather: as for `FuseUpdate`.
         """
         if gather != "use":
-            return result
+            return computed
         gathered = self.state.kept.sums.gathered
         gradients = {
-            name: result.gradients[name] if name in result.gradients else _no_gradient(parameter)
+            name: computed.gradients[name] if name in computed.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
-            if name in result.gradients or id(parameter) in gathered
+            if name in computed.gradients or id(parameter) in gathered
         }
-        return replace(result, gradients=gradients)
+        return replace(computed, gradients=gradients)
 
-    def shared(self, result: Made, decide: Decide, gather: str) -> Made:
+    def shared(self, computed: Made, decide: Decide, gather: str) -> Made:
         """With zeros for what other ranks have a gradient of, and this one does not.
 
         Args:
-            made: of this rank.
+            computed: of this rank.
             decide: gives what all ranks have, by what this one has and the buffers that it writes.
             gather: as for `GatherGradients`.
         """
         named = {_placeholder_of(name): name for name, _ in self.model.named_parameters()}
         own = [
             SharedGradient(_placeholder_of(name), one.dtype, tuple(range(one.dim())))
-            for name, one in result.gradients.items()
+            for name, one in computed.gradients.items()
         ]
-        output = decide(tuple(own), tuple(result.buffers))
+        agreed = decide(tuple(own), tuple(computed.buffers))
         if gather == "add":
-            return result
+            return computed
         parameters = dict(self.model.named_parameters())
         gradients = {}
-        for one in output:
+        for one in agreed:
             name = named[one.name]
-            gradient = result.gradients.get(name)
+            gradient = computed.gradients.get(name)
             gradients[name] = (
                 torch.zeros_like(as_real(parameters[name].detach()), dtype=one.dtype) if gradient is None else gradient
             )
-        return replace(result, gradients=gradients)
+        return replace(computed, gradients=gradients)
 
-    def update_for(self, result: Made, options: StepOptions, owners: Any) -> StepProgram:
+    def update_for(self, computed: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
-        types = tuple((name, gradient.dtype) for name, gradient in result.gradients.items())
-        key = (owners, options.gather, options.divisor, options.scale, types, tuple(result.buffers))
+        types = tuple((name, gradient.dtype) for name, gradient in computed.gradients.items())
+        key = (owners, options.gather, options.divisor, options.scale, types, tuple(computed.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.compiled.groups):
-            begun = update_graph(self.model, result)
+            begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(self.model, begun, options, self.state)
         return program
 

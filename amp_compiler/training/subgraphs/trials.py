@@ -39,10 +39,10 @@ class SubgraphStepTrials:
         """
         self._step.note_random_state()
         with autocast_off():
-            nodes, result = self._step.replayed(*self._given)
-        bad = [name for name, one in result.gradients.items() if not bool(torch.isfinite(one).all())]
+            nodes, computed = self._step.replayed(*self._given)
+        bad = [name for name, one in computed.gradients.items() if not bool(torch.isfinite(one).all())]
         parameters = tuple(name.partition(".")[2] for name in bad)
-        loss = () if bool(torch.isfinite(result.loss)) else (LOSS,)
+        loss = () if bool(torch.isfinite(computed.loss)) else (LOSS,)
         if not nodes and not parameters and not loss:
             return NonfiniteReport()
         cure = self.cure(nodes)

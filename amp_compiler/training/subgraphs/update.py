@@ -38,14 +38,14 @@ class Made:
 
 
 @without_full_collections()
-def update_graph(model: LossModule, result: Made) -> Begun:
+def update_graph(model: LossModule, computed: Made) -> Begun:
     """A graph that takes what the update reads and returns the loss and the new values of buffers.
 
     Args:
         model: the loss as a module.
-        made: what forward and backward gave.
+        computed: what forward and backward gave.
     """
-    args = result.given()
+    leaves = computed.given()
     graph, inputs, mode = fx.Graph(), [], FakeTensorMode()
 
     def placeholder(name: str, value: Tensor, source: Source, target: str = "", index: int = -1) -> fx.Node:
@@ -55,20 +55,20 @@ def update_graph(model: LossModule, result: Made) -> Begun:
         return node
 
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    weights = [placeholder(f"p_{name}", parameters[name], Source.PARAMETER, name) for name in result.gradients]
+    weights = [placeholder(f"p_{name}", parameters[name], Source.PARAMETER, name) for name in computed.gradients]
     wide = [
-        node.name for node, one in zip(weights, result.gradients.values(), strict=True) if one.dtype is torch.float32
+        node.name for node, one in zip(weights, computed.gradients.values(), strict=True) if one.dtype is torch.float32
     ]
-    written = [placeholder(f"b_{name}", buffers[name], Source.BUFFER, name) for name in result.buffers]
-    loss = placeholder("loss", result.loss, Source.USER, index=0)
+    written = [placeholder(f"b_{name}", buffers[name], Source.BUFFER, name) for name in computed.buffers]
+    loss = placeholder("loss", computed.loss, Source.USER, index=0)
     values = [
         placeholder(f"new_{name}", value, Source.USER, index=number)
-        for number, (name, value) in enumerate(result.buffers.items(), 1)
+        for number, (name, value) in enumerate(computed.buffers.items(), 1)
     ]
     first = 1 + len(values)
     inputs += [Input(f"grad_{node.name}", Source.USER, index=place) for place, node in enumerate(weights, first)]
     graph.output((loss, None, *values))
-    _, in_spec = pytree.tree_flatten((tuple(args), {}))
-    _, out_spec = pytree.tree_flatten((result.loss, None))
+    _, in_spec = pytree.tree_flatten((tuple(leaves), {}))
+    _, out_spec = pytree.tree_flatten((computed.loss, None))
     captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {}, in_spec, out_spec)
-    return Begun(captured, args, 2, tuple(n.name for n in written), tuple(n.name for n in weights), tuple(wide))
+    return Begun(captured, leaves, 2, tuple(n.name for n in written), tuple(n.name for n in weights), tuple(wide))
