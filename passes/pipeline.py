@@ -35,7 +35,7 @@ class Stages(Sequence[Stage]):
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
         self._subgraphs: dict[int, bytes] = {}
-        self.captured = self.compiling = 0.0  # when it was, and when compiling for the backend began
+        self.captured = self.compiling = 0.0  # when it was captured, when a backend first compiled
         self.texts = Texts()  # what writes them while they are made
 
     @property
@@ -56,7 +56,7 @@ class Stages(Sequence[Stage]):
         self._last = text
 
     def begin_subgraph(self, text: str) -> None:
-        """Say that the next stage is made of a subgraph of the graph, and is to be compared with that."""
+        """Say that the next stage is of a subgraph, and is to be compared with its text."""
         self.compiling = self.compiling or time.perf_counter()
         if text != self._last:
             self._subgraphs[len(self)] = zlib.compress(text.encode(), 1)
@@ -394,7 +394,7 @@ DEVICE = Pipeline(
 SUBGRAPH = Pipeline(
     "SUBGRAPH",
     ("reshape_views", "two_matrices", "native_ops", "recompute_upcasts"),
-    "On each subgraph of a graph that a compiler is given.",
+    "On each subgraph that a compiler is given.",
 )
 LATE = Pipeline(
     "LATE",
