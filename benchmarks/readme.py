@@ -280,9 +280,9 @@ def tune_table() -> str:
     ]
     for row in rows:
         ours = row["tune"]
-        peers = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
+        theirs = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
         runs = f"{ours['runs']} (at most {ours['limit']})" if "runs" in ours else ""
-        lines.append(f"| {row['model']} | {row['nodes']} | {peers[0]} | {peers[1]} | {_in_fp32(ours)} | {runs} |")
+        lines.append(f"| {row['model']} | {row['nodes']} | {theirs[0]} | {theirs[1]} | {_in_fp32(ours)} | {runs} |")
     return "\n".join(lines)
 
 

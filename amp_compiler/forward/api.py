@@ -165,15 +165,15 @@ def _build(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    settings_args = dict(options or {})
-    unknown = sorted(set(settings_args) - {"rules", "dtype", "backend", "mode"})
+    keywords = dict(options or {})
+    unknown = sorted(set(keywords) - {"rules", "dtype", "backend", "mode"})
     if unknown:
         raise AmpError(
             f"unknown option {unknown[0]!r} of backend 'amp_compiler'", hint="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        settings_args["mode"] = mode
-    settings = make_settings(**settings_args)
+        keywords["mode"] = mode
+    settings = make_settings(**keywords)
     low = settings.low(device_of(inputs))
     refuse_other_autocast(torch_dtype(low))
     return build_subgraph(graph_module, inputs, settings, low)

@@ -52,19 +52,19 @@ def checkpoints_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     Args:
         nodes: the forward, in order.
     """
-    regions_of = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
-    if not regions_of:
-        return regions_of
+    region_of = {node: number for node in nodes if (number := checkpoint_of(node)) is not None}
+    if not region_of:
+        return region_of
     within = set(nodes)
     for node in reversed(nodes):
-        regions = {regions_of.get(user) for user in node.users if user in within}
-        if node.op != "call_function" or node in regions_of or len(regions) != 1:
+        regions = {region_of.get(user) for user in node.users if user in within}
+        if node.op != "call_function" or node in region_of or len(regions) != 1:
             continue
         (region,) = regions
-        inside = node.target in _CASTS or any(regions_of.get(one) == region for one in node.all_input_nodes)
+        inside = node.target in _CASTS or any(region_of.get(one) == region for one in node.all_input_nodes)
         if region is not None and inside:
-            regions_of[node] = region
-    return regions_of
+            region_of[node] = region
+    return region_of
 
 
 def recomputed_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:

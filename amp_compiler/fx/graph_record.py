@@ -130,12 +130,12 @@ def _target(target: Any) -> str:
 def _function(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
-    operator: Any = torch.ops
+    op: Any = torch.ops
     for part in name.split("."):
-        operator = getattr(operator, part)
-    if not isinstance(operator, torch._ops.OpOverload):
+        op = getattr(op, part)
+    if not isinstance(op, torch._ops.OpOverload):
         raise ValueError(f"'{name}' is no operator")
-    return operator
+    return op
 
 
 def _encoded(value: Any, places: Mapping[fx.Node, int]) -> Any:

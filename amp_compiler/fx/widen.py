@@ -45,12 +45,12 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
         return False
     results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
     for result in results:
-        rounded_value = node_tensor(result)
-        if rounded_value is None or rounded_value.dtype != low:
+        low_tensor = node_tensor(result)
+        if low_tensor is None or low_tensor.dtype != low:
             continue
         with graph.inserting_after(result):
             rounded = _cast(graph, result, low)
-        rounded.meta["val"] = rounded_value
+        rounded.meta["val"] = low_tensor
         replace_other_uses(result, rounded)
     return True
 

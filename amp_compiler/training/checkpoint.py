@@ -166,12 +166,12 @@ def load_checkpoint(
             raise AmpError(
                 f"holds {was}, not {now}", where=str(path), hint="pass to it what was saved: a step, or a dict of them"
             )
-        held = dcp.contents(path)
+        contents = dcp.contents(path)
         for name, one in named.items():
-            wanted.update(one.wanted(held, about["steps"][name], about["ranks"], str(path)))
-        for entry, keys in held.paths.items():
+            wanted.update(one.wanted(contents, about["steps"][name], about["ranks"], str(path)))
+        for entry, keys in contents.paths.items():
             if keys[:3] == ("ranks", str(_rank(ranks)), "random") and about["ranks"] == _size(ranks):
-                wanted[entry] = torch.empty(*held.tensors[entry][0], dtype=torch.uint8)
+                wanted[entry] = torch.empty(*contents.tensors[entry][0], dtype=torch.uint8)
 
     checkpoint_folder.each(ranks, prepare)
     dcp.load(wanted, path, ranks)

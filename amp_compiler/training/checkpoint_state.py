@@ -186,11 +186,11 @@ class StepContents:
 
     # What is loaded
 
-    def wanted(self, held: Contents, about: Mapping[str, Any], ranks: int, where: str) -> dict[str, Any]:
+    def wanted(self, contents: Contents, about: Mapping[str, Any], ranks: int, where: str) -> dict[str, Any]:
         """Where to everything that a checkpoint has of this step is to be read, by the names of its entries.
 
         Args:
-            held: what it holds.
+            contents: what it holds.
             about: as `about` gave it.
             ranks: how many wrote it.
             where: its folder, for errors.
@@ -200,7 +200,7 @@ class StepContents:
                 gradients are gathered.
         """
         before = ("steps", self._name) if self._name else ()
-        paths = {keys[len(before) :]: entry for entry, keys in held.paths.items() if keys[: len(before)] == before}
+        paths = {keys[len(before) :]: entry for entry, keys in contents.paths.items() if keys[: len(before)] == before}
         self._masters: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter that has one, with what is read for it
         self._about, self._paths = about, paths
         self._check_kind(about, where)
@@ -209,12 +209,12 @@ class StepContents:
         differ = [f"only the step has {key}" for key in goals.keys() - model.keys()]
         differ += [f"only the checkpoint has {key}" for key in model.keys() - goals.keys()]
         for key in goals.keys() & model.keys():
-            differ += self._misfits(key, goals[key], held.tensors.get(model[key]))
+            differ += self._misfits(key, goals[key], contents.tensors.get(model[key]))
         _refuse(differ, where)
         own = {entry: goals[key] for key, entry in model.items()}
-        own |= self._states_wanted(held)
+        own |= self._states_wanted(contents)
         own[paths["optimizer", "param_groups"]] = None
-        return own | self._own_wanted(held, ranks, where)
+        return own | self._own_wanted(contents, ranks, where)
 
     def _check_kind(self, about: Mapping[str, Any], where: str) -> None:
         own, saved = self._kind(), about["step"]
@@ -259,7 +259,7 @@ class StepContents:
             return [f"{key} is {_short(saved[1])} there and {_short(part.dtype)} here"]
         return []
 
-    def _states_wanted(self, held: Contents) -> dict[str, Any]:
+    def _states_wanted(self, contents: Contents) -> dict[str, Any]:
         by_name = {self._names[id(p)]: p for group in self._groups_of() for p in group}
         wanted: dict[str, Any] = {}
         self._loaded: dict[int, dict[str, str]] = {}  # entries of each parameter's state
@@ -269,7 +269,7 @@ class StepContents:
                 continue
             parameter = by_name[keys[2]]
             self._loaded.setdefault(id(parameter), {})[keys[3]] = entry
-            wanted[entry] = self._state_target(entry, parameter, held.tensors.get(entry))
+            wanted[entry] = self._state_target(entry, parameter, contents.tensors.get(entry))
         return wanted
 
     def _state_target(self, entry: str, parameter: Tensor, saved: tuple[torch.Size, torch.dtype] | None) -> Any:
@@ -283,7 +283,7 @@ class StepContents:
         part = self._parts[entry] = self._weights.parts.zeros(parameter).to(dtype)
         return self._slice(part, parameter)
 
-    def _own_wanted(self, held: Contents, ranks: int, where: str) -> dict[str, Any]:
+    def _own_wanted(self, contents: Contents, ranks: int, where: str) -> dict[str, Any]:
         """What this rank has of its own: buffers where there are as many ranks, gathered gradients."""
         about, step = self._about, self._step
         if about["gathered"] and (ranks != self._size or about["accumulate"] != step._accumulate):
@@ -302,7 +302,8 @@ class StepContents:
         own, kinds = {}, ["sums"] if ranks != self._size else ["sums", "buffers"]
         for keys, entry in self._paths.items():
             if keys[:2] == ("ranks", str(self._rank)) and keys[2] in kinds:
-                own[entry] = torch.empty(held.tensors[entry][0], dtype=held.tensors[entry][1], device=self.device)
+                size, dtype = contents.tensors[entry]
+                own[entry] = torch.empty(size, dtype=dtype, device=self.device)
         return own
 
     def place(self, loaded: Mapping[str, Any]) -> None:

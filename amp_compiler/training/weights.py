@@ -126,9 +126,9 @@ def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Opt
         parameters: those of the model.
         optimizers: what trains them.
     """
-    held = list(parameters)
-    kept = [(one, one.data) for one in (*held, *(one.grad for one in held if one.grad is not None))]
-    marked = {id(one) for one in held if hasattr(one, _STORED_LOW)}
+    listed = list(parameters)
+    kept = [(one, one.data) for one in (*listed, *(one.grad for one in listed if one.grad is not None))]
+    marked = {id(one) for one in listed if hasattr(one, _STORED_LOW)}
     states = [(one.state, {parameter: dict(state) for parameter, state in one.state.items()}) for one in optimizers]
     try:
         yield
@@ -136,7 +136,7 @@ def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Opt
         for one, data in kept:  # parameters, then gradients
             if one.dtype is not data.dtype:
                 one.data = data
-        for parameter in held:
+        for parameter in listed:
             if hasattr(parameter, _STORED_LOW) and id(parameter) not in marked:
                 delattr(parameter, _STORED_LOW)
         for state, before in states:

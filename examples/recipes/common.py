@@ -193,12 +193,12 @@ def shares(histogram: Histogram) -> dict[str, float]:
 def measured_ranges(profiles: list[amp.Profile], low: str) -> dict[str, Any]:
     """What the profiles of a training say together: exponents of each kind, what the low type loses, a loss scale."""
     histograms = {kind: [row.histogram for profile in profiles for row in profile.of(kind)] for kind in KINDS}
-    sums = {kind: sum(rows_of_kind[1:], rows_of_kind[0]) for kind, rows_of_kind in histograms.items()}
+    sums = {kind: sum(parts[1:], parts[0]) for kind, parts in histograms.items()}
     scale = min(profile.loss_scale("fp16").scale for profile in profiles)
     updates = [row for profile in profiles for row in profile.updates]
     gradients = ("activation gradient", "weight gradient")
     return {
-        "exponents": {kind: shares(rows_of_kind) for kind, rows_of_kind in sums.items()},
+        "exponents": {kind: shares(histogram) for kind, histogram in sums.items()},
         "scale": scale,
         "zero": {kind: sums[kind].fractions(low).zero for kind in gradients},
         "zero with the scale": {kind: sums[kind].fractions(low, scale).zero for kind in gradients},

@@ -192,7 +192,7 @@ double amp_adam_update(const Row* rows, int64_t tensors, const AdamNumbers* numb
   const bool decoupled = flags[kDecoupled];
   return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
     adam<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
-                                                        numbers[chunk.row], coef, decoupled);
+                                                      numbers[chunk.row], coef, decoupled);
   });
 }
 
@@ -201,7 +201,7 @@ double amp_sgd_update(const Row* rows, int64_t tensors, const SgdNumbers* number
   const bool started = flags[kSgdStarted], nesterov = flags[kNesterov];
   return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
     sgd<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
-                                                       numbers[chunk.row], coef, started, nesterov);
+                                                     numbers[chunk.row], coef, started, nesterov);
   });
 }
 

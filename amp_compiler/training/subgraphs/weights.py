@@ -66,16 +66,16 @@ class LowReads:
         Raises:
             AmpError: one holds numbers that the low type does not, and they are not to be clipped.
         """
-        low = {
+        parameters = {
             name.partition(".")[2]: parameter
             for name, parameter in trained.items()
             if id(parameter) in self._found and parameter.dtype is torch.float32
         }
         stale = any(
             id(parameter) in self._otherwise and not torch.equal(parameter, parameter.to(self._low).float())
-            for parameter in low.values()
+            for parameter in parameters.values()
         )
-        stale |= store_alone(low, self._low, self._storage)
+        stale |= store_alone(parameters, self._low, self._storage)
         self._found.clear()
         return stale
 
