@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,12 +47,30 @@ def own_step(view: Optimizer) -> None:
         view: as `view_of` gives it.
     """
     step: Callable[..., Any] = type(view).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     try:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(view)  # type: ignore[attr-defined]
-    except (AssertionError, TypeError, ValueError, RuntimeError) as cause:
-        if re.search("closure|'NoneType' object is not callable", str(cause)):  # it asks for one, or calls it
+        step(view)
+    except Exception as cause:
+        if _calls_back(step, view):
             raise needs_closure(view) from cause
         raise
+
+
+class _CalledError(Exception):
+    """A closure was called."""
+
+
+def _calls_back(step: Callable[..., Any], view: Optimizer) -> bool:
+    """Whether a step that fails without a closure calls the one that it is given, before it fails of something else."""
+
+    def closure() -> None:
+        raise _CalledError
+
+    try:
+        step(view, closure)
+    except Exception as error:
+        return isinstance(error, _CalledError)
+    return False
 
 
 def needs_closure(optimizer: Optimizer) -> OptimizerError:
