@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -56,21 +57,17 @@ def own_step(view: Optimizer) -> None:
         raise
 
 
-class _CalledError(Exception):
-    """A closure was called."""
-
-
 def _calls_back(step: Callable[..., Any], view: Optimizer) -> bool:
     """Whether a step that fails without a closure calls the one that it is given, before it fails of something else."""
+    calls: list[None] = []
 
     def closure() -> None:
-        raise _CalledError
+        calls.append(None)
+        raise StopIteration
 
-    try:
+    with contextlib.suppress(Exception):  # of either failure the first one is told
         step(view, closure)
-    except Exception as error:
-        return isinstance(error, _CalledError)
-    return False
+    return bool(calls)
 
 
 def needs_closure(optimizer: Optimizer) -> OptimizerError:
