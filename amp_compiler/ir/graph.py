@@ -92,7 +92,8 @@ class Pin:
 
     Args:
         precision: `"fp32"`: run in FP32 (an `autocast(enabled=False)` region); `"keep"`: inputs and outputs stay as
-            captured; `"cast"`: an explicit cast, which takes any floating-point input and gives its captured type.
+            captured; `"cast"`: an explicit cast, or an op that is told its type, which takes any floating-point input
+            and gives its captured type.
         reason: why, with the user's source line where known.
     """
 

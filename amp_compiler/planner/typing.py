@@ -233,7 +233,7 @@ class TypingRules:
                 known = shared[alike] = self._look_at(node, is_cast)
                 self.has_exact = self.has_exact or known.info.exact
             nodes[name] = known
-            if is_cast:
+            if is_cast and known.info.casts:  # and no softmax(dtype=…), whose result is another number
                 self.cast_results.update(node.outputs)
 
     def _look_at(self, node: Node, is_cast: bool) -> NodeTyping:

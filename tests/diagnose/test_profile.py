@@ -302,6 +302,43 @@ def test_weight_gradients_are_counted_as_numpy_counts_them() -> None:
     assert advice.lost == every.fractions("fp16", advice.scale).lost <= 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [("bf16", None), ("fp16", None), ("fp16", 1024.0)], ids=str)
+@pytest.mark.parametrize("part", [1.0, 2.0**-10], ids=["loss", "faint loss"])
+def test_the_static_scale_that_a_profile_advises_loses_next_to_nothing_of_the_digits(
+    dtype: str, scale: float | None, part: float
+) -> None:
+    """Of what FP32 has of the gradients, an FP16 step with that scale makes at most 0.1% zero, counted by NumPy."""
+    digits = load_digits(train_images=128)
+    given = [(digits.train_images[at : at + 32], digits.train_labels[at : at + 32]) for at in range(0, 128, 32)]
+
+    def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x), y) * part
+
+    def stepped(model: nn.Module, dtype: str, scale: float | None) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return amp.training_step(model, scaled, optimizer, dtype=dtype, loss_scale=scale, backend="eager")
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return SmallCnn(batch_norm=False)
+
+    advice = amp.profile(stepped(made(), dtype, scale), given).loss_scale("fp16")
+    assert advice.unknown == ()
+    model, lost, of = made(), 0, 0
+    step = stepped(model, "fp16", advice.scale)
+    for batch in given:
+        plain = copy.deepcopy(model)
+        scaled(plain, *batch).backward()
+        step(*batch)
+        found = step.gradients()
+        for name, parameter in plain.named_parameters():
+            there = parameter.grad.numpy() != 0
+            of += there.sum()
+            lost += (there & (found[name].numpy() == 0)).sum()
+        assert int(step.skipped_steps) == 0
+    assert lost <= 1e-3 * of, f"{lost} of {of}"
+
+
 def test_activations_are_counted_where_they_are_made() -> None:
     model = Net()
     found = amp.profile(step_of(model, loss_scale=256.0), batches(2))

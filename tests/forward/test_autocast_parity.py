@@ -128,3 +128,31 @@ def test_an_inner_product_is_autocasts(shape):
     model = amp.compile(Inner(), dtype="bf16", backend="eager")
     assert torch.equal(model(a, b), expected.float())
     assert [node.precision for node in model.plan.nodes] == ["low" if expected.dtype is torch.bfloat16 else "fp32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y: nn.functional.softmax(y, -1, dtype=torch.float32),
+        lambda y: nn.functional.log_softmax(y, -1, dtype=torch.float32),
+        lambda y: y.cumsum(0, dtype=torch.float32),
+        lambda y: y.cumprod(0, dtype=torch.float32),
+    ],
+)
+def test_an_op_that_is_told_its_type_is_no_cast_that_a_product_reads_past(op, dtype):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.last(op(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Between(), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype):
+        expected = model(x).float().detach()
+    found = amp.compile(model, dtype=dtype, backend="eager")(x)
+    error = torch.finfo(dtype).eps * float(expected.abs().max())  # the last product's rounding, and one that it reads
+    torch.testing.assert_close(found, expected, rtol=0, atol=2 * error)

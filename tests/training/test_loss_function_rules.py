@@ -67,3 +67,30 @@ def test_a_compiled_model_has_no_loss_function() -> None:
     plan = amp.explain(Net(), (torch.randn(3, 8),), rules={"version": 1, "extends": "default", "rules": [RULE]})
     assert [node.module for node in plan.nodes] == ["fc", ""]
     assert [rule.condition for rule in plan.unused_rules] == ["module"]
+
+
+def test_modules_of_an_exported_program_are_the_models_wherever_it_stands() -> None:
+    """Dynamo hands on the modules that a graph's nodes name, without those around the graph."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    first, second = (torch.export.export(layers, (x,)).module() for _ in range(2))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) + self.second(x)
+
+    rules = {"version": 1, "rules": [{"match": {}, "precision": "low"}, RULE]}
+    plan = plan_of(rules, first)
+    assert [node.module for node in plan.nodes if node.precision == "low"] == ["0", "1", "2"]
+    both = Both()
+    plan = plan_of(rules, both)
+    inside = [f"{name}.{place}" for name in ("first", "second") for place in range(3)]
+    assert [node.module for node in plan.nodes if node.precision == "low"] == [*inside, ""]
+    compiled = amp.compile(both, dtype="bf16", backend="eager")
+    compiled(x)
+    assert [node.module for node in compiled.plan.nodes] == [*inside, ""]
+    assert [node.module for node in amp.explain(both, (x,), dtype="bf16").nodes] == [*inside, ""]

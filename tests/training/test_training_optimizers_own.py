@@ -212,7 +212,21 @@ class CallsIt(Sharpness):
         return closure()
 
 
-@pytest.mark.parametrize("kind", [Sharpness, CallsIt, O.LBFGS])
+class Asserts(Sharpness):
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None
+        return super().step(closure)
+
+
+class ByAnotherName(Sharpness):
+    def step(self, again=None):
+        if again is None:
+            raise NotImplementedError
+        return super().step(again)
+
+
+@pytest.mark.parametrize("kind", [Sharpness, CallsIt, Asserts, ByAnotherName, O.LBFGS])
 def test_an_optimizer_that_calls_a_closure_is_refused_with_a_recipe_that_runs(kind):
     model, reference = models()
     with pytest.raises(AmpError, match=rf"{kind.__name__} needs a closure.*model = amp\.compile\(model\)"):

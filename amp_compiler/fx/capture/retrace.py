@@ -47,11 +47,14 @@ class Names:
         modules: path of each module, by `str(id(module))`, as Dynamo has it in `nn_module_stack`.
         tensors: of each parameter and buffer where it comes from and its qualified name, by `id(tensor)`.
         arguments: names of the model's positional arguments.
+        traced: path of the module that is a graph itself, by the `id` of each stack of modules that its nodes hold:
+            Dynamo hands on what an exported program says of its own modules, and leaves out those around it.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[int, tuple[Source, str]] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    traced: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Names:
@@ -74,7 +77,10 @@ class Names:
             shown = {}.values()
         several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         arguments = tuple(one.name for one in shown if one.kind not in several)
-        return cls({str(id(one)): name for name, one in model.named_modules()}, tensors, arguments)
+        modules = {str(id(one)): name for name, one in model.named_modules()}
+        graphs = [(name, one) for name, one in model.named_modules() if isinstance(one, fx.GraphModule)]
+        stacks = [(name, node.meta.get("nn_module_stack")) for name, one in graphs for node in one.graph.nodes]
+        return cls(modules, tensors, arguments, {id(stack): name for name, stack in stacks if stack})
 
 
 def captured_from_dynamo(
@@ -285,8 +291,9 @@ def _name_modules(graph_module: fx.GraphModule, names: Names) -> None:
             for node in inner.graph.nodes:
                 stack = node.meta.get("nn_module_stack")
                 if stack:
+                    above = names.traced.get(id(stack), "")
                     node.meta["nn_module_stack"] = {
-                        key: (names.modules.get(key.partition("@")[0], path), kind)
+                        key: (names.modules.get(key.partition("@")[0], f"{above}.{path}".strip(".")), kind)
                         for key, (path, kind) in stack.items()
                     }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,12 +48,26 @@ def own_step(view: Optimizer) -> None:
         view: as `view_of` gives it.
     """
     step: Callable[..., Any] = type(view).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     try:
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(view)  # type: ignore[attr-defined]
-    except (AssertionError, TypeError, ValueError, RuntimeError) as cause:
-        if re.search("closure|'NoneType' object is not callable", str(cause)):  # it asks for one, or calls it
+        step(view)
+    except Exception as cause:
+        if _calls_back(step, view):
             raise needs_closure(view) from cause
         raise
+
+
+def _calls_back(step: Callable[..., Any], view: Optimizer) -> bool:
+    """Whether a step that fails without a closure calls the one that it is given, before it fails of something else."""
+    calls: list[None] = []
+
+    def closure() -> None:
+        calls.append(None)
+        raise StopIteration
+
+    with contextlib.suppress(Exception):  # of either failure the first one is told
+        step(view, closure)
+    return bool(calls)
 
 
 def needs_closure(optimizer: Optimizer) -> OptimizerError:
