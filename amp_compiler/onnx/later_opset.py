@@ -11,7 +11,8 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import OnnxFile
-from amp_compiler.onnx.model.opset import opset_of, raise_opset
+from amp_compiler.onnx.model.opset import raise_opset
+from amp_compiler.onnx.model.walk import opset_of
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet

@@ -10,6 +10,9 @@ from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_models import DTYPES, LOW, RNG, check, info, model, node, same_numbers, types, weight
 
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 
 X = RNG.standard_normal((2, 6, 16)).astype(np.float32)
@@ -90,3 +93,32 @@ def test_types_are_known_within_bodies_and_of_several_outputs():
     assert precisions["norm"] == "keep"  # its means are FP32 by its schema
     onnx.checker.check_model(done.model, full_check=True)
     assert types(done.model)["y"] == T.FLOAT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["SimplifiedLayerNormalization", "LayerNormalization"])
+def test_ops_that_onnx_runtime_alone_has_in_the_default_domain(op, dtype, tmp_path):
+    """Its optimizer makes them of an RMSNorm, and of a layer norm below opset 17; ONNX knows neither there.
+
+    The opset is one that BF16 raises, so that ONNX's version converter meets them too.
+    """
+    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("Relu", ["a"], ["n"], "norm"),
+             node("MatMul", ["n", "w"], ["y"], "second")]  # fmt: skip
+    data = [weight("w", 16, 16), weight("scale", 16)]
+    source = model(nodes, [info("x", "rows", 16)], [info("y", "rows", 16)], data, opset=11)
+    source.graph.node[1].op_type = op
+    source.graph.node[1].input.append("scale")
+    batches = [{"x": X[0]}]
+    assert set(calibrate(source, batches)) >= {"a", "n"}
+    done = convert_onnx(source, dtype=dtype)
+    assert {entry.name: entry.precision for entry in done.plan.nodes} == dict.fromkeys(
+        ("first", "norm", "second"), "low"
+    )
+    assert {node.domain for node in done.model.graph.node} == {""}
+    assert [entry.domain for entry in done.model.opset_import] == [""]
+    assert verify(source, done.model, batches).ok(2e-2)
+    onnx.save(source, tmp_path / "m.onnx")
+    assert convert_onnx(tmp_path / "m.onnx", tmp_path / "made.onnx", dtype=dtype).plan.casts == done.plan.casts
+    source.graph.node[1].op_type = f"{op}s"
+    with pytest.raises(OnnxError, match=f"No Op registered for {op}s "):
+        convert_onnx(source)

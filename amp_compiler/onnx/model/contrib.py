@@ -1,4 +1,8 @@
-"""Types of the ops of ONNX Runtime itself (`com.microsoft`), by the schemas of the installed version."""
+"""Types of the ops of ONNX Runtime itself, by the schemas of the installed version.
+
+They are those of `com.microsoft`, and what it puts into the default domain beside ONNX's own: its optimizer makes
+`SimplifiedLayerNormalization` of an RMSNorm, and `LayerNormalization` below opset 17, where ONNX has none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import onnx.shape_inference
 from onnx import helper, numpy_helper
 from onnx.defs import OpSchema
 
-from amp_compiler.onnx.model.walk import proto_graphs
+from amp_compiler.onnx.model.walk import DEFAULT, opset_of, proto_graphs
 
 CONTRIB = "com.microsoft"
 _SHAPE = "amp_compiler.any_shape"
@@ -21,14 +25,46 @@ _LITERAL = {f"tensor({name.lower()})": number for name, number in onnx.TensorPro
 
 
 @functools.cache
-def contrib_schemas() -> dict[str, OpSchema]:
-    """The schema of each op of the domain by its name; none where there is no ONNX Runtime that tells them."""
+def contrib_schemas() -> dict[tuple[str, str], OpSchema]:
+    """The schema of each op by its domain and name; none where there is no ONNX Runtime that tells them."""
     if importlib.util.find_spec("onnxruntime") is None:
         return {}
     from onnxruntime.capi import _pybind_state
 
     schemas: list[Any] = getattr(_pybind_state, "get_all_operator_schema", list)()
-    return {schema.name: _as_onnx(schema) for schema in schemas if schema.domain == CONTRIB}
+    return {
+        (schema.domain, schema.name): _as_onnx(schema)
+        for schema in schemas
+        if schema.domain == CONTRIB or (
+            not schema.domain and not onnx.defs.has(schema.name, schema.since_version, schema.domain)
+        )
+    }
+
+
+def contrib_schema(node: onnx.NodeProto, opset: int) -> OpSchema | None:
+    """The schema of a node's op, where it is one of ONNX Runtime's alone in this opset of the default domain."""
+    if node.domain == CONTRIB:
+        return contrib_schemas().get((CONTRIB, node.op_type))
+    own = node.domain in DEFAULT and not onnx.defs.has(node.op_type, opset, "")
+    return contrib_schemas().get(("", node.op_type)) if own else None
+
+
+def contrib_nodes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """The nodes of a model and its bodies whose ops ONNX Runtime alone has."""
+    opset = opset_of(proto)
+    return [node for graph in proto_graphs(proto.graph) for node in graph.node if contrib_schema(node, opset)]
+
+
+def as_contrib(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy in which they are of `com.microsoft`, as onnx leaves alone what is of a domain that it does not know."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    nodes = contrib_nodes(copy)
+    for node in nodes:
+        node.domain = CONTRIB
+    if nodes and all(entry.domain != CONTRIB for entry in copy.opset_import):
+        copy.opset_import.append(helper.make_opsetid(CONTRIB, 1))
+    return copy
 
 
 def _as_onnx(schema: Any) -> OpSchema:
@@ -48,7 +84,7 @@ def _as_onnx(schema: Any) -> OpSchema:
     ]
     limits = [(one.type_param_str, one.allowed_type_strs, "") for one in schema.type_constraints]
     return OpSchema(
-        schema.name, CONTRIB, schema.since_version, inputs=slots[0], outputs=slots[1], type_constraints=limits
+        schema.name, schema.domain, schema.since_version, inputs=slots[0], outputs=slots[1], type_constraints=limits
     )
 
 
@@ -58,13 +94,12 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     Inference is given ops that it knows in their place: a `Reshape` to a shape that nobody knows has the type of its
     input, and a `ConstantOfShape` that of its value.
     """
-    graphs = list(proto_graphs(light.graph))
-    if not any(node.domain == CONTRIB for graph in graphs for node in graph.node) or not contrib_schemas():
+    if not contrib_nodes(light):
         return onnx.shape_inference.infer_shapes(light, **options)
     known = onnx.ModelProto()
     known.CopyFrom(light)
     for graph in proto_graphs(known.graph):
-        nodes = [one for node in graph.node for one in _known(node)]
+        nodes = [one for node in graph.node for one in _known(node, opset_of(light))]
         del graph.node[:]
         graph.node.extend(nodes)
     known.graph.input.append(helper.make_tensor_value_info(_SHAPE, onnx.TensorProto.INT64, [None]))
@@ -78,9 +113,9 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     return result
 
 
-def _known(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+def _known(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     """What makes values of the same types as a node; the node itself, where it is none of ONNX Runtime's."""
-    schema = contrib_schemas().get(node.op_type) if node.domain == CONTRIB else None
+    schema = contrib_schema(node, opset)
     if schema is None:
         return [onnx.NodeProto.FromString(node.SerializeToString())]
     read = {slot.type_str: name for name in reversed(node.input) if (slot := _slot(schema.inputs, name, node.input))}

@@ -10,9 +10,11 @@ import onnx.inliner
 import onnx.version_converter
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.contrib import CONTRIB, as_contrib
 from amp_compiler.onnx.model.infer import infer, stripped
-from amp_compiler.onnx.model.model import OnnxFile, proto_graphs
+from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.onnx.model.opset_changes import keep_meaning
+from amp_compiler.onnx.model.walk import opset_of, proto_graphs
 
 
 def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
@@ -42,7 +44,7 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         proto = onnx.inliner.inline_local_functions(proto)
     light = stripped(proto, folder)
     try:
-        raised = onnx.version_converter.convert_version(light, version)
+        raised = onnx.version_converter.convert_version(as_contrib(light), version)
     except Exception as cause:
         raise OnnxError(
             f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", hint=hint
@@ -60,11 +62,6 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
     return replace(opened, proto=raised)
 
 
-def opset_of(proto: onnx.ModelProto) -> int:
-    """The version of ONNX's own domain that a model imports."""
-    return next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 1)
-
-
 def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:
     try:
         infer(stripped(proto, folder), strict=True)
@@ -74,7 +71,12 @@ def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:
 
 
 def _restore(proto: onnx.ModelProto, raised: onnx.ModelProto) -> None:
-    """Put back data, and the text of nodes that make the same values by the same op."""
+    """Put back data, and the domain and text of nodes that make the same values by the same op."""
+    imported = {entry.domain: entry for entry in raised.opset_import}
+    if CONTRIB not in {entry.domain for entry in proto.opset_import}:
+        imported.pop(CONTRIB, None)
+    del raised.opset_import[:]
+    raised.opset_import.extend(imported.values())
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         setattr(raised, name, getattr(proto, name))
     del raised.metadata_props[:]
@@ -91,7 +93,9 @@ def _restore(proto: onnx.ModelProto, raised: onnx.ModelProto) -> None:
             known = nodes.get((node.op_type, *node.output))
             if known is None:
                 continue
-            node.name, node.doc_string, node.overload = known.name, known.doc_string, known.overload
+            node.name, node.domain, node.doc_string, node.overload = (
+                known.name, known.domain, known.doc_string, known.overload,
+            )  # fmt: skip
             del node.metadata_props[:]
             node.metadata_props.extend(known.metadata_props)
     for kind in ("input", "output"):

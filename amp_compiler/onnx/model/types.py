@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.contrib import CONTRIB, contrib_schemas
+from amp_compiler.onnx.model.contrib import contrib_schemas
 
 LIST_OPS = frozenset(
     {
@@ -118,7 +118,7 @@ def signature_of(domain: str, op_type: str, version: int) -> Signature | None:
     try:
         schema: onnx.defs.OpSchema | None = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        schema = contrib_schemas().get(op_type) if domain == CONTRIB else None
+        schema = contrib_schemas().get((domain, op_type))
     if schema is None:
         return None
     constraints = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}

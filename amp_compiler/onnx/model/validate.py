@@ -19,6 +19,7 @@ import onnx_ir
 from onnx import AttributeProto, TensorProto
 
 from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.onnx.model.contrib import as_contrib
 from amp_compiler.onnx.model.external import bytes_of, check_external, is_external
 from amp_compiler.onnx.model.types import canonical_domain
 from amp_compiler.onnx.model.walk import attribute_tensors, function_nodes, node_place, proto_graphs
@@ -267,8 +268,7 @@ def check_fully(light: onnx.ModelProto, name: str) -> None:
     Raises:
         OnnxError: with the node and what the checker says.
     """
-    checked = onnx.ModelProto()
-    checked.CopyFrom(light)
+    checked = as_contrib(light)
     make_inputs_of_stubs(checked.graph)
     try:
         onnx.checker.check_model(checked)

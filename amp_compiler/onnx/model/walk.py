@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import onnx
 from onnx import AttributeProto
 
+DEFAULT = ("", "ai.onnx")  # how ONNX's own domain is written
 _EXTERNAL = onnx.TensorProto.EXTERNAL
 _TENSORS = frozenset(
     {AttributeProto.TENSOR, AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS}
 )
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """The version of ONNX's own domain that a model imports."""
+    return next((entry.version for entry in proto.opset_import if entry.domain in DEFAULT), 1)
 
 
 def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
