@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from amp_compiler.forward.api import compile, explain
     from amp_compiler.forward.compiled_module import CompiledModule
     from amp_compiler.forward.export import export
+    from amp_compiler.fx.cache_file import load_cache, save_cache
     from amp_compiler.ir.nonfinite import NonfiniteNode, NonfiniteReport
     from amp_compiler.ir.plan import PrecisionPlan
     from amp_compiler.onnx.convert import Conversion, convert_onnx
@@ -89,11 +90,13 @@ __all__ = [
     "export",
     "export_onnx",
     "find_nonfinite",
+    "load_cache",
     "load_checkpoint",
     "load_rules",
     "onnx_to_fx",
     "pipelines",
     "profile",
+    "save_cache",
     "save_checkpoint",
     "to_html",
     "to_svg",
@@ -138,11 +141,13 @@ _HOMES = {
     "export": "forward.export",
     "export_onnx": "onnx.export",
     "find_nonfinite": "diagnose.find",
+    "load_cache": "fx.cache_file",
     "load_checkpoint": "training.checkpoint",
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
     "pipelines": "passes.pipeline:",
     "profile": "diagnose.run",
+    "save_cache": "fx.cache_file",
     "save_checkpoint": "training.checkpoint",
     "to_html": "report",
     "to_svg": "report",

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
 
@@ -51,6 +52,41 @@ def test_torch_jit():
     with pytest.raises(amp.CaptureError, match=r"cannot be scripted.*model\.original"):
         torch.jit.script(model)
     assert torch.jit.trace(model, (X,), check_trace=False)(X).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (lambda step: torch.jit.trace(step, (X,)), r"torch\.jit\.trace"),
+        (lambda step: torch.jit.trace(lambda x: step(x) * 2, (X,)), r"torch\.jit\.trace"),
+        (lambda step: make_fx(step)(X), "make_fx"),
+        (lambda step: torch.fx.symbolic_trace(lambda x: step(x)), r"traced by torch\.fx"),
+        (lambda step: torch.vmap(step)(X), r"torch\.func"),
+        (lambda step: torch.func.grad(step)(X), r"torch\.func"),
+    ],
+    ids=["jit.trace", "jit.trace of a call", "make_fx", "fx", "vmap", "grad"],
+)
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_a_step_that_is_traced_or_transformed(around, says, used):
+    step = step_of(model := nn.Linear(4, 2))
+    if used:
+        step(X)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(amp.AmpError, match=f"{says}.*; call the step by itself"):
+        around(step)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("of", [lambda step: step, lambda step: lambda x: (step(x) * 2, step.flush())[0] / 2])
+def test_torch_compile_leaves_a_step_alone(of):
+    torch.manual_seed(0)
+    first, second = (step_of(copy.deepcopy(model), accumulate=2) for model in [nn.Linear(4, 2)] for _ in range(2))
+    compiled_step = torch.compile(of(second), backend="eager")
+    for _ in range(4):
+        assert compiled_step(X) == of(first)(X)
+    assert torch.equal(first.model.weight, second.model.weight)
+    with pytest.raises(Exception, match="a training step compiles itself"):
+        torch.compile(of(second), fullgraph=True)(X)
 
 
 def of_lightning(name: str, module: str, **members: object) -> type[nn.Module]:

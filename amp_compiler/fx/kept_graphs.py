@@ -28,6 +28,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.cache_file import keep
 from amp_compiler.fx.graph_record import Unrecordable, graph_of, record_of
 from amp_compiler.fx.torch_private.inductor import keeps_compiled
 from amp_compiler.fx.torch_private.tracing import trace_settings
@@ -83,8 +84,9 @@ class KeptGraph:
     def load(self) -> fx.Graph | None:
         """The graph, where it is kept."""
         try:
-            record = json.loads(gzip.decompress(self.file.read_bytes()))
-            graph = graph_of(record, self.sources, self.mode)
+            content = self.file.read_bytes()
+            graph = graph_of(json.loads(gzip.decompress(content)), self.sources, self.mode)
+            keep(self.file, content)
             with contextlib.suppress(OSError):  # another user's cache may be read, and not be marked as read
                 os.utime(self.file)
         except FileNotFoundError:
@@ -107,7 +109,9 @@ class KeptGraph:
             back = graph_of(json.loads(text), self.sources, self.mode)
             if json.dumps(record_of(back, origins, self.sources)) != text:
                 raise Unrecordable("what is read back is another graph")
-            write_atomically(self.file, gzip.compress(text.encode(), 1))
+            content = gzip.compress(text.encode(), 1)
+            write_atomically(self.file, content)
+            keep(self.file, content)
             _drop_oldest(self.file.parent)
         except (AmpError, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)

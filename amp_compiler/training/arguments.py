@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+import torch.utils._pytree as pytree
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.torch_private.dynamo import tracer_around
+from amp_compiler.fx.torch_private.tracing import traced_elsewhere
 
 Uneven = Literal["refuse", "weight"]
 
@@ -53,10 +56,11 @@ def check_loss_function(loss_fn: Any) -> None:
         )
 
 
-def check_call(named: Mapping[str, Any]) -> None:
-    """A batch comes by position, and where gradients can be.
+def check_call(batch: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """A batch comes by position, where gradients can be, and where nothing traces or transforms the call.
 
     Args:
+        batch: what was given by position.
         named: what was given by name.
     """
     if named:
@@ -68,4 +72,9 @@ def check_call(named: Mapping[str, Any]) -> None:
         raise AmpError(
             "a training step is called within torch.inference_mode(), in which nothing is differentiated",
             hint="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
+        )
+    if traced := tracer_around() or traced_elsewhere(lambda: pytree.tree_leaves(list(batch))):
+        raise AmpError(
+            f"a training step updates weights that no trace holds, and {traced}",
+            hint="call the step by itself, it compiles itself; trace, export or transform the model that it trains",
         )

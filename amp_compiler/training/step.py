@@ -18,6 +18,7 @@ from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.notices import silent
 from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.torch_private.dynamo import compiles_itself
 from amp_compiler.fx.torch_private.tracing import TENSORS
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.loss_scale import LossScaleArgument
@@ -184,6 +185,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
+    @compiles_itself
     def __call__(self, *batch: Any, **named: Any) -> _Loss:
         """Train on one batch.
 
@@ -195,12 +197,12 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             The detached loss, or `(loss, aux)`.
 
         Raises:
-            AmpError: there are named arguments, or `torch.inference_mode()` is around the call.
+            AmpError: there are named arguments; `torch.inference_mode()`, a tracer or `torch.func` is around the call.
             CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
-        check_call(named)
+        check_call(batch, named)
         if self._last is None and self._coordinator is None:
             ranks_of(self._setup.group)
         hooks = hooks_behind(self._optimizers)
@@ -219,6 +221,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         result: Any = output.loss if output.aux is None else (output.loss, output.aux)
         return result  # type: ignore[no-any-return]
 
+    @compiles_itself
     def flush(self) -> None:
         """Update the weights by what was gathered where that is less than `accumulate` batches: behind an epoch's last.
 
@@ -349,6 +352,11 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
             return list(batch), spec
         return pytree.tree_flatten((batch, {}))
+
+    @property
+    def __name__(self) -> str:
+        # Tools name what they are given: torch.jit.trace does so before it calls the step, which then says why not.
+        return type(self).__name__
 
     def __repr__(self) -> str:
         names = ", ".join(type(one).__name__ for one in (self.model, *self._optimizers))

@@ -145,6 +145,12 @@ def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return torch._dynamo.decorators.skip(function)  # type: ignore[no-any-return]
 
 
+def compiles_itself(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that a `torch.compile` around it leaves alone, with all that it calls."""
+    reason = "a training step compiles itself: leave torch.compile away from it"
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+
+
 def compile_within(
     backend: Callable[..., Any], context: Callable[[CodeType], contextlib.AbstractContextManager[Any]]
 ) -> None:
@@ -419,18 +425,25 @@ def is_idle_checkpoint(function: type) -> bool:
     return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
 
 
-def why_not_captured() -> str:
-    """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+def tracer_around() -> str:
+    """What traces or transforms a call from outside, where Dynamo does not look; empty where nothing does."""
     if transforms_here():
         return "torch.func or forward_ad is around the call"
-    if modes_around() and global_module_hooks():
-        return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
     if torch._C._get_tracing_state() is not None:
         return "a tracer (torch.jit.trace) is around the call"
     if torch._C._len_torch_dispatch_stack():
         keys = torch._C._TorchDispatchModeKey
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
             return "a tracer (make_fx, FakeTensorMode) is around the call"
+    return ""
+
+
+def why_not_captured() -> str:
+    """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+    if modes_around() and global_module_hooks():
+        return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
+    if tracer := tracer_around():
+        return tracer
     stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
     if stance == "force_eager":
         return 'torch.compiler.set_stance("force_eager") holds'

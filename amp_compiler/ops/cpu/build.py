@@ -59,7 +59,7 @@ def compiler_command() -> list[str]:
 
 def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     """The library's file, compiled where the cache has none; of processes that start together, one compiles."""
-    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, processor())).encode()).hexdigest()[:16]
     folder = cache_folder()
     target = folder / f"{_NAME}_{key}.so"
     if target.exists():
@@ -95,7 +95,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _processor() -> str:
+def processor() -> str:
     """What `-march=native` depends on, so that a cache on a shared disk serves several kinds of machine."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []

@@ -1,0 +1,156 @@
+"""What a process has compiled, in one file: torch's portable cache, with files of ours and code for a CPU in it.
+
+Torch's cache holds graphs and Triton kernels, and none of the libraries that a C++ compiler made for a CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.torch_private.artifacts import (
+    kernel_folder,
+    kernel_libraries,
+    record_artifact,
+    register_artifacts,
+)
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.ops.cache_folder import cache_folder
+from amp_compiler.ops.cpu.build import library, processor
+
+_MAGIC = b"amp_compiler cache\n"
+_OURS = re.compile(r"ours/(joint_\w+\.json\.gz|cpu_loops_\w+\.so)")
+_KERNELS = re.compile(r"torch/(\w\w/\w+(\.\w+)?\.so)")
+
+
+def keep(file: Path, content: bytes | None = None) -> None:
+    """Let `save_cache` save a file of the folder of ours.
+
+    Args:
+        file: its path.
+        content: what it holds, where that is at hand.
+    """
+    register_artifacts(_put)
+    record_artifact(f"ours/{file.name}", file.read_bytes() if content is None else content)
+
+
+def save_cache(path: str | Path | None = None) -> bytes:
+    """Save what this process has compiled, so that another one need not: torch's cache artifacts, with ours in them.
+
+    Args:
+        path: a file to write, as a whole or not at all.
+
+    Returns:
+        What `load_cache` takes, which is what the file holds.
+
+    Raises:
+        AmpError: nothing has been compiled yet, or the file cannot be written.
+
+    Example:
+        >>> amp.save_cache("model.cache")  # doctest: +SKIP
+    """
+    register_artifacts(_put)
+    try:
+        if library.cache_info().currsize and (loops := library()) is not None:
+            keep(Path(loops._name))
+        probes = [Path(mark.read_text(encoding="utf-8")) for mark in sorted(cache_folder().glob("loads_*"))]
+        for file in [*kernel_libraries(), *probes]:
+            if file.is_relative_to(kernel_folder()) and file.exists():
+                record_artifact(f"torch/{file.relative_to(kernel_folder()).as_posix()}", file.read_bytes())
+    except OSError as cause:
+        raise AmpError(
+            f"compiled code cannot be read: {cause.strerror}", where=str(cause.filename), hint="compile it again"
+        ) from cause
+    saved = torch.compiler.save_cache_artifacts()
+    if saved is None:
+        raise AmpError("nothing has been compiled yet", hint="call the model or the step first")
+    header = {**_versions(), "sha256": hashlib.sha256(saved[0]).hexdigest()}
+    content = _MAGIC + json.dumps(header).encode() + b"\n" + saved[0]
+    if path is not None:
+        write_atomically(path, content)
+    return content
+
+
+def load_cache(source: str | Path | bytes) -> None:
+    """Put what another process has compiled into the caches of torch and of ours.
+
+    What is loaded runs: load a file only from where you would run code from. Do it before the first compilation.
+
+    Args:
+        source: a file that `save_cache` wrote, or the bytes that it returned.
+
+    Raises:
+        AmpError: it cannot be read, is damaged or no such file, or comes from another version of torch, Python or this
+            package, or from another kind of processor.
+    """
+    where = "" if isinstance(source, bytes) else str(source)
+    if isinstance(source, bytes):
+        content = source
+    else:
+        try:
+            content = Path(source).read_bytes()
+        except OSError as cause:
+            raise AmpError(f"cannot be read: {cause.strerror}", where=where, hint="check the path") from cause
+    register_artifacts(_put)
+    try:
+        loaded = torch.compiler.load_cache_artifacts(_checked(content, where))
+    except OSError as cause:
+        raise AmpError(
+            f"the cache cannot be written: {cause.strerror}",
+            where=str(cause.filename),
+            hint="free or change the folder",
+        ) from cause
+    if loaded is None:
+        raise AmpError("torch cannot read its part of the cache", where=where, hint="make it anew by amp.save_cache")
+
+
+def _checked(content: bytes, where: str) -> bytes:
+    """What torch saved, out of what `save_cache` returned."""
+    anew = "make it anew by amp.save_cache"
+    if not content.startswith(_MAGIC):
+        raise AmpError("this is no cache that amp.save_cache made", where=where, hint=anew)
+    head, _, saved = content[len(_MAGIC) :].partition(b"\n")
+    try:
+        header: dict[str, Any] = json.loads(head)
+        digest = header["sha256"]
+    except (ValueError, KeyError, TypeError) as cause:
+        raise AmpError("the cache is damaged", where=where, hint=anew) from cause
+    if digest != hashlib.sha256(saved).hexdigest():
+        raise AmpError("the cache is damaged", where=where, hint=anew)
+    for name, here in _versions().items():
+        if header.get(name) != here:
+            raise AmpError(
+                f"the cache was made for {name} {header.get(name)}, and this is {here}", where=where, hint=anew
+            )
+    return saved
+
+
+def _versions() -> dict[str, str]:
+    """What compiled code is made for, under the names that an error says."""
+    return {
+        "amp_compiler": version("amp_compiler"),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "the processor": hashlib.sha256(processor().encode()).hexdigest()[:12],
+    }
+
+
+def _put(name: str, content: bytes) -> None:
+    """Write one file into the folder that it came from."""
+    if found := _OURS.fullmatch(name):
+        target = cache_folder() / found[1]
+    elif found := _KERNELS.fullmatch(name):
+        target = kernel_folder() / found[1]
+        target.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        raise AmpError(f"the cache names a file that is none of it: {name!r}", hint="make it anew by amp.save_cache")
+    if not target.exists():
+        write_atomically(target, content)
