@@ -27,6 +27,7 @@ from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
+from amp_compiler.onnx.lowering.scale_products import fp8_nodes, scale_products
 from amp_compiler.onnx.lowering.transposes import guard_transposes
 from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
@@ -173,6 +174,7 @@ def convert_onnx(
             as_fp32=as_fp32,
             fused=fuse,
             target=runners,
+            calibrated=calibration is not None,
         )
         late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -184,6 +186,7 @@ def convert_onnx(
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan, runners)
             changed |= guard_transposes(lowered, plan)
+            changed |= scale_products(lowered, plan, ranges)
             if written is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)
@@ -204,6 +207,7 @@ def convert_onnx(
         *([late] if late else []),
         *_calibrated(plan),
         *_unconverted(plan),
+        *_in_fp8(plan),
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
@@ -230,6 +234,15 @@ def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
     if unnamed:
         listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
         yield f"{much}: {listed} stay as they are, for neither the op table nor a rule names them"
+
+
+def _in_fp8(plan: PrecisionPlan) -> Iterator[str]:
+    """How many products have FP8 operands, and why others have none that a rule asks for."""
+    said = (node.reason.partition("; not in FP8: ")[2] for node in plan.nodes)
+    count, why_not = len(fp8_nodes(plan)), Counter(why for why in said if why)
+    if count or why_not:
+        rest = "".join(f"; {number} not: {why}" for why, number in sorted(why_not.items()))
+        yield f"{count} products have FP8 operands{rest}"
 
 
 class _Loading:
