@@ -241,8 +241,8 @@ def _in_fp8(plan: PrecisionPlan) -> Iterator[str]:
     said = (node.reason.partition("; not in FP8: ")[2] for node in plan.nodes)
     count, why_not = len(fp8_nodes(plan)), Counter(why for why in said if why)
     if count or why_not:
-        rest = "".join(f"; {number} not: {why}" for why, number in sorted(why_not.items()))
-        yield f"{count} products have FP8 operands{rest}"
+        rest = "".join(f"; {number} stay in 16 bits: {why}" for why, number in sorted(why_not.items()))
+        yield f"products of FP8 operands: {count}{rest}"
 
 
 class _Loading:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
@@ -143,7 +142,7 @@ def plan_onnx(
             opened = raised
             lowered, fusion = lowered_from(raised, False)
         early = not calibrated or lowered.model.opset("") < FIRST_OPSET
-        if early and any(isinstance(rule.math, Fp8) for rule in rules.rules):
+        if early and rules.in_fp8:
             for planned, _ in fp8_nodes(_decide(lowered, fusion, rules, ranges, None, target))[:1]:
                 opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
             lowered, fusion = lowered_from(opened, False)

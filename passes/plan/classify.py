@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr, Node, Value
+from amp_compiler.ir.graph import Attr, Node, PrecisionGraph, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.between import settle_between
 from amp_compiler.planner.draft import Draft
@@ -228,20 +228,30 @@ def _why_not_in_file(draft: Draft, operands: list[Value], way: Fp8) -> str:
     if way.scaling == "mx":
         return "no runtime reads scales for blocks in an ONNX file"
     graph = draft.graph
+    stored = {value.name: _stored_behind(graph, value.name) for value in operands}
+    if not any(stored.values()):
+        return "it has no stored operand, and ONNX Runtime loads no FP8 product of two others"
     for value in operands:
         if value.shape is None:
             return f"the shape of '{value.name}' is not known"
         maker, largest = graph.producer(value.name), draft.ranges.get(value.name)
         if maker is not None and draft.rules.ops.info(maker.op).quantized:
             return f"'{value.name}' is quantised already"
-        if graph.is_folded(value.name):
-            numbers = graph.stored_numbers(value.name)
+        if stored[value.name]:
+            numbers = graph.stored_numbers(stored[value.name])
             if numbers is None or numbers.infinite:
                 return f"'{value.name}' holds numbers that are not finite"
         elif draft.ranges and (largest is None or not 0 < largest < math.inf):
             seen = "did not measure it" if largest is None else f"measured {largest:g}"
             return f"'{value.name}' has no scale: calibration {seen}"
     return ""
+
+
+def _stored_behind(graph: PrecisionGraph, name: str) -> str:
+    """The stored data that a value is, or a transpose of; empty where it is made of others."""
+    while (maker := graph.producer(name)) is not None and maker.op in ("onnx.Transpose", "onnx.Identity"):
+        name = maker.inputs[0].value
+    return name if graph.is_folded(name) else ""
 
 
 def _is_open(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> bool:

@@ -22,6 +22,8 @@ _IR_VERSION = 10  # of opset 21
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST = 448.0  # of E4M3
 _VIEWS = ("Transpose", "Identity")  # of stored data: written out in the file
+_MOVED_IN_FP8 = ("Reshape", "Transpose", "Identity", "Dropout")
+_MOVED = ("MaxPool", "Slice", "Squeeze", "Unsqueeze")
 
 
 def fp8_nodes(plan: PrecisionPlan) -> list[tuple[PlannedNode, Fp8]]:
@@ -191,6 +193,8 @@ class _Writer:
     ) -> ir.Value:
         """What stands in front of a node; the first one of its graph that reads it."""
         if stored is None:
+            if _is_moved(value):
+                value = self._insert("Max", [value], f"{value.name}_held", node)
             rounded = self._insert("QuantizeLinear", [value, scale, data], f"{value.name}_fp8", node)
             return self._insert("DequantizeLinear", [rounded, scale, data], f"{value.name}_scaled", node)
         return self._insert("DequantizeLinear", [data, scale], f"{stored.origin.name}_scaled", node, stored.axis)
@@ -226,6 +230,19 @@ def _stored(value: ir.Value, axis: int | None) -> _Stored | None:
 
 def _is(node: ir.Node, ops: tuple[str, ...]) -> bool:
     return node.domain in ("", "ai.onnx") and node.op_type in ops
+
+
+def _is_moved(value: ir.Value) -> bool:
+    """Whether ONNX Runtime would round earlier, in front of an op of which it has no FP8 kernel.
+
+    It moves `QuantizeLinear` in front of these ops, and takes `DequantizeLinear` away behind them (seen in 1.31, on a
+    CPU). A `Max` of one operand, which is that operand, holds it back.
+    """
+    while (node := value.producer()) is not None and _is(node, (*_MOVED, *_MOVED_IN_FP8)):
+        if node.op_type in _MOVED or node.inputs[0] is None:
+            return True
+        value = node.inputs[0]
+    return False
 
 
 def _channels(node: ir.Node, index: int) -> int | None:
