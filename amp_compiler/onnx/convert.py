@@ -61,8 +61,9 @@ class Conversion:
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
         notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, or for what
-            calibration has seen, what was fused and what a later opset would let be, that the model is too long to be
-            loaded, and how much stays as it is for types that are not known and for ops of custom domains.
+            calibration has seen, how many products have FP8 operands, what was fused and what a later opset would let
+            be, that the model is too long to be loaded, and how much stays as it is for types that are not known and
+            for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -108,7 +109,8 @@ def convert_onnx(
         dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
             over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
-            as large as the data have them, in `reduction_size` and in the bytes of casts.
+            as large as the data have them, in `reduction_size` and in the bytes of casts. Rules that say `math: fp8`
+            need it: the scales of operands come from it.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
             type in which they are made, and FP32 inputs that are read in the low type alone have the low type. Names
             of inputs and outputs: these keep their types, and the others are as with `False`.
