@@ -21,7 +21,7 @@ FIRST_OPSET = 21  # the two ops take FP8 from 19 on; before 21 nothing that move
 _IR_VERSION = 10  # of opset 21
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST = 448.0  # of E4M3
-_VIEWS = ("Transpose", "Identity")  # of stored data: written out in the file
+_VIEWS = ("Transpose", "Identity", "Cast")  # of stored data: written out in the file
 _MOVED_IN_FP8 = ("Reshape", "Transpose", "Identity", "Dropout")
 _MOVED = ("MaxPool", "Slice", "Squeeze", "Unsqueeze")
 
@@ -65,9 +65,9 @@ class _Stored(NamedTuple):
     perm: tuple[int, ...]
     axis: int | None
 
-    def array(self) -> np.ndarray:
-        """The numbers, FP32."""
-        return np.transpose(array_of(self.data), self.perm).astype(np.float32)
+    def array(self, low: np.dtype) -> np.ndarray:
+        """The numbers that 16 bits hold, FP32."""
+        return np.transpose(array_of(self.data), self.perm).astype(low).astype(np.float32)
 
 
 class _Writer:
@@ -149,23 +149,24 @@ class _Writer:
 
     def _measured(self, value: ir.Value, name: str, way: Fp8) -> tuple[ir.Value, ir.Value]:
         """Scale and zero point of what is made when the model runs."""
-        largest = self.ranges.get(name)
-        if largest is None:  # of `ConstantOfShape`
-            numbers = self.lowered.graph.stored_numbers(name)
-            largest = 0.0 if numbers is None else max(abs(numbers.lowest), abs(numbers.highest))
+        numbers = self.lowered.graph.stored_numbers(name)  # of `ConstantOfShape`
+        largest = self.ranges.get(name, None if numbers is None else numbers.largest)
+        if largest is None:
+            raise LoweringError(f"calibration has not measured '{name}'", hint="take rules without 'math: fp8'")
         self.zero = self.zero or self._store("fp8_zero", ir.Tensor(np.zeros((), _E4M3)))
         return self._store(f"{value.name}_scale", self._scales(np.asarray(largest), way)), self.zero
 
     def _rounded(self, stored: _Stored, way: Fp8) -> tuple[ir.Value, ir.Value]:
         """Scales of stored data, and the data in FP8."""
         rest = None if stored.axis is None else tuple(one for one in range(len(stored.perm)) if one != stored.axis)
-        scales = self._scales(np.abs(stored.array()).max(rest, initial=0.0), way)
+        low = ir_type(self.lowered.low).numpy()
+        scales = self._scales(np.abs(stored.array(low)).max(rest, initial=0.0), way)
         spread = scales.numpy().astype(np.float32)
         spread = spread if rest is None else np.expand_dims(spread, rest)
         sizes = stored.data.shape.numpy()
 
         def make() -> ir.Tensor:
-            return ir.Tensor(np.clip(stored.array() / spread, -_LARGEST, _LARGEST).astype(_E4M3), name=data.name)
+            return ir.Tensor(np.clip(stored.array(low) / spread, -_LARGEST, _LARGEST).astype(_E4M3), name=data.name)
 
         shape = ir.Shape([sizes[one] for one in stored.perm])
         data = ir.LazyTensor(make, ir.DataType.FLOAT8E4M3FN, shape)
