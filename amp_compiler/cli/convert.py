@@ -25,6 +25,7 @@ from amp_compiler.onnx.check.run import make_engine, open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport
 from amp_compiler.onnx.check.verify import verify as compare
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.lowering.scale_products import fp8_nodes
 from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.report.table import human_bytes
@@ -182,9 +183,10 @@ def run_convert(
         done.plan.to_html(report)
     weights = {tensor.name for tensor in opened.proto.graph.initializer}
     casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
+    usual = TOLERANCES["fp8" if fp8_nodes(done.plan) else dtype]
     return Summary(
         output, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened), stored_bytes(written),
-        compared, calibrate, TOLERANCES[dtype] if tolerance is None else tolerance, done.refusal, done.notes,
+        compared, calibrate, usual if tolerance is None else tolerance, done.refusal, done.notes,
     )  # fmt: skip
 
 

@@ -84,7 +84,9 @@ def convert(
     ] = 10.0,
     tolerance: Annotated[
         float | None,
-        typer.Option("--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16."),
+        typer.Option(
+            "--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16, 0.1 in fp8."
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option("--report", help="Write the plan as a page for the browser.")] = None,
     keep_io_types: Annotated[

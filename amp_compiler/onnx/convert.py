@@ -27,6 +27,7 @@ from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
+from amp_compiler.onnx.lowering.scale_products import fp8_nodes, scale_products
 from amp_compiler.onnx.lowering.transposes import guard_transposes
 from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
@@ -60,8 +61,9 @@ class Conversion:
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
         notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, or for what
-            calibration has seen, what was fused and what a later opset would let be, that the model is too long to be
-            loaded, and how much stays as it is for types that are not known and for ops of custom domains.
+            calibration has seen, how many products have FP8 operands, what was fused and what a later opset would let
+            be, that the model is too long to be loaded, and how much stays as it is for types that are not known and
+            for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -107,7 +109,8 @@ def convert_onnx(
         dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
             over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
-            as large as the data have them, in `reduction_size` and in the bytes of casts.
+            as large as the data have them, in `reduction_size` and in the bytes of casts. Rules that say `math: fp8`
+            need it: the scales of operands come from it.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
             type in which they are made, and FP32 inputs that are read in the low type alone have the low type. Names
             of inputs and outputs: these keep their types, and the others are as with `False`.
@@ -173,6 +176,7 @@ def convert_onnx(
             as_fp32=as_fp32,
             fused=fuse,
             target=runners,
+            calibrated=calibration is not None,
         )
         late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -184,6 +188,7 @@ def convert_onnx(
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan, runners)
             changed |= guard_transposes(lowered, plan)
+            changed |= scale_products(lowered, plan, ranges)
             if written is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)
@@ -204,6 +209,7 @@ def convert_onnx(
         *([late] if late else []),
         *_calibrated(plan),
         *_unconverted(plan),
+        *_in_fp8(plan),
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
@@ -230,6 +236,15 @@ def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
     if unnamed:
         listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
         yield f"{much}: {listed} stay as they are, for neither the op table nor a rule names them"
+
+
+def _in_fp8(plan: PrecisionPlan) -> Iterator[str]:
+    """How many products have FP8 operands, and why others have none that a rule asks for."""
+    said = (node.reason.partition("; not in FP8: ")[2] for node in plan.nodes)
+    count, why_not = len(fp8_nodes(plan)), Counter(why for why in said if why)
+    if count or why_not:
+        rest = "".join(f"; {number} stay in 16 bits: {why}" for why, number in sorted(why_not.items()))
+        yield f"products of FP8 operands: {count}{rest}"
 
 
 class _Loading:

@@ -36,6 +36,7 @@ from amp_compiler.onnx.exporting.from_fx import (
 )
 from amp_compiler.onnx.exporting.misfits import pinned_nodes, unfit_nodes
 from amp_compiler.onnx.lowering.lower import FILE
+from amp_compiler.onnx.lowering.scale_products import fp8_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
 from amp_compiler.passes.onnx_plan.pin_calibrated import PinCalibrated
@@ -192,6 +193,12 @@ def _rewrite(
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
     plan = make_plan(graph, rules, low, ranges=known)
+    for node, _ in fp8_nodes(plan)[:1]:
+        raise OnnxError(
+            "'math: fp8' is for files that are converted, and no export writes it",
+            where=f"node '{node.name}' ({node.op})",
+            hint="write an FP32 file by torch.onnx.export, then call amp.convert_onnx with rules and calibration=",
+        )
     mark_stored(program)
     pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
     pipeline.run(graph_module, {"plan": plan, "low": low, "ops": rules.ops, "differentiable": False, "device": "onnx"})

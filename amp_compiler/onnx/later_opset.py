@@ -10,6 +10,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.graph import Node
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
 from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET
 from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.onnx.model.opset import raise_opset
 from amp_compiler.onnx.model.walk import opset_of
@@ -68,6 +69,39 @@ def raised_for(opened: OnnxFile, lowered: Lowered, rules: RuleSet) -> OnnxFile |
     if failed is not None and any(needed for _, needed in wanted):
         raise failed
     return None
+
+
+def raised_for_fp8(opened: OnnxFile, name: str, *, raising: bool, opset: int | None, calibrated: bool) -> OnnxFile:
+    """The model in an opset in which FP8 may go anywhere.
+
+    Args:
+        opened: the model, of any opset.
+        name: a node whose operands are to be FP8.
+        raising: whether the opset may be raised.
+        opset: the one that the user names.
+        calibrated: whether there are data for the scales.
+
+    Raises:
+        OnnxError: there are none, the opset may not be raised, or the converter cannot do it.
+    """
+    rather = "or take rules without 'math: fp8'"
+    if not calibrated:
+        raise OnnxError(
+            f"'math: fp8' takes the scales of operands from data, as those of node '{name}', and there are none",
+            where="calibration",
+            hint=f"give batches of inputs, calibration= (--calibrate), {rather}",
+        )
+    if opset_of(opened.proto) >= FIRST_OPSET:
+        return opened
+    why = f"FP8 operands take opset {FIRST_OPSET} (node '{name}'), and the model's is {opset_of(opened.proto)}"
+    if opset is not None or not raising:
+        hint = f"name opset={FIRST_OPSET} or later" if raising else "allow the opset to be raised"
+        raise OnnxError(why, where="opset", hint=f"{hint}, {rather}")
+    try:
+        return raise_opset(opened, FIRST_OPSET, why)
+    except OnnxError as wrong:
+        hint = f"export the model with opset {FIRST_OPSET} or later, {rather}"
+        raise OnnxError(wrong.what, where=wrong.where, hint=hint) from wrong
 
 
 def late_nodes(lowered: Lowered, rules: RuleSet) -> list[tuple[Node, bool]]:

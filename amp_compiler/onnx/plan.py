@@ -10,12 +10,13 @@ from typing import Any
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.later_opset import at_opset, raised_for
+from amp_compiler.onnx.later_opset import at_opset, raised_for, raised_for_fp8
 from amp_compiler.onnx.lowering.compounds import mark_compounds
 from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET, fp8_nodes
 from amp_compiler.onnx.model.edit import KeptTypes
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
@@ -87,6 +88,7 @@ def plan_onnx(
     as_fp32: Iterable[str] | str = (),
     fused: bool = False,
     target: Providers | None = None,
+    calibrated: bool = True,
 ) -> tuple[PrecisionPlan, Lowered]:
     """The plan of a model, and the lowered model that `lowering.apply` carries it out on.
 
@@ -107,9 +109,10 @@ def plan_onnx(
         fused: as `fuse` of `convert_onnx`.
         target: the execution provider that is to run the model; `None` where any may. TensorRT builds Q/DQ pairs and
             what stands beside them into kernels of its own, whatever the rules say of them.
+        calibrated: whether there are data for the scales of FP8 operands.
 
     Raises:
-        OnnxError: the model cannot be read, or its opset not be raised.
+        OnnxError: the model cannot be read, or its opset not be raised, or scales are wanted and there are no data.
     """
     if opset is not None:
         opened = at_opset(opened, opset, raising)
@@ -138,6 +141,11 @@ def plan_onnx(
         if raised is not None:
             opened = raised
             lowered, fusion = lowered_from(raised, False)
+        early = not calibrated or lowered.model.opset("") < FIRST_OPSET
+        if early and rules.in_fp8:
+            for planned, _ in fp8_nodes(_decide(lowered, fusion, rules, ranges, None, target))[:1]:
+                opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
+            lowered, fusion = lowered_from(opened, False)
         if reshaped:
             named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
             lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")

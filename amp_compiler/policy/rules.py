@@ -321,6 +321,11 @@ class RuleSet:
     def __repr__(self) -> str:
         return f"RuleSet({self.name!r}, {len(self.rules)} rules)"
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether a rule says `math: fp8`."""
+        return any(isinstance(rule.math, Fp8) for rule in self.rules)
+
     def keeps(self, what: str) -> bool:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 

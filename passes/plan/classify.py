@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr, Node, Value
+from amp_compiler.ir.graph import Attr, Node, PrecisionGraph, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.between import settle_between
 from amp_compiler.planner.draft import Draft
@@ -200,22 +200,58 @@ def _in_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> Decision:
 
 def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
     """Why a node is not computed of FP8 operands; empty where it is."""
-    form = draft.rules.ops.info(node.op).fp8
+    info, in_file = draft.rules.ops.info(node.op), draft.context.device == "onnx"
+    form = info.fp8
     operands = [draft.graph.values[operand.value] for operand in node.inputs]
-    matrices = [value.shape or () for value in operands if (value.rank or 0) > 1][-2:]
+    operands = operands[info.sums == "inner_behind_summand" :][:2]
+    matrices = [value.shape or () for value in operands if (value.rank or 0) > 1]
     if not form:
         return "the op table knows no FP8 product of it"
     if decision.precision is not Precision.LOW:
         return "it does not run low"
     if decision.backward is Precision.FP32:
         return "its gradients are FP32"
+    why = _why_not_in_file(draft, operands, way) if in_file else ""
+    if why:
+        return why
     if form == "convolution":
-        return "" if way.scaling == "tensorwise" else f"a convolution has no {way.scaling} scales"
+        return "" if in_file or way.scaling == "tensorwise" else f"a convolution has no {way.scaling} scales"
     if len(matrices) < 2 or len(matrices[1]) != 2:
         return "its operands are no matrices"
     multiple = _FP8_BLOCK if way.scaling == "mx" else _FP8_ALIGNED
     odd = next((size for size in matrices[1] if isinstance(size, int) and size % multiple), None)
     return "" if odd is None else f"{odd} is no multiple of {multiple}"
+
+
+def _why_not_in_file(draft: Draft, operands: list[Value], way: Fp8) -> str:
+    """Why an ONNX file cannot hold FP8 operands: their scales stand in it, measured before."""
+    if way.scaling == "mx":
+        return "no runtime reads scales for blocks in an ONNX file"
+    graph = draft.graph
+    stored = {value.name: _stored_behind(graph, value.name) for value in operands}
+    if not any(stored.values()):
+        return "it has no stored operand, and ONNX Runtime loads no FP8 product of two others"
+    for value in operands:
+        if value.shape is None:
+            return f"the shape of '{value.name}' is not known"
+        maker, largest = graph.producer(value.name), draft.ranges.get(value.name)
+        if maker is not None and draft.rules.ops.info(maker.op).quantized:
+            return f"'{value.name}' is quantised already"
+        if stored[value.name]:
+            numbers = graph.stored_numbers(stored[value.name])
+            if numbers is None or numbers.infinite:
+                return f"'{value.name}' holds numbers that are not finite"
+        elif draft.ranges and (largest is None or not 0 < largest < math.inf):
+            seen = "did not measure it" if largest is None else f"measured {largest:g}"
+            return f"'{value.name}' has no scale: calibration {seen}"
+    return ""
+
+
+def _stored_behind(graph: PrecisionGraph, name: str) -> str:
+    """The stored data that a value is, or a transpose of; empty where it is made of others."""
+    while (maker := graph.producer(name)) is not None and maker.op in ("onnx.Transpose", "onnx.Identity"):
+        name = maker.inputs[0].value
+    return name if graph.is_folded(name) else ""
 
 
 def _is_open(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> bool:

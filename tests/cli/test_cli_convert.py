@@ -68,6 +68,18 @@ def test_json_is_the_same_facts(run, benign, tmp_path):
     assert facts["cast_bytes"] == 0 or facts["casts"] > 0
 
 
+def test_fp8_products_take_scales_from_the_data(run, benign, tmp_path):
+    out = tmp_path / "out.onnx"
+    code, _, err = run(benign, out, "--rules", "fp8")
+    assert code == 1 and "--calibrate" in err and not out.exists()
+    code, text, err = run(benign, out, "--rules", "fp8", "--calibrate", tmp_path / "data", "--verify", "--json")
+    facts = json.loads(text)
+    assert code == 0, err
+    assert facts["notes"][-1].startswith("products of FP8 operands: ") and facts["size_ratio"] < 0.45
+    found = facts["verification"]
+    assert found["passed"] and found["tolerance"] == 0.1 and found["largest_error"] > 0.01
+
+
 def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
     code, text, _ = run(benign, tmp_path / "out.onnx", "--verify", "--json")
     found = json.loads(text)["verification"]

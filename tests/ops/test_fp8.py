@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.errors import RuleError
+from amp_compiler.errors import OnnxError, RuleError
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ops.fp8 import scaled
 
@@ -245,8 +245,10 @@ def test_a_compiled_step_is_near_one_that_runs_node_by_node() -> None:
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
-def test_an_exported_model_has_none_and_says_so() -> None:
-    plan = amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules("fp8"), dtype="fp16").plan
+def test_an_export_refuses_it_and_names_the_conversion() -> None:
+    with pytest.raises(OnnxError, match=r"no export writes it.*amp\.convert_onnx with rules and calibration="):
+        amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules("fp8"), dtype="fp16")
+    plan = amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules({"scaling": "mx"}), dtype="fp16").plan
     layers = [node for node in plan.nodes if node.op == "aten.linear"]
     assert not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
 

@@ -147,7 +147,8 @@ class OnnxSubject(Subject):
         self.runs += 1
         if self._expected is None:
             raise AmpError("there is nothing to compare with", hint="call reference() first")
-        done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
+        data = self._batches if rules.in_fp8 else None  # for the scales
+        done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), calibration=data, check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
         errors = self._expected.errors(replace(self._opened, proto=done.model))

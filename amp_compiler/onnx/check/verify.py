@@ -22,7 +22,7 @@ from amp_compiler.onnx.check.trace import Trace
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
-TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2, "fp8": 1e-1}
 _CHUNK = 1 << 20  # numbers that are compared in one go
 _COMPARE = "compare a model with its own conversion"
 

@@ -33,7 +33,7 @@ def onnx_typing(ops: OpTable) -> OpTable:
     """The op table for graphs that become ONNX models.
 
     ONNX ops do not promote: operands of one type variable have one type. Scale and bias of a normalisation have the
-    type of the data, save those of `BatchNormalization`. No product is written with FP8 operands.
+    type of the data, save those of `BatchNormalization`.
 
     Args:
         ops: the op table for FX graphs.
@@ -44,8 +44,6 @@ def onnx_typing(ops: OpTable) -> OpTable:
             info = replace(info, promotes=False, any=frozenset())
         if info.onnx_keep is not None:
             info = replace(info, keep=info.onnx_keep)
-        if info.fp8:
-            info = replace(info, fp8="")
         infos[name] = info
     return OpTable(infos, ops.families)
 
