@@ -210,7 +210,7 @@ def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
     if decision.backward is Precision.FP32:
         return "its gradients are FP32"
     if form == "convolution":
-        return "" if way.scaling == "tensorwise" else f"a convolution has no {way.scaling} scales"
+        return "" if way.scaling in ("tensorwise", "delayed") else f"a convolution has no {way.scaling} scales"
     if len(matrices) < 2 or len(matrices[1]) != 2:
         return "its operands are no matrices"
     multiple = _FP8_BLOCK if way.scaling == "mx" else _FP8_ALIGNED
