@@ -74,6 +74,7 @@ def rewrite(
     *,
     past_weights: bool = True,
     protected: tuple[str, ...] = (),
+    keeps_amaxes: bool = False,
 ) -> bool:
     """Run the pipeline FORWARD on the normal-form graph that a plan was made for, in place.
 
@@ -84,6 +85,7 @@ def rewrite(
         stages: takes the text behind each pass.
         past_weights: as for `TypeBackward`.
         protected: as for `ProtectBuffers`.
+        keeps_amaxes: as for `ScaleProducts`.
 
     Returns:
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
@@ -95,6 +97,7 @@ def rewrite(
         "past_weights": past_weights,
         "stage": native.FORWARD,
         "protected": protected,
+        "keeps_amaxes": keeps_amaxes,
     }
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)

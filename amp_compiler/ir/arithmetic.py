@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 Format = Literal["e4m3", "hybrid"]
-Scaling = Literal["tensorwise", "rowwise", "mx"]
+Scaling = Literal["tensorwise", "rowwise", "delayed", "mx"]
 NAME = "fp8"
+_HISTORY = 16
+_TEXT = re.compile(
+    rf"{NAME}\(({'|'.join(get_args(Format))}), ({'|'.join(get_args(Scaling))}), power_of_2=(true|false),"
+    r" weight_gradient=(fp8|low), unfit=(low|refuse)(?:, history=([0-9]+))?\)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +27,12 @@ class Fp8:
     Args:
         format: `e4m3` for all operands, or `hybrid`: E5M2, with its wider range, for incoming gradients.
         scaling: `tensorwise`, one scale for an operand; `rowwise`, one for each row of the left operand and each
-            column of the right one; `mx`, a power of two for each 32 numbers along the sum (OCP MX 1.0).
+            column of the right one; `delayed`, one for an operand, from what it was in training steps before; `mx`, a
+            power of two for each 32 numbers along the sum (OCP MX 1.0).
         power_of_2: scales are rounded down to powers of two, so that scaling itself rounds nothing.
         weight_gradient: `fp8`, or `low`: the product that makes the gradient of the weight has 16-bit operands.
         unfit: what becomes of a node that has no such product: `low`, it runs in 16 bits with a reason, or `refuse`.
+        history: of how many steps before a delayed scale has the largest magnitude; 0 for all other scales.
 
     Example:
         >>> Fp8.of({"scaling": "rowwise"}).short
@@ -38,28 +46,27 @@ class Fp8:
     power_of_2: bool = False
     weight_gradient: Literal["fp8", "low"] = "fp8"
     unfit: Literal["low", "refuse"] = "low"
+    history: int = 0
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> Fp8:
         """What a rule says. Finer scales take E4M3 for gradients too, and powers of two, where it says nothing else."""
-        finer = words.get("scaling", "tensorwise") != "tensorwise"
-        return cls(**{"format": "e4m3" if finer else "hybrid", "power_of_2": finer, **words})
+        finer, delayed = words.get("scaling") in ("rowwise", "mx"), words.get("scaling") == "delayed"
+        history = _HISTORY if delayed else 0
+        return cls(**{"format": "e4m3" if finer else "hybrid", "power_of_2": finer, "history": history, **words})
 
     @property
     def short(self) -> str:
         """As plans and graph text write it."""
         named = [f"{name}={str(getattr(self, name)).lower()}" for name in ("power_of_2", "weight_gradient", "unfit")]
+        named += [f"history={self.history}"] * bool(self.history)
         return f"{NAME}({', '.join([self.format, self.scaling, *named])})"
 
     @classmethod
     def parse(cls, text: str) -> Fp8 | None:
         """What `short` wrote; `None` for any other text."""
-        name, _, inner = text.partition("(")
-        words = [word.rpartition("=")[2] for word in inner.rstrip(")").split(", ")]
-        if name != NAME or len(words) != len(fields(cls)):
+        found = _TEXT.fullmatch(text)
+        if found is None:
             return None
-        hints = get_type_hints(cls)
-        said = {one.name: word for one, word in zip(fields(cls), words, strict=True)}
-        if any(said[key] not in (get_args(hint) or ("true", "false")) for key, hint in hints.items()):
-            return None
-        return cls(**{**said, "power_of_2": said["power_of_2"] == "true"})  # type: ignore[arg-type]
+        format_, scaling, power_of_2, weight_gradient, unfit, history = found.groups()
+        return cls(format_, scaling, power_of_2 == "true", weight_gradient, unfit, int(history or 0))  # type: ignore[arg-type]

@@ -22,10 +22,11 @@ _EXPONENT = 0x7F80_0000  # of an FP32 number's bits
 _BLOCK = 32  # numbers that share a scale in an MX format
 _LARGEST_POWER = {_E4M3: 8, _E5M2: 15}  # exponents of the formats' largest numbers
 _ALIGNED = 16  # what `_scaled_mm` wants the length of its sums to be a multiple of
+_OF_TENSORS = ("tensorwise", "delayed")  # scalings with one scale for an operand
 _FIRST_WITH_FP8 = (8, 9)  # compute capability
 
 
-def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> Tensor:
+def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str, amaxes: Tensor | None = None) -> Tensor:
     """A product with FP8 operands, forward and backward.
 
     Args:
@@ -33,6 +34,7 @@ def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> 
         args: its positional arguments; the two operands have 16 bits or are FP32.
         forward: how the operands are rounded, as `Fp8.short` writes it.
         backward: the same for the products that make gradients; empty for products of 16-bit operands.
+        amaxes: of delayed scaling, see `no_amaxes`. Its gradient is what they are behind this step.
 
     Returns:
         What the operator returns, in the type of its first operand. A bias is added to the rounded product.
@@ -45,19 +47,19 @@ def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str) -> 
     ways = Fp8.parse(forward), Fp8.parse(backward)
     if op is aten.linear.default:
         x, weight, bias = (*args, None)[:3]
-        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), weight.t())  # type: ignore[no-untyped-call]
+        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), weight.t(), amaxes)  # type: ignore[no-untyped-call]
         product = product.reshape(*x.shape[:-1], weight.shape[0])
         return product if bias is None else product + bias  # type: ignore[no-any-return]
     if op in (aten.mm.default, aten.matmul.default):
         x, right = args
-        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), right)  # type: ignore[no-untyped-call]
+        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), right, amaxes)  # type: ignore[no-untyped-call]
         return product.reshape(*x.shape[:-1], right.shape[-1])  # type: ignore[no-any-return]
     if op is aten.addmm.default:
         added, x, right, beta, alpha = (*args, 1, 1)[:5]
-        product = _Product.apply(ways, x, right)  # type: ignore[no-untyped-call]
+        product = _Product.apply(ways, x, right, amaxes)  # type: ignore[no-untyped-call]
         return product * alpha if beta == 0 else added * beta + product * alpha  # type: ignore[no-any-return]
     x, weight, bias, *rest = (*args, None)[: max(len(args), 3)]
-    product = _Convolution.apply(ways, op, tuple(rest), x, weight)  # type: ignore[no-untyped-call]
+    product = _Convolution.apply(ways, op, tuple(rest), x, weight, amaxes)  # type: ignore[no-untyped-call]
     return product if bias is None else product + bias.reshape(-1, *[1] * (weight.dim() - 2))  # type: ignore[no-any-return]
 
 
@@ -68,10 +70,12 @@ class Scaled:
     Args:
         values: numbers of an FP8 format; with a scale for each block, what they stand for, FP32.
         scale: FP32, by which the operand was multiplied; broadcasts to `values`.
+        amax: the operand's largest magnitude, FP32, where one scale serves all of it.
     """
 
     values: Tensor
     scale: Tensor
+    amax: Tensor | None = None
 
     def numbers(self) -> Tensor:
         """What it stands for, FP32."""
@@ -82,7 +86,7 @@ class Scaled:
         return Scaled(self.values.t(), self.scale.t() if self.scale.dim() else self.scale)
 
 
-def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
+def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None, delayed: Tensor | None = None) -> Scaled:
     """Scale and round an operand.
 
     Args:
@@ -90,17 +94,83 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
         dtype: an FP8 format.
         way: says how many numbers share a scale.
         dim: the dimension that is summed over; `None` for one scale whatever `way` says.
+        delayed: the scale of delayed scaling.
     """
     largest = torch.finfo(dtype).max
     if not x.numel():
-        return Scaled(x.to(dtype), x.new_ones((), dtype=torch.float32))
+        return Scaled(x.to(dtype), *x.new_tensor([1.0, 0.0], dtype=torch.float32).unbind())
     if way.scaling == "mx" and dim is not None:
         return _scaled_in_blocks(x, dtype, dim)
     amax = x.abs().amax() if dim is None or way.scaling != "rowwise" else x.abs().amax(dim, keepdim=True)
-    scale = (largest / amax.double().clamp(min=_TINY)).float()
-    if way.power_of_2:
-        scale = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
-    return Scaled((x.float() * scale).clamp(-largest, largest).to(dtype), scale)
+    if way.scaling == "delayed" and delayed is not None:
+        scale = torch.where(amax.isfinite(), delayed, torch.nan)  # an infinity is no large number
+    else:
+        scale = _power_of_2((largest / amax.double().clamp(min=_TINY)).float(), way)
+    return Scaled(
+        (x.float() * scale).clamp(-largest, largest).to(dtype), scale, amax.float() if amax.dim() == 0 else None
+    )
+
+
+def _power_of_2(scale: Tensor, way: Fp8) -> Tensor:
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if way.power_of_2 else scale
+
+
+def no_amaxes(history: int) -> Tensor:
+    """What delayed scaling knows of a product before the first step, FP32.
+
+    A row for the left operand, the right one and the incoming gradient: the last scale, then the largest magnitudes of
+    the steps before, the latest first.
+
+    Args:
+        history: number of steps.
+
+    Example:
+        >>> no_amaxes(2).tolist()
+        [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    return torch.tensor([[1.0] + [0.0] * history] * 3)
+
+
+@dataclass
+class _Delayed:
+    """The scales of a product, as Transformer Engine makes them: of the largest magnitude of a history.
+
+    Where that is zero or not finite the last scale stays. Nothing is known without `amaxes`.
+    """
+
+    amaxes: Tensor | None
+    ways: tuple[Fp8, Fp8 | None]
+
+    def __post_init__(self) -> None:
+        self.scales: list[Any] = [None] * 3  # of the left operand, the right one, the incoming gradient
+        self.seen: list[Any] = [None] * 3  # their largest magnitudes in this step
+        if self.amaxes is None:
+            return
+        delayed = [one for one in self.ways if one is not None and one.history]
+        gradients = delayed[-1], _incoming(delayed[-1])
+        of_rows = (delayed[0], _E4M3), (delayed[0], _E4M3), gradients
+        for number, (row, (way, dtype)) in enumerate(zip(self.amaxes.unbind(), of_rows, strict=True)):
+            amax = row[1 : 1 + way.history].amax()
+            scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(torch.float32).max)
+            self.scales[number] = torch.where((amax > 0) & amax.isfinite(), _power_of_2(scale, way), row[0])
+
+    def scaled(self, number: int, x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
+        """An operand, or the incoming gradient, scaled and noted; see `scaled`."""
+        result = scaled(x, dtype, way, dim, self.scales[number])
+        if result.amax is not None:
+            self.seen[number] = result.amax
+        return result
+
+    def following(self) -> Tensor | None:
+        """What is known behind the step."""
+        if self.amaxes is None:
+            return None
+        latest = torch.stack([self.amaxes.new_zeros(()) if one is None else one for one in self.seen])
+        return torch.cat([torch.stack(self.scales)[:, None], latest[:, None], self.amaxes[:, 1:-1]], 1)
+
+
+def _incoming(way: Fp8) -> torch.dtype:
+    return _E5M2 if way.format == "hybrid" else _E4M3
 
 
 def _scaled_in_blocks(x: Tensor, dtype: torch.dtype, dim: int) -> Scaled:
@@ -156,18 +226,19 @@ class _Product(torch.autograd.Function):
     """(m, k) by (k, n)."""
 
     @staticmethod
-    def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], x: Tensor, right: Tensor) -> Tensor:
+    def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], x: Tensor, right: Tensor, amaxes: Tensor | None) -> Tensor:
         way, back = ways
-        left_scaled, right_scaled = scaled(x, _E4M3, way, 1), scaled(right, _E4M3, way, 0)
+        ctx.delayed = _Delayed(amaxes, ways)
+        left_scaled, right_scaled = ctx.delayed.scaled(0, x, _E4M3, way, 1), ctx.delayed.scaled(1, right, _E4M3, way, 0)
         # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
         same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == (
             way.scaling,
             way.power_of_2,
             "fp8",
         )
-        kept = same and way.scaling == "tensorwise"
+        kept = same and way.scaling in _OF_TENSORS
         ctx.ways, ctx.types = ways, (x.dtype, right.dtype)
-        for_x, for_right = ctx.needs_input_grad[1:]
+        for_x, for_right = ctx.needs_input_grad[1:3]
         left_kept = (left_scaled.values, left_scaled.scale) if kept else (x,)
         right_kept = (right_scaled.values, right_scaled.scale) if kept else (right,)
         # The gradient of each operand is a product with the other one.
@@ -179,12 +250,13 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         way: Fp8 | None = ctx.ways[1]
-        for_x, for_right = ctx.needs_input_grad[1:]
+        for_x, for_right = ctx.needs_input_grad[1:3]
         if way is None:
             x, right = ctx.saved_tensors
-            return None, gradient @ right.t() if for_x else None, x.t() @ gradient if for_right else None
+            slopes = gradient @ right.t() if for_x else None, x.t() @ gradient if for_right else None
+            return None, *slopes, ctx.delayed.following()
         _refuse_second()
-        incoming = _E5M2 if way.format == "hybrid" else _E4M3
+        incoming, scale = _incoming(way), ctx.delayed.scaled
         x_slope = right_slope = None
         if ctx.kept:
             saved = ctx.saved_tensors
@@ -194,25 +266,24 @@ class _Product(torch.autograd.Function):
         if for_x:
             # torchao keeps one scale for a weight whose own gradient is made in 16 bits.
             dim = None if way.weight_gradient == "low" and way.scaling == "rowwise" else 1
-            by = right_scaled if ctx.kept else scaled(right, _E4M3, way, dim)
-            x_slope = multiply(scaled(gradient, incoming, way, 1), by.t(), ctx.types[0], way)
+            by = right_scaled if ctx.kept else scale(1, right, _E4M3, way, dim)
+            x_slope = multiply(scale(2, gradient, incoming, way, 1), by.t(), ctx.types[0], way)
         if for_right and way.weight_gradient == "low":
             right_slope = (gradient.t() @ x).t()
         elif for_right:
-            of = x_scaled if ctx.kept else scaled(x, _E4M3, way, 0)
-            right_slope = multiply(scaled(gradient, incoming, way, 0).t(), of, ctx.types[1], way).t()
-        return None, x_slope, right_slope
+            of = x_scaled if ctx.kept else scale(0, x, _E4M3, way, 0)
+            right_slope = multiply(scale(2, gradient, incoming, way, 0).t(), of, ctx.types[1], way).t()
+        return None, x_slope, right_slope, ctx.delayed.following()
 
 
 class _Convolution(torch.autograd.Function):
     """A convolution with one scale for each operand; no device has an FP8 kernel that torch calls."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ways: tuple[Fp8, Fp8 | None], op: Any, rest: tuple[Any, ...], x: Tensor, weight: Tensor
-    ) -> Tensor:
-        way, _ = ways
-        operands = scaled(x, _E4M3, way, None), scaled(weight, _E4M3, way, None)
+    def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], op: Any, rest: tuple[Any, ...], *tensors: Any) -> Tensor:
+        way, (x, weight, amaxes) = ways[0], tensors
+        ctx.delayed = _Delayed(amaxes, ways)
+        operands = ctx.delayed.scaled(0, x, _E4M3, way, None), ctx.delayed.scaled(1, weight, _E4M3, way, None)
         ctx.ways, ctx.op, ctx.rest = ways, op, rest
         ctx.save_for_backward(x, weight)
         return op(*(one.numbers() for one in operands), None, *rest).to(x.dtype)  # type: ignore[no-any-return]
@@ -222,17 +293,16 @@ class _Convolution(torch.autograd.Function):
         _refuse_second()
         x, weight = ctx.saved_tensors
         way: Fp8 | None = ctx.ways[1]
-        wanted = ctx.needs_input_grad[3:]
+        wanted, scale = ctx.needs_input_grad[3:5], ctx.delayed.scaled
         if way is None:
             slopes = _convolution_slopes(ctx, gradient, x, weight, wanted)
-            return None, None, None, *slopes
-        incoming = _E5M2 if way.format == "hybrid" else _E4M3
-        rounded = scaled(gradient, incoming, way, None).numbers()
-        numbers = scaled(x, _E4M3, way, None).numbers(), scaled(weight, _E4M3, way, None).numbers()
+            return None, None, None, *slopes, ctx.delayed.following()
+        rounded = scale(2, gradient, _incoming(way), way, None).numbers()
+        numbers = scale(0, x, _E4M3, way, None).numbers(), scale(1, weight, _E4M3, way, None).numbers()
         x_slope, weight_slope = _convolution_slopes(ctx, rounded, *numbers, wanted)
         if wanted[1] and way.weight_gradient == "low":
             weight_slope = _convolution_slopes(ctx, gradient, x, weight, (False, True))[1]
-        return None, None, None, _as(x_slope, x.dtype), _as(weight_slope, weight.dtype)
+        return None, None, None, _as(x_slope, x.dtype), _as(weight_slope, weight.dtype), ctx.delayed.following()
 
 
 def _refuse_second() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 
 from amp_compiler.ir.arithmetic import Format, Scaling
 from amp_compiler.ir.dtypes import LowName
@@ -39,10 +39,17 @@ class MathModel(Strict):
     """Products of FP8 operands, as `ir.arithmetic.Fp8` explains them; `math: fp8` leaves all to their defaults."""
 
     format: Format = _optional("e4m3, or hybrid: e5m2 for incoming gradients")
-    scaling: Scaling = _optional("what shares a scale: the tensor, a row, or 32 numbers")
+    scaling: Scaling = _optional("what shares a scale: the tensor, a row, or 32 numbers; delayed: of steps before")
+    history: Annotated[int, Field(strict=True, ge=1, le=1024)] = _optional("steps whose amaxes a delayed scale is of")
     power_of_2: Annotated[bool, Field(strict=True)] = _optional("scales are rounded down to powers of two")
     weight_gradient: Literal["fp8", "low"] = _optional("operands of the product that makes the weight's gradient")
     unfit: Literal["low", "refuse"] = _optional("what a node does that has no such product")
+
+    @model_validator(mode="after")
+    def _has_a_history(self) -> MathModel:
+        if self.history is not None and self.scaling != "delayed":
+            raise ValueError("history is for scaling: delayed")
+        return self
 
 
 Arithmetic = Annotated[

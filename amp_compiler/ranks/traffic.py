@@ -21,6 +21,7 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
     "spread_part": lambda ranks: float(ranks - 1),
 }
 _NOT_HELD = (
+    "amaxes",
     "scale",
     "samples",
     "hyper",

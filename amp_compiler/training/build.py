@@ -299,13 +299,13 @@ def _forward(
         return None, False
     low = settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, settings, low, stages, ROOT)
-    return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False)
+    return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False, keeps_amaxes=True)
 
 
 def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, kept: KeptTensors) -> dict[str, Any]:
     """The options of the passes of the pipelines STEP and UPDATE, by name."""
     return {
-        "buffers": begun.written,
+        "buffers": Late(lambda _: (*begun.written, *weights.amaxes)),
         "stored": weights.inputs.stored(),
         "trained": weights.inputs.trained,
         "masters": weights.storage is None,

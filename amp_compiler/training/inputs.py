@@ -13,10 +13,11 @@ from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
-from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
+from amp_compiler.passes.precision.scale_products import AMAXES
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import (
     Bucket,
@@ -187,6 +188,7 @@ class TrainedWeights:
         buckets: what of that is sent so that each rank gets a part.
         alone: numbers of the buckets of one gradient, where such are sent by themselves.
         parts: number of those gradients; they stand first.
+        amaxes: placeholders of what is kept for delayed scaling.
     """
 
     inputs: StepInputs
@@ -201,11 +203,14 @@ class TrainedWeights:
     buckets: tuple[Bucket, ...] = ()
     alone: tuple[int, ...] = ()
     parts: int = 0
+    amaxes: tuple[str, ...] = ()
 
     def wrt(self, graph_module: fx.GraphModule) -> tuple[str, ...]:
         """What the loss is differentiated by, behind `PlaceWeights`."""
         self.placed = placed_weights(graph_module.graph, self.inputs.trained)
-        return self.placed.wrt
+        kept = [node for node in graph_module.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
+        self.amaxes = tuple(node.name for node in kept if node.meta[Key.STATE][0] == AMAXES)
+        return (*self.amaxes, *self.placed.wrt)  # their gradients are their new values, behind those of buffers
 
     def owner(self, joint: fx.GraphModule) -> tuple[str, ...]:
         """The weight that each gradient belongs to, in front of `SumGradients`.
@@ -214,10 +219,28 @@ class TrainedWeights:
             CaptureError: the loss depends on none of them.
         """
         self.updated = owners_with_gradient(joint, self.placed.owner)
+        self._check_amaxes(joint)
         if not self.updated:
             raise depends_on_nothing()
         self.updated += self.absent(joint)
         return self.placed.owner
+
+    def _check_amaxes(self, joint: fx.GraphModule) -> None:
+        """Refuse delayed scaling of a product that the backward does not reach, of which nothing would be known.
+
+        Raises:
+            AmpError: names its module.
+        """
+        results = results_of(joint.graph)
+        first = len(results) - len(self.placed.owner) - len(self.amaxes)
+        kept = {node.name: node for node in joint.graph.find_nodes(op="placeholder")}
+        for name, new in zip(self.amaxes, results[first:], strict=False):
+            if not isinstance(new, fx.Node):
+                where = kept[name].meta[Key.STATE][1].rpartition(":")[0]
+                raise AmpError(
+                    f"a product{f' in {where}' if where else ''} has delayed scaling, and no gradient goes through it",
+                    hint="give it another scaling: by a rule with its module and 'math: {scaling: tensorwise}'",
+                )
 
     def absent(self, joint: fx.GraphModule) -> tuple[str, ...]:
         """The weights that batches before this one have a gradient of, and this one has not.
@@ -371,6 +394,8 @@ class TrainedWeights:
     def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Callable[[Sequence[Any]], Any]:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
         column, group, number = key
+        if column == AMAXES:
+            return lambda leaves: kept.amaxes.get(group, number)
         if column == "scale":
             return lambda leaves: getattr(kept.scale(), group)
         if column == "sum" and isinstance(group, str):  # of a weight; states are of a group's number

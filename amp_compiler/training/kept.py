@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.training.samples import Samples
-from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState
 
 
@@ -24,6 +24,7 @@ class KeptTensors:
         sums: sums of gradients over several batches.
         weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
         samples: how much each batch counts; `None` where all count alike.
+        amaxes: what delayed scaling of FP8 operands knows of the steps before.
     """
 
     scale: Callable[[], LossScaleState]
@@ -31,6 +32,7 @@ class KeptTensors:
     sums: GradientSums
     weights: WeightState
     samples: Samples | None = None
+    amaxes: Amaxes = field(default_factory=Amaxes)
 
     def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Make again what is kept beside a parameter that was written outside of a step.

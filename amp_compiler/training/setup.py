@@ -41,7 +41,7 @@ from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
 from amp_compiler.training.reporting.events import events_on
 from amp_compiler.training.samples import Samples
-from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, weight_storage
 
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
@@ -166,7 +166,7 @@ def set_up(
     samples = None
     if uneven == "weight" and (coordinator is not None or accumulate > 1):
         samples = Samples(device, (lambda own: (own,)) if coordinator is None else coordinator.samples)
-    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights, samples)
+    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights, samples, Amaxes(device))
     return StepSetup(
         model=model,
         module=module,

@@ -1,14 +1,20 @@
-"""Tensors that live from step to step beside the optimizer's: 16-bit weights and sums of gradients."""
+"""Tensors that live from step to step beside the optimizer's: 16-bit weights, sums of gradients, magnitudes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.ops.fp8 import no_amaxes
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
+from amp_compiler.passes.precision.scale_products import AMAXES
+
+_SAVED = "give what step.state_dict() has returned"
 
 
 class LowWeights:
@@ -92,3 +98,52 @@ class GradientSums:
         elif not is_laid_out_like(gathered, real):
             gathered = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).copy_(gathered)
         return gathered
+
+
+class Amaxes:
+    """What delayed scaling of FP8 operands knows of the steps before, a matrix for each product, see `ops.fp8`.
+
+    Args:
+        device: where they live.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+
+    def get(self, key: str, history: int) -> Tensor:
+        """Those of a product; the same tensor at every step.
+
+        Args:
+            key: its module, and its number there.
+            history: number of steps that are remembered.
+
+        Raises:
+            AmpError: a saved state has another number.
+        """
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = no_amaxes(history).to(self._device)
+        if held.shape[1] != history + 1:
+            raise AmpError(
+                f"the FP8 product '{key}' remembers {held.shape[1] - 1} steps, and was given {history}",
+                hint="use the rules that it was saved with",
+            )
+        return held
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for which it waits for the device; empty without delayed scaling."""
+        return {AMAXES: {key: held.tolist() for key, held in self._held.items()}} if self._held else {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state; of what it lacks nothing changes.
+
+        Raises:
+            AmpError: it is none, or remembers another number of steps.
+        """
+        for key, rows in saved.get(AMAXES, {}).items():
+            try:
+                loaded = torch.tensor(rows, dtype=torch.float32, device=self._device)
+                self.get(key, loaded.shape[1] - 1).copy_(loaded)
+            except (TypeError, ValueError, IndexError, RuntimeError) as cause:
+                raise AmpError(f"the saved magnitudes of '{key}' are {rows!r}", hint=_SAVED) from cause

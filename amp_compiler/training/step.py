@@ -378,11 +378,12 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
 
         With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores,
-        and with callbacks the number of steps.
+        with delayed scaling of FP8 operands its magnitudes, and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
         self._hidden.tell()
-        own = {**self._state.kept.weights.rounding.state_dict(), **self._log.state_dict()}
+        kept = self._state.kept
+        own = {**kept.weights.rounding.state_dict(), **kept.amaxes.state_dict(), **self._log.state_dict()}
         return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -401,6 +402,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if before != self._scale_config:  # none of them will fit again
             self._choice.clear()
         self._state.kept.weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._state.kept.amaxes.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
         if STEPS_KEY in state.get(OWN_KEY, {}):
             self._state.events.go_on_from(self._log.steps)

@@ -214,7 +214,7 @@ class StepTrials:
 
 def _scales(graph: fx.Graph) -> list[fx.Node]:
     """The placeholders of the loss scale."""
-    return [node for node in graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
+    return [node for node in graph.find_nodes(op="placeholder") if node.meta.get(Key.STATE, ("",))[0] == "scale"]
 
 
 @dataclass(frozen=True)

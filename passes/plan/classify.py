@@ -215,7 +215,8 @@ def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
     if why:
         return why
     if form == "convolution":
-        return "" if in_file or way.scaling == "tensorwise" else f"a convolution has no {way.scaling} scales"
+        spread = way.scaling in ("tensorwise", "delayed")
+        return "" if in_file or spread else f"a convolution has no {way.scaling} scales"
     if len(matrices) < 2 or len(matrices[1]) != 2:
         return "its operands are no matrices"
     multiple = _FP8_BLOCK if way.scaling == "mx" else _FP8_ALIGNED

@@ -86,9 +86,11 @@ class FoldLossScale(InPlacePass):
             if node.op == "placeholder":
                 powers[node] = int(node.name == SCALE)
                 continue
-            sources = [] if node.target in _OF_SHAPES else [powers[one] for one in node.all_input_nodes]
-            power = max(sources, key=abs, default=0)
-            if node.target in SCALAR_OPS:
+            value = node_tensor(node)
+            is_bool = value is not None and value.dtype is torch.bool
+            free = node.target in _OF_SHAPES or is_bool  # whether a number is finite says nothing of a scale
+            power = max((powers[one] for one in node.all_input_nodes if not free), key=abs, default=0)
+            if node.target in SCALAR_OPS and not free:
                 first, *rest = (powers[one] if isinstance(one, fx.Node) else 0 for one in node.args)
                 power = first + (sum(rest) if node.target in _PRODUCTS else -sum(rest))
             elif node.target is aten.reciprocal.default:

@@ -116,6 +116,8 @@ def buckets_of(
 class ReduceGradients(InPlacePass):
     """Put in the place of every gradient its sum over the ranks, and of new buffers those of the first rank.
 
+    Of the magnitudes that delayed scaling keeps, all ranks take the largest.
+
     A bucket is sent as soon as its last gradient is made, and awaited where the update begins, so that it travels while
     the rest of the backward runs. The sum is made in the type of the gradients. All ranks get the same bits: norm,
     verdict and loss scale, which are made of the sums alone, are then the same without another message. Where the sum
@@ -148,7 +150,7 @@ class ReduceGradients(InPlacePass):
     Args:
         updated: the weight of each gradient at the end of the graph's outputs.
         results: number of outputs before the new buffers.
-        buffers: placeholder names of the buffers whose new values follow the results.
+        buffers: placeholder names of the buffers whose new values follow the results, and of kept magnitudes.
         gather: as for `GatherGradients`.
         group: torch's name of the group of ranks; empty for one process.
         shared: what all ranks together have a gradient of, the same on each. What this one lacks counts as zero.
@@ -275,11 +277,14 @@ class _Builder:
         alone = options.alone_bytes if self.exchanges else 0
         in_fp32 = options.reduce_in_fp32 and not options.exchange  # else the sums are FP32 whatever is sent
         buckets = buckets_of(options.shared, sizes, options.bucket_bytes, in_fp32, alone)
-        buffers = outputs[options.results : behind] if options.broadcast_buffers else []
-        broadcast = [(part, self._broadcast(part)) for part in _by_type(buffers)]
+        named = list(zip(options.buffers, outputs[options.results : behind], strict=True))
+        amaxes = [value for name, value in named if Key.STATE in self.weights[name].meta]
+        buffers = [value for _, value in named if value not in amaxes] if options.broadcast_buffers else []
+        sent = [(part, self._broadcast(part)) for part in _by_type(buffers)]
         reduced = list(self._reduced(buckets, own))
+        sent += [(amaxes, self._largest(amaxes))] if amaxes else []
         values: dict[fx.Node, fx.Node] = {}
-        for part, message in broadcast:
+        for part, message in sent:
             values.update(self._taken(part, self.messages.awaited(message)))
         sums: dict[str, fx.Node] = {}
         for bucket, message in reduced:
@@ -369,6 +374,11 @@ class _Builder:
         (whole,) = trace_before(place, lambda *parts: _flat(parts), values, "update")
         arguments = [whole, 0, self.options.group]
         return call_before(place, torch.ops._c10d_functional.broadcast.default, arguments, "update")
+
+    def _largest(self, values: Sequence[fx.Node]) -> fx.Node:
+        """The last message: the largest of these values of all ranks, of scales that are delayed."""
+        (whole,) = trace_before(self.output, lambda *given: _flat(given), values, "update")
+        return call_before(self.output, _REDUCE, [whole, "max", self.options.group], "update")
 
     def _taken(self, part: Sequence[fx.Node], flat: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """The values of a message, each with what it stands in the place of."""

@@ -500,3 +500,32 @@ def test_a_sum_that_cancels_is_told_with_the_step_of_16_bits_at_its_size(dtype, 
     )
     one = torch.tensor(999.0, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
     assert float((one.view(torch.int16) + 1).view(one.dtype) - one) == step  # the next number there is
+
+
+class WithAnOutlier(nn.Module):
+    """The first product has a channel beside which one scale makes nothing of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 16)
+        with torch.no_grad():
+            self.up.weight[:, 0] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.down(torch.relu(self.up(x)))))  # type: ignore[no-any-return]
+
+
+def test_products_that_have_to_stay_out_of_fp8_are_found(tmp_path):
+    x = torch.randn(64, 32)
+    x[:, 0] = 2.0**20
+    found = amp.tune(WithAnOutlier(), [x], rules="fp8", dtype="bf16", tolerance=0.1, output=tmp_path / "tuned.yaml")
+    assert [node.module for node in found.nodes] == ["up"]
+    assert found.error <= 0.1 < found.before
+    assert "1 of 3 FP8 products stay in 16 bits" in found.summary()
+    plan = amp.explain(WithAnOutlier(), x, rules=tmp_path / "tuned.yaml", dtype="bf16")
+    assert [(one.precision, bool(one.math)) for one in plan.nodes if one.op == "aten.linear"] == [
+        ("low", False), ("low", True), ("low", True),
+    ]  # fmt: skip
+    with pytest.raises(amp.AmpError, match="with every FP8 product in 16 bits the error is still"):
+        amp.tune(WithAnOutlier(), [x], rules="fp8", dtype="bf16", tolerance=1e-9)

@@ -87,6 +87,9 @@ OPTIONS: dict[str, Any] = {
     "mark_math": {"plan": computing("gelu")},
     "widen_math": {"ops": RULES.ops},
     "scale_products": {"plan": computing("linear", Fp8().short)},
+    "scale_products/scales_of_steps_before_are_kept": {
+        "plan": computing("linear", Fp8(scaling="delayed", history=4).short), "keeps_amaxes": True
+    },
     "legalize": {"ops": RULES.ops},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},

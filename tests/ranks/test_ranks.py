@@ -92,6 +92,12 @@ def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(two):
         torch.testing.assert_close(one[kind]["buffers"][0], one[kind]["own"], rtol=0, atol=2.0**-8)  # of BF16 products
 
 
+def test_scales_of_fp8_are_of_the_largest_magnitudes_of_all_ranks(two):
+    first, second = of(two, "delayed_scales")
+    assert first["kept"] == second["kept"]
+    assert first["kept"][0][:2] == [1.0, 2.0]  # the second rank's
+
+
 @pytest.mark.parametrize(("model", "norms"), [("rows", 2), ("images", 2)])
 def test_sync_batch_norms_train_as_batch_norms_of_one_process_do_on_whole_batches(two, model, norms):
     first, second = (one[model] for one in of(two, "synchronized_norms"))

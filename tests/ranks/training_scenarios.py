@@ -274,6 +274,19 @@ def buffers(place: Place) -> dict[str, Any]:
 
 
 @scenario
+def delayed_scales(place: Place) -> dict[str, Any]:
+    """What FP8 operands were in the last step, each rank with another batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16))
+    step = amp.training_step(
+        model, squares, sgd(model.parameters()), rules="fp8-delayed", dtype="bf16", backend="eager",
+        process_group=place.group,
+    )  # fmt: skip
+    step(torch.full((2, 16), 2.0**place.rank), torch.zeros(2, 16))
+    return {"kept": step.state_dict()["amp_compiler"]["amaxes"]["0:0"]}
+
+
+@scenario
 def low_types(place: Place) -> dict[str, Any]:
     """How far FP16 and BF16 lead from FP32: here, and with torch.autocast and DistributedDataParallel."""
     return _low_types(place, LOW_TYPES)

@@ -90,25 +90,25 @@ def test_every_rule_decides_on_some_op(preset):
 
 TABLE = {
     # op: default, torch-amp, fast, safe, apex-o0, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet,
-    #     quantized, deepspeed, fp8, fp8-rowwise, mxfp8
-    "aten.linear": "low low low low fp32 low low low low low low low low low low low",
-    "aten.conv2d": "low low low low fp32 low low low low low low low low low low low",
-    "aten.bmm": "low low low low fp32 low low low low low widest low low low low low",
-    "aten.scaled_dot_product_attention": "low low low fp32 fp32 low low low low low widest low low low low low",
-    "aten.lstm": "low low low fp32 fp32 low low low low low low low low low low low",
-    "aten.batch_norm": "widest widest low fp32 fp32 widest low low low between widest widest low widest widest widest",
-    "aten.layer_norm": "fp32 fp32 low fp32 fp32 fp32 low low low fp32 fp32 fp32 low fp32 fp32 fp32",
-    "aten.softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32 low fp32 fp32 fp32",
-    "aten.log_softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32 low fp32 fp32 fp32",
-    "aten.cross_entropy_loss": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 low fp32 fp32 fp32 fp32 low fp32 fp32 fp32",
-    "aten.exp": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32 low fp32 fp32 fp32",
-    "aten.sum": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32 low fp32 fp32 fp32",
-    "aten.mean": "widest widest widest fp32 fp32 widest low low low fp32 fp32 widest low widest widest widest",
-    "aten.add": "widest widest follow fp32 fp32 widest low low low between widest widest low widest widest widest",
-    "aten.gelu": "widest widest widest fp32 fp32 fp32 low low low between widest widest low widest widest widest",
-    "aten.relu": "follow follow follow follow fp32 follow low low low follow follow follow low follow follow follow",
-    "aten.view": "follow follow follow follow fp32 follow low low low follow follow follow low follow follow follow",
-    "aten.linalg_inv": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 keep fp32 fp32 fp32 fp32 fp32 fp32",
+    #     quantized, deepspeed
+    "aten.linear": "low low low low fp32 low low low low low low low low",
+    "aten.conv2d": "low low low low fp32 low low low low low low low low",
+    "aten.bmm": "low low low low fp32 low low low low low widest low low",
+    "aten.scaled_dot_product_attention": "low low low fp32 fp32 low low low low low widest low low",
+    "aten.lstm": "low low low fp32 fp32 low low low low low low low low",
+    "aten.batch_norm": "widest widest low fp32 fp32 widest low low low between widest widest low",
+    "aten.layer_norm": "fp32 fp32 low fp32 fp32 fp32 low low low fp32 fp32 fp32 low",
+    "aten.softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32 low",
+    "aten.log_softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32 low",
+    "aten.cross_entropy_loss": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 low fp32 fp32 fp32 fp32 low",
+    "aten.exp": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32 low",
+    "aten.sum": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32 low",
+    "aten.mean": "widest widest widest fp32 fp32 widest low low low fp32 fp32 widest low",
+    "aten.add": "widest widest follow fp32 fp32 widest low low low between widest widest low",
+    "aten.gelu": "widest widest widest fp32 fp32 fp32 low low low between widest widest low",
+    "aten.relu": "follow follow follow follow fp32 follow low low low follow follow follow low",
+    "aten.view": "follow follow follow follow fp32 follow low low low follow follow follow low",
+    "aten.linalg_inv": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 keep fp32 fp32 fp32",
 }
 ORDER = (
     "default",
@@ -124,19 +124,18 @@ ORDER = (
     "mxnet",
     "quantized",
     "deepspeed",
-    "fp8",
-    "fp8-rowwise",
-    "mxfp8",
 )
+IN_FP8 = ("fp8", "fp8-delayed", "fp8-rowwise", "mxfp8")  # `default`, whose products have other operands
 
 
 @pytest.mark.parametrize("op", TABLE)
 def test_what_the_presets_stand_for(op):
     assert " ".join(asked(preset, op) for preset in ORDER) == TABLE[op]
+    assert {asked(preset, op) for preset in IN_FP8} == {asked("default", op)}
 
 
 def test_the_table_covers_every_preset():
-    assert sorted(ORDER) == list(preset_names())
+    assert sorted(ORDER + IN_FP8) == list(preset_names())
 
 
 TWINS = {

@@ -34,7 +34,9 @@ def tune(
     One run in FP32 measures what rounding each node makes of the results, to first order. Then a search runs the model
     with some of the most sensitive nodes in FP32, at most 4 log2(nodes) times and once for each node that it keeps, and
     drops from these what is not needed. The rules that come of it are read back from the file, and the model is run
-    with them once more: `error` is what that gave. Nothing is changed: no weight, buffer, optimizer or random number.
+    with them once more: `error` is what that gave. Of rules with `math: fp8`, such as the preset `fp8`, it finds the
+    products that have to stay in 16 bits, and leaves all else as the rules say. Nothing is changed: no weight, buffer,
+    optimizer or random number.
 
     Args:
         subject: a training step (loss and gradients are compared); a module, of `amp.compile` or plain (outputs, or

@@ -23,6 +23,7 @@ from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_
 from amp_compiler.diagnose.tuning.subject import Subject, searched
 from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, entries_for, rules_file, with_chosen
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.policy.loader import load_rules
@@ -49,7 +50,10 @@ class Tuning:
     def __init__(self, subject: Subject, rules: RuleSet, options: TuneOptions) -> None:
         self.subject, self.rules, self.options = subject, rules, options
         self.plan: PrecisionPlan = subject.plan(rules)
-        self.names = [node.name for node in searched(self.plan, rules.ops)]
+        products = [node.name for node in self.plan.nodes if Fp8.parse(node.math) is not None]
+        self.in_fp8 = bool(products) and options.start == LOW
+        self.names = products if self.in_fp8 else [node.name for node in searched(self.plan, rules.ops)]
+        self.wide = "16 bits" if self.in_fp8 else "FP32"
         self.tolerance = TOLERANCES[self.plan.dtype] if options.tolerance is None else options.tolerance
         data = options.rules if isinstance(options.rules, Mapping) else None
         self.base = Base(rules.name, data if rules.name == FROM_DICT else None)
@@ -95,12 +99,12 @@ class Tuning:
                 measured = journal.get(key := sorted(places[name] for name in kept))
                 if measured is None:
                     chosen = frozenset(self._chosen(kept))
-                    measured = self.subject.measure(with_chosen(self.rules, chosen, above=self.above))
+                    measured = self.subject.measure(self._with(chosen))
                     journal.note(key, measured)
                 else:
                     self.subject.runs += 1  # of the run that was killed
                 self.worst[kept] = measured.worst
-                description = f"{len(kept)} of {len(order)} in FP32: {measured.error:.2g}"
+                description = f"{len(kept)} of {len(order)} in {self.wide}: {measured.error:.2g}"
                 progress.update(task, advance=1, description=description)
                 return measured.error
 
@@ -125,6 +129,9 @@ class Tuning:
         journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
         return estimates
 
+    def _with(self, chosen: frozenset[str]) -> RuleSet:
+        return with_chosen(self.rules, chosen, above=self.above, in_fp8=self.in_fp8)
+
     def _chosen(self, kept: Collection[str]) -> list[str]:
         """The nodes that rules are written for, where some are to be FP32."""
         return [name for name in self.names if (name in kept) == (self.above is None)]
@@ -146,7 +153,8 @@ class Tuning:
         except OutOfReachError as out:
             worst = self.worst.get(frozenset(order), "")
             raise AmpError(
-                f"with every node that the rules put low in FP32 the error is still {out.error:.3g}"
+                f"with every {'FP8 product' if self.in_fp8 else 'node that the rules put low'} in {self.wide} the error"
+                f" is still {out.error:.3g}"
                 f"{f' ({worst})' if worst else ''}, and the tolerance is {self.tolerance:g}",
                 hint="pass a tolerance above that; what the model itself casts, or computes from other random numbers, "
                 "no rule changes",
@@ -177,6 +185,7 @@ class Tuning:
             start=self.options.start, searched=len(self.names), fp32=counts[FP32], low=counts[LOW],
             runs=self.subject.runs,
             limit=self.limit + len(nodes), batches=self.subject.batches, stopped=search.stopped, rules="", path=place,
+            in_fp8=self.in_fp8,
         )  # fmt: skip
         reasons = {name: estimates[name].summary for name in chosen if name in estimates}
         reasons |= {node.name: node.reason for node in nodes}
@@ -190,7 +199,9 @@ class Tuning:
     def _check_written(self, place: Path, measured: PrecisionPlan) -> None:
         """Plan with the file where it lies now: it must be what was measured."""
         plan = self.subject.plan(load_rules(place))
-        if [(one.name, one.precision) for one in plan.nodes] != [(one.name, one.precision) for one in measured.nodes]:
+        if [(one.name, one.precision, one.math) for one in plan.nodes] != [
+            (one.name, one.precision, one.math) for one in measured.nodes
+        ]:
             raise AmpError(
                 "the rules that were written make another plan than those that were measured",
                 where=str(place),
@@ -198,7 +209,7 @@ class Tuning:
             )
 
     def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
-        return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above)
+        return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above, self.in_fp8)
 
     def _tried(self, entries: list[Entry]) -> tuple[Measured, PrecisionPlan]:
         """What a run gives with the rules as they are read back from a file, and the plan that they make."""

@@ -14,7 +14,7 @@ from amp_compiler.ir.files import write_atomically
 
 @dataclass(frozen=True)
 class TunedNode:
-    """A node that has to stay in FP32.
+    """A node that has to stay in FP32, or an FP8 product that has to stay in 16 bits.
 
     Args:
         name: in the plan.
@@ -47,7 +47,7 @@ class TuneResult:
     """What a tuning found.
 
     Args:
-        nodes: those that stay in FP32, in execution order.
+        nodes: those that stay in FP32, in execution order; of FP8 products those that stay in 16 bits.
         what: what was compared with FP32: `outputs` or `loss and gradients`.
         before: the largest relative error under the rules that were given.
         worst_before: the result that has it.
@@ -65,6 +65,7 @@ class TuneResult:
         stopped: why the search ended before each node was shown to be needed; empty where it did not.
         rules: the rule file.
         path: where it was written; `None` where it was not.
+        in_fp8: whether the rules that were given have FP8 products, among which was searched.
     """
 
     nodes: tuple[TunedNode, ...]
@@ -85,6 +86,7 @@ class TuneResult:
     stopped: str
     rules: str
     path: Path | None = None
+    in_fp8: bool = False
 
     def summary(self) -> str:
         """In a few lines, without the nodes."""
@@ -93,8 +95,8 @@ class TuneResult:
         lines = [
             f"{self.what} against FP32: error {_shown(self.before)}{place} before, {_shown(self.error)} with these"
             f" rules; tolerance {self.tolerance:g} in {self.dtype}",
-            f"{len(self.nodes)} of {self.searched} nodes that round stay in FP32; {self.runs} runs of {batches}"
-            f" (at most {self.limit})",
+            f"{len(self.nodes)} of {self.searched} {'FP8 products stay in 16 bits' if self.in_fp8 else _IN_FP32};"
+            f" {self.runs} runs of {batches} (at most {self.limit})",
         ]
         return "\n".join([*lines, f"not searched to the end: {self.stopped}"] if self.stopped else lines)
 
@@ -133,6 +135,9 @@ class TuneResult:
         if path is not None:
             write_atomically(path, text)
         return text
+
+
+_IN_FP32 = "nodes that round stay in FP32"
 
 
 def _shown(error: float) -> str:

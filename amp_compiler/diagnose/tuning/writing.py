@@ -53,16 +53,19 @@ def all_fp32(plan: PrecisionPlan) -> list[dict[str, Any]]:
     return [*rules, *([{"match": {"family": fixed}, "precision": "keep", "why": why}] if fixed else [])]
 
 
-def with_chosen(rules: RuleSet, chosen: frozenset[str], *, above: PrecisionPlan | None = None) -> RuleSet:
+def with_chosen(
+    rules: RuleSet, chosen: frozenset[str], *, above: PrecisionPlan | None = None, in_fp8: bool = False
+) -> RuleSet:
     """Rules with some nodes kept in FP32, for a trial.
 
     Args:
         rules: what they are added to.
         chosen: the nodes.
         above: the plan that the rules make, where all is to be FP32 but the chosen nodes, which are put low.
+        in_fp8: whether the chosen nodes are kept in 16 bits, out of FP8.
     """
     first = () if above is None else load_rules({"version": 1, "rules": all_fp32(above)}).rules
-    precision = Precision.FP32 if above is None else Precision.LOW
+    precision = Precision.FP32 if above is None and not in_fp8 else Precision.LOW
     own = Rule("<tune>", Matcher((_Chosen(chosen),)), precision, own=True)
     return replace(rules, rules=(*rules.rules, *first, *([own] if chosen else [])))
 
@@ -180,6 +183,7 @@ def rules_file(
     tolerance: float,
     folder: Path | None,
     above: PrecisionPlan | None = None,
+    in_fp8: bool = False,
 ) -> str:
     """A rule file in YAML with comments.
 
@@ -191,6 +195,7 @@ def rules_file(
         tolerance: what the reason names that plans give.
         folder: where the file will be; `None` where it will be nowhere, so that paths are absolute.
         above: the plan of what is extended, where all is to be FP32 but what the entries put low.
+        in_fp8: whether the entries keep FP8 products in 16 bits.
     """
     why = f"amp.tune: {'needed for' if above is None else 'allowed by'} the tolerance {tolerance:g}"
     lines = [*(f"# {line}" for line in head), *base.head(folder)]
@@ -203,6 +208,6 @@ def rules_file(
             lines.append(f"  # {name}: {reasons[name]}" if reasons.get(name) else f"  # {name}")
         if len(entry.nodes) > _SHOWN:
             lines.append(f"  # and {len(entry.nodes) - _SHOWN} more")
-        precision = FP32 if above is None else LOW
+        precision = FP32 if above is None and not in_fp8 else LOW
         lines += [f"  - match: {{{match}}}", f"    precision: {precision}", f"    why: {json.dumps(why)}"]
     return "\n".join([*lines, ""])
