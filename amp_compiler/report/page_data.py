@@ -15,7 +15,6 @@ from amp_compiler.ir.step_graph import StepGraph
 
 PRECISIONS = ("low", "fp32", "keep")
 NODE, INPUT, STORED, CAST = range(4)  # what makes a value
-_LONGEST_LINE = 200  # letters of a line of code
 
 
 @dataclass
@@ -66,7 +65,7 @@ def line_of(place: str) -> str:
     file, _, number = place.rpartition(":")
     if not file or not number.isdigit():
         return ""
-    return linecache.getline(file, int(number)).strip()[:_LONGEST_LINE]
+    return linecache.getline(file, int(number)).strip()
 
 
 class _Graph:

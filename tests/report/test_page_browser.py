@@ -467,6 +467,58 @@ def test_texts_of_a_picture_stand_in_their_boxes(browser, tmp_path):
     assert browser.run(outside) == []
 
 
+def paper(browser) -> None:
+    """What printing does to the page: a sheet of A4 across, and the browser's word that it begins."""
+    browser.resize(1030, 730)
+    browser.media("print")
+    browser.run("for (const name of ['beforeprint', 'resize']) dispatchEvent(new Event(name))")
+
+
+CUT = """
+const seen = (element) => element.getClientRects().length && !element.closest("svg");
+return [...document.querySelectorAll("body *")].filter((element) => seen(element)
+  && element.scrollWidth > element.clientWidth + 1 && element.clientWidth).map((element) => element.outerHTML.slice(0, 90));
+"""
+
+
+@pytest.mark.parametrize(("name", "fragment"), [("one", ""), ("two", ""), ("step", "#node=linear"), ("hostile", "")])
+def test_on_paper_all_is_there(browser, pages, name, fragment):
+    browser.open(pages[name], fragment, scheme=chromium.DARK)
+    paper(browser)
+    lists = browser.run(
+        "return [...document.querySelectorAll('.list')].map((list) => [list.getClientRects().length > 0,"
+        "  list.querySelectorAll('tbody tr').length, getComputedStyle(list, '::before').content])"
+    )
+    for shown, rows, title in lists:
+        assert shown and title.replace(",", "").strip('"').split(" ")[1] == str(rows)
+    assert browser.run(CUT) == []
+    outside = (
+        "const [pane, layer] = ['.pane', '.layer'].map((one) => document.querySelector(one).getBoundingClientRect());"
+        "return layer.left < pane.left || layer.right > pane.right || layer.top < pane.top || layer.bottom > pane.bottom + 1"
+    )
+    assert not browser.run(outside)
+    if name == "step":
+        shown = "return [...document.querySelectorAll('#advice, .measured')].every((one) => one.getClientRects().length)"
+        assert browser.run(shown) and "static loss scale" in text(browser, "#advice")
+    assert browser.run("return getComputedStyle(document.body).color") == "rgb(27, 35, 48)"
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert not browser.run("return document.querySelector('.pane').hasAttribute('viewBox')")
+
+
+def test_a_long_line_of_code_is_read_whole(browser, tmp_path):
+    file = tmp_path / "model.py"
+    line = "y = relu(" + " + ".join(f"weights[{number}]" for number in range(40)) + ")"
+    file.write_text(line + "\n", encoding="utf-8")
+    plan = transformer(13)
+    nodes = tuple(replace(node, source=f"{file}:1") for node in plan.nodes)
+    replace(plan, nodes=nodes).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", "#node=linear_1")
+    assert text(browser, "#details pre") == line
+    assert browser.run(
+        "const {scrollWidth, clientWidth} = document.querySelector('#details pre'); return scrollWidth <= clientWidth"
+    )
+
+
 def test_names_run_nothing(browser, pages):
     browser.open(pages["hostile"])
     assert browser.run("return document.scripts.length") == 3

@@ -31,7 +31,7 @@ class Drawing {
   moved({ transform, sourceEvent }) {
     this.transform = transform;
     for (const { svg, layer } of this.panes) {
-      layer.setAttribute("transform", transform);
+      if (!this.printing) layer.setAttribute("transform", transform);
       svg.__zoom = transform;
     }
     if (sourceEvent) this.fitted = false;
@@ -64,6 +64,18 @@ class Drawing {
     const [x, y] = [spot.x + spot.width / 2, spot.y + Math.min(spot.height / 2, h / scale / 2)];
     this.move(Libraries.zoomIdentity.translate(w / 2 - x * scale, h / 2 - y * scale).scale(scale));
     this.fitted = false;
+  }
+
+  /** Draw all of it for paper, smaller where it is wide, over several sheets where it is long. */
+  print(starts) {
+    this.printing = starts;
+    const { width, height } = layOut(this.root);
+    for (const { svg, layer } of this.panes) {
+      if (starts) svg.setAttribute("viewBox", `-8 -8 ${width + 16} ${height + 16}`);
+      else svg.removeAttribute("viewBox");
+      svg.style.setProperty("--printed", `${height * Math.min(0.65, 1000 / this.panes.length / width)}px`);
+      layer.setAttribute("transform", starts ? "" : this.transform);
+    }
   }
 
   toggle(group) {

@@ -33,7 +33,7 @@ class Table {
     this.show(this.rows);
   }
 
-  show(rows) {
+  show(rows, most = AT_ONCE) {
     this.rows = rows;
     this.sorted = rows;
     if (this.sort) {
@@ -44,11 +44,11 @@ class Table {
     }
     this.shown = 0;
     this.body.replaceChildren();
-    this.more();
+    this.more(most);
   }
 
-  more() {
-    const rows = this.sorted.slice(this.shown, this.shown + AT_ONCE);
+  more(most = AT_ONCE) {
+    const rows = this.sorted.slice(this.shown, this.shown + most);
     this.body.append(...rows.map((row) => this.line(row)));
     this.shown += rows.length;
     const left = this.sorted.length - this.shown;
