@@ -50,7 +50,7 @@ def page_data(
         graphs.append({"key": "step", "sides": [_of_step(step, plans[0], strings)]})
         places += [node.source for node in step.nodes]
     data = {
-        "plans": [{"name": name} for name in names],
+        "plans": [{"name": name, "type": plan.dtype} for name, plan in zip(names, plans, strict=True)],
         "texts": _TEXTS,
         "graphs": graphs,
         "code": {place: line for place in dict.fromkeys(places) if (line := line_of(place))},

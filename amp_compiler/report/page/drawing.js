@@ -195,17 +195,19 @@ class Drawing {
     if (!node) {
       shape.append(
         draw("text", { class: "title", x: 18, y: 18 }, ABSENT),
-        draw("text", { class: "small", x: 18, y: 34 }, subtitle(entry)),
+        draw("text", { class: "small", x: 18, y: 34 }, shortened(entry.name, 26)),
       );
       return this.listen(shape, entry);
     }
+    const stored = entry.stored[side],
+      below = subtitle(entry, node);
+    const y0 = below || storedWords(stored) ? 18 : 26;
     shape.append(
       draw("path", { class: "strip", d: `M6 0h5v${height}h-5a6 6 0 0 1 -6 -6v-${height - 12}a6 6 0 0 1 6 -6z` }),
-      draw("text", { class: "title", x: 19, y: 18 }, shortOp(node.op)),
-      draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)),
-      draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)),
+      draw("text", { class: "title", x: 19, y: y0 }, titleOfNode(node)),
+      draw("text", { class: "type", x: width - 8, y: y0 }, firstType(node)),
+      draw("text", { class: "small", x: 19, y: 34 }, below),
     );
-    const stored = entry.stored[side];
     if (storedWords(stored)) {
       const casts = stored.map(
         (cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`,
@@ -213,7 +215,7 @@ class Drawing {
       const title = draw("title", {}, casts.join("\n"));
       shape.append(draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored), title));
     }
-    shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${node.precision}: ${node.reason}`));
+    shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${typeOf(node.precision, side)}: ${node.reason}`));
     return this.listen(shape, entry);
   }
 

@@ -79,10 +79,10 @@ const names = (label, value) => column(label, value, (row) => named(value(row)))
 const place = (label, value, kind = null) =>
   column(label, value, (row) => make("code", { class: kind, title: value(row) }, shortPlace(value(row))));
 
-const precisionCell = (node) =>
+const precisionCell = (node, side) =>
   node
     ? [
-        badge(node.precision),
+        badge(node.precision, side),
         node.asked && node.asked !== node.precision ? make("span", { class: "soft" }, ` (${node.asked})`) : "",
       ]
     : make("span", { class: "soft" }, "–");
@@ -90,7 +90,7 @@ const precisionCell = (node) =>
 function nodeColumns(graph) {
   const of = (key) => (entry) => anySide(entry)[key];
   const precision = (label, side) =>
-    column(label, (entry) => entry.sides[side]?.precision ?? "", (entry) => precisionCell(entry.sides[side]));
+    column(label, (entry) => entry.sides[side]?.precision ?? "", (entry) => precisionCell(entry.sides[side], side));
   const change = (entry) => CHANGES[entry.change] ?? "";
   const precisions =
     graph.sides.length === 1

@@ -2,7 +2,7 @@
 
 const CROWD = 60,
   RUN = 40; // children of one module: more are put together, so many at a time
-const OPEN_AT_FIRST = 14; // boxes that are shown when the page opens, where that can be had
+const OPEN_AT_FIRST = 30; // boxes that are shown when the page opens, where that can be had
 
 class Group {
   constructor(name, parent, label = name) {
@@ -46,6 +46,7 @@ function simplify(group) {
     if (child.children.length > 1) return child;
     const [only] = child.children;
     if (only.kind === "group" && !only.run) only.label = `${child.label}.${only.label}`;
+    if (only.kind === "node") only.within = only.within ? `${child.label}.${only.within}` : child.label;
     return only;
   });
   const ends = group.children.filter(({ kind }) => kind === "input" || kind === "output");
@@ -128,16 +129,15 @@ function addPort(group, way, edge, child) {
   port.children.set(child, [...(port.children.get(child) ?? []), edge]);
 }
 
-/** Open modules from the outermost, all of one depth or none, as long as few boxes are to be seen. */
+/** Open modules from the outermost, as long as few boxes are to be seen; a large one where there is little else. */
 function openFirst(root) {
   let shown = root.children.length;
-  let level = groupsIn(root);
-  for (;;) {
-    shown += level.reduce((sum, group) => sum + group.children.length - 1, 0);
-    if (!level.length || shown > OPEN_AT_FIRST || level.some((group) => group.run)) return;
-    for (const group of level) group.open = true;
-    level = level.flatMap(groupsIn);
-  }
+  for (let level = groupsIn(root); level.length; level = level.filter(({ open }) => open).flatMap(groupsIn))
+    for (const group of level) {
+      const more = group.children.length - 1;
+      group.open = shown + more <= (shown < OPEN_AT_FIRST / 3 ? CROWD : OPEN_AT_FIRST);
+      if (group.open) shown += more;
+    }
 }
 
 const groupsIn = (group) => group.children.filter((child) => child.kind === "group");
