@@ -506,8 +506,9 @@ def paper(browser) -> None:
 
 CUT = """
 const seen = (element) => element.getClientRects().length && !element.closest("svg");
-return [...document.querySelectorAll("body *")].filter((element) => seen(element)
-  && element.scrollWidth > element.clientWidth + 1 && element.clientWidth).map((element) => element.outerHTML.slice(0, 90));
+const cut = ({scrollWidth, clientWidth}) => clientWidth && scrollWidth > clientWidth + 1;
+return [...document.querySelectorAll("body *")].filter((element) => seen(element) && cut(element))
+  .map((element) => element.outerHTML.slice(0, 90));
 """
 
 
@@ -524,11 +525,14 @@ def test_on_paper_all_is_there(browser, pages, name, fragment):
     assert browser.run(CUT) == []
     outside = (
         "const [pane, layer] = ['.pane', '.layer'].map((one) => document.querySelector(one).getBoundingClientRect());"
-        "return layer.left < pane.left || layer.right > pane.right || layer.top < pane.top || layer.bottom > pane.bottom + 1"
+        "return layer.left < pane.left || layer.right > pane.right || layer.top < pane.top"
+        "  || layer.bottom > pane.bottom + 1"
     )
     assert not browser.run(outside)
     if name == "step":
-        shown = "return [...document.querySelectorAll('#advice, .measured')].every((one) => one.getClientRects().length)"
+        shown = (
+            "return [...document.querySelectorAll('#advice, .measured')].every((one) => one.getClientRects().length)"
+        )
         assert browser.run(shown) and "static loss scale" in text(browser, "#advice")
     assert browser.run("return getComputedStyle(document.body).color") == "rgb(27, 35, 48)"
     browser.run("dispatchEvent(new Event('afterprint'))")

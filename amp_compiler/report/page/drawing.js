@@ -238,7 +238,7 @@ class Drawing {
     if (!group.open) {
       shape.append(draw("text", { class: "small", x: 28, y: 34 }, many(group.nodes.length, "node")));
       let left = 10;
-      const counts = group.counts[side],
+      const counts = group.shares[side],
         total = counts.reduce((sum, count) => sum + count, 0);
       counts.forEach((count, index) => {
         const part = ((width - 20) * count) / Math.max(1, total);

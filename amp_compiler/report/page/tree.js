@@ -90,11 +90,11 @@ function link(root, graph) {
       group.entries.push(...(child.kind === "group" ? child.entries : [child]));
     }
     group.nodes = group.entries.filter((entry) => entry.kind === "node");
-    group.counts = graph.sides.map((_, side) =>
-      PRECISIONS.map((precision) =>
-        group.nodes.reduce((sum, entry) => sum + (entry.sides[side]?.precision === precision), 0),
-      ),
-    );
+    const weigh = (side, precision, of) =>
+      group.nodes.reduce((sum, { sides }) => sum + (sides[side]?.precision === precision ? of(sides[side]) : 0), 0);
+    group.counts = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, () => 1)));
+    const made = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, ({ bytes }) => bytes)));
+    group.shares = made.map((sums, side) => (sums.some(Boolean) ? sums : group.counts[side])); // of the bytes made
     group.changed = group.nodes.filter((entry) => entry.change).length;
   };
   visit(root);
