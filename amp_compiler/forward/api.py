@@ -265,7 +265,7 @@ def explain(
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
     captured = capture_model(model, args, kwargs, torch_dtype(low), dynamic_shapes is not None).captured
-    plan = plan_captured(captured, settings, low, device=device or "")
+    plan = plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from amp_compiler.backends import find_backend
 from amp_compiler.errors import LoweringError
 from amp_compiler.forward.settings import Settings
-from amp_compiler.fx.captured import Captured
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.breaks import reads_values
@@ -33,6 +34,7 @@ def plan_captured(
     stages: Stages | None = None,
     root: str = "",
     device: str = "",
+    name: str = "",
 ) -> PrecisionPlan:
     """Bring a captured graph into normal form, in place, and plan it.
 
@@ -43,11 +45,15 @@ def plan_captured(
         stages: takes the text behind each pass.
         root: name of the model in what was captured.
         device: type of the device that is planned for, where that is not the one that the tensors are on.
+        name: class of the model.
     """
     normalize(captured.graph_module, settings, stages, root, low)
     graph = lower(captured)
-    graph.device = device or graph.device
-    return make_plan(graph, settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
+    graph.device, graph.model = device or graph.device, name
+    plan = make_plan(graph, settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
+    stored = [entry for entry in captured.inputs if entry.source in (Source.PARAMETER, Source.BUFFER)]
+    names = {entry.name: entry.target.removeprefix(f"{root}.") for entry in stored}
+    return replace(plan, model=replace(plan.model, names=names))
 
 
 def normalize(

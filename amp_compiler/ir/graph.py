@@ -155,6 +155,7 @@ class PrecisionGraph:
         stored_numbers: what is known of the numbers stored under a value's name; `None` where there are none, or they
             are not known. What lowers a model sets it.
         masks: stored values that hide scores from a softmax.
+        model: class of the model, or the name of its file.
         compounds: the nodes of each norm and GELU that stands in parts, by name, in execution order.
 
     Example:
@@ -170,6 +171,7 @@ class PrecisionGraph:
         self.device, self.execution = device, execution or Execution()
         self.stored_numbers: Callable[[str], StoredNumbers | None] = unknown_numbers
         self.masks: Mapping[str, Mask] = {}
+        self.model = ""
         self.compounds: list[tuple[str, ...]] = []
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}

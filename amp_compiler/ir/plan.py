@@ -39,6 +39,8 @@ class PlannedNode:
         backward_math: type to accumulate the gradients in, empty for the op's default.
         inputs: names of the values read, by operand; before casts.
         math_rule: `file:line` of the rule that said `math`, empty where none did.
+        bytes: that its results take; 0 of a view, `None` where nobody counted.
+        flops: operations on numbers, a multiply-add counted as two; 0 of a view, `None` where they are not known.
     """
 
     name: str
@@ -56,6 +58,8 @@ class PlannedNode:
     backward_math: str = ""
     inputs: tuple[str, ...] = ()
     math_rule: str = ""
+    bytes: int | None = field(default=None, compare=False)
+    flops: int | None = field(default=None, compare=False)
 
     @property
     def decision(self) -> str:
@@ -123,6 +127,23 @@ class UnusedRule:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """What a plan is of.
+
+    Args:
+        name: class of the model, or the name of its file; empty where it is not known.
+        parameters: how many numbers its parameters hold.
+        inputs: type and shape of each input, as `i64[2, 16]`.
+        names: qualified name of each parameter and buffer, by the value that the graph has of it.
+    """
+
+    name: str = ""
+    parameters: int = 0
+    inputs: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class AutocastTotals:
     """What `torch.autocast` does in the same forward.
 
@@ -177,6 +198,7 @@ class PrecisionPlan:
         autocast: what `torch.autocast` does in the same forward, counted by `amp.explain` for a module on the device
             that it plans for; `None` where nobody counted. Plans are equal without regard to it.
         notes: of a training step of several processes: what each sends and holds.
+        model: what it is a plan of. Plans are equal without regard to it.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -194,6 +216,7 @@ class PrecisionPlan:
     unused_rules: tuple[UnusedRule, ...] = ()
     autocast: AutocastTotals | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
+    model: PlannedModel = field(default=PlannedModel(), compare=False)
 
     @classmethod
     def of(cls, verdicts: Verdicts, plan: PrecisionPlan) -> PrecisionPlan:
@@ -292,9 +315,11 @@ class PrecisionPlan:
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
             autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
             notes = tuple(data.get("notes", ()))
+            model = PlannedModel(**data.get("model", {}))
             return cls(
-                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes
-            )
+                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes,
+                replace(model, inputs=tuple(model.inputs)),
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", hint="make it again with amp.explain") from cause
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
@@ -128,6 +129,7 @@ def plan_onnx(
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
         result = lower(model, low, **options)
+        result.graph.model = PurePath(opened.name).name
         if target is not None:
             drop_useless_opsets(result, target)
         return result, fusion

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from amp_compiler.ir.graph import Attr, Node, PrecisionGraph, Value
+from amp_compiler.policy.rules import OpInfo
 
 
 def reduction_size(graph: PrecisionGraph, node: Node, sums: str) -> int | None:
@@ -26,6 +27,24 @@ def reduction_size(graph: PrecisionGraph, node: Node, sums: str) -> int | None:
     data = next((value for _, value in graph.operands(node) if value.dtype.is_float), None)
     count = SIZES.get(sums)
     return None if data is None or count is None else count(graph, node, data)
+
+
+def flops(graph: PrecisionGraph, node: Node, info: OpInfo) -> int | None:
+    """How many operations on numbers a node takes, a multiply-add counted as two; `None` where that is not known.
+
+    Args:
+        graph: the graph that the node is of.
+        node: the node.
+        info: what the op table says of its op.
+    """
+    made = graph.values[node.outputs[0]].numel if node.outputs else 0
+    if info.family in ("matmul", "convolution"):
+        terms = reduction_size(graph, node, info.sums)
+        return None if terms is None else 2 * made * terms
+    if info.family == "attention":  # scores, and means of the values by them
+        keys = next((value.shape for operand, value in graph.operands(node) if operand.slot in ("key", "K")), None)
+        return 4 * made * keys[-2] if keys and isinstance(keys[-2], int) else None
+    return {"view": 0, "recurrent": None}.get(info.family, made)
 
 
 def _sizes(value: Value) -> tuple[int, ...] | None:

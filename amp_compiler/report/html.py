@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections import Counter
+from datetime import UTC, datetime
 from importlib import resources
+from importlib.metadata import version
 from typing import Any
 
 import jinja2
@@ -54,9 +58,8 @@ def plan_html(
     data = json.dumps(page_data(plans, names[: len(plans)], step, profile), ensure_ascii=False, separators=(",", ":"))
     return render(
         "page.html",
-        totals=[
-            (name, one, Counter(node.precision for node in one.nodes)) for name, one in zip(names, plans, strict=False)
-        ],
+        totals=[(name, one, _shares(one)) for name, one in zip(names, plans, strict=False)],
+        made=_made(),
         compared=other is not None,
         step=step,
         profile=profile,
@@ -69,6 +72,27 @@ def plan_html(
     )
 
 
+def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:
+    """By precision, the bytes that nodes make and their arithmetic, as far as all is known; else how many they are."""
+    sums = {}
+    for name in ("flops", "bytes"):
+        told = [(node.precision, getattr(node, name)) for node in plan.nodes]
+        if all(number is not None for _, number in told) and any(number for _, number in told):
+            sums[name] = Counter[str]()
+            for precision, number in told:
+                sums[name][precision] += number
+    return sums or {"nodes": Counter(node.precision for node in plan.nodes)}
+
+
+def _made() -> str:
+    """The day and the versions; the day of `SOURCE_DATE_EPOCH` where that is set, for two pages to be the same file."""
+    seconds = os.environ.get("SOURCE_DATE_EPOCH") or str(int(time.time()))
+    if not seconds.isdigit():
+        raise AmpError(f"SOURCE_DATE_EPOCH is {seconds!r}", hint="set it to seconds since 1970, or not at all")
+    day = datetime.fromtimestamp(int(seconds), UTC).date()
+    return f"{day} · amp_compiler {version('amp_compiler')} · torch {version('torch')}"
+
+
 def render(name: str, **values: Any) -> str:
     """A template of the folder with its values, which are escaped."""
     environment = jinja2.Environment(
@@ -76,12 +100,19 @@ def render(name: str, **values: Any) -> str:
     )
     environment.filters["bytes"] = human_bytes
     environment.filters["short"] = _short
+    environment.filters["share"] = _share
     return environment.from_string(part(name)).render(**values)
 
 
 def _short(text: str, most: int = 120) -> str:
     """Of a text from a model, which may be of any length."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _share(part: int, whole: int) -> str:
+    """In percent; what is not all never reads as all."""
+    percent = 100 * part / max(whole, 1)
+    return f"{percent:.0f} %" if percent <= 99 or part == whole else f"{min(percent, 99.9):.1f} %"
 
 
 def part(name: str) -> str:

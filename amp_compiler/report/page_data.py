@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -15,7 +16,6 @@ from amp_compiler.ir.step_graph import StepGraph
 
 PRECISIONS = ("low", "fp32", "keep")
 NODE, INPUT, STORED, CAST = range(4)  # what makes a value
-_LONGEST_LINE = 200  # letters of a line of code
 
 
 @dataclass
@@ -51,7 +51,7 @@ def page_data(
         graphs.append({"key": "step", "sides": [_of_step(step, plans[0], strings)]})
         places += [node.source for node in step.nodes]
     data = {
-        "plans": [{"name": name} for name in names],
+        "plans": [{"name": name, "type": plan.dtype} for name, plan in zip(names, plans, strict=True)],
         "texts": _TEXTS,
         "graphs": graphs,
         "code": {place: line for place in dict.fromkeys(places) if (line := line_of(place))},
@@ -66,14 +66,14 @@ def line_of(place: str) -> str:
     file, _, number = place.rpartition(":")
     if not file or not number.isdigit():
         return ""
-    return linecache.getline(file, int(number)).strip()[:_LONGEST_LINE]
+    return linecache.getline(file, int(number)).strip()
 
 
 class _Graph:
     """Rows of values, nodes and casts; each value is read by its number."""
 
-    def __init__(self, strings: Strings) -> None:
-        self.strings = strings
+    def __init__(self, strings: Strings, names: Mapping[str, str]) -> None:
+        self.strings, self.names = strings, names
         self.values: list[list[int]] = []  # name, type, what makes it, the number of that
         self.nodes: list[list[Any]] = []
         self.casts: list[list[int]] = []  # value, made value or -1, type, type, bytes, whether it is the model's own
@@ -82,7 +82,7 @@ class _Graph:
     def make(self, name: str, dtype: str, kind: int, maker: int = -1) -> int:
         """Add a value; where two have one name, the later one is read."""
         self.numbers[name] = len(self.values)
-        self.values.append([self.strings(name), self.strings(dtype), kind, maker])
+        self.values.append([self.strings(self.names.get(name, name)), self.strings(dtype), kind, maker])
         return self.numbers[name]
 
     def read(self, name: str, dtype: str = "") -> int:
@@ -94,14 +94,17 @@ class _Graph:
         result = -1
         if not own:
             result = len(self.values)
-            self.values.append([self.strings(name), self.strings(dst), CAST, len(self.casts)])
+            self.values.append([self.strings(self.names.get(name, name)), self.strings(dst), CAST, len(self.casts)])
         self.casts.append([value, result, self.strings(src), self.strings(dst), count, int(own)])
         return result
 
-    def node(self, named: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int]) -> None:
-        """Add a node; `named` are its texts by the names of `_TEXTS`."""
-        texts = [self.strings(named.get(name, "")) for name in _TEXTS]
-        self.nodes.append([*texts, PRECISIONS.index(precision), list(outputs), list(inputs)])
+    def node(
+        self, named: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int], size: int | None
+    ) -> None:
+        """Add a node; `named` are its texts by the names of `_TEXTS`, and a reason may quote values."""
+        reason = _QUOTED.sub(lambda found: repr(self.names.get(found[1], found[1])), named.get("reason", ""))
+        texts = [self.strings({**named, "reason": reason}.get(name, "")) for name in _TEXTS]
+        self.nodes.append([*texts, PRECISIONS.index(precision), list(outputs), list(inputs), size])
 
     def data(self, outputs: Iterable[int]) -> dict[str, Any]:
         """All of it."""
@@ -112,12 +115,13 @@ _TEXTS = (
     "name", "op", "family", "module", "asked", "rule", "reason", "source", "phase", "planned", "math", "math_rule",
     "backward", "backward_math",
 )  # fmt: skip
+_QUOTED = re.compile(r"'([\w.]+)'")
 _OF_PLANNED = tuple(name for name in _TEXTS if name not in ("phase", "planned"))
 
 
 def _of_plan(plan: PrecisionPlan, strings: Strings) -> dict[str, Any]:
     """The forward: what each node reads, through a cast or not."""
-    graph = _Graph(strings)
+    graph = _Graph(strings, plan.model.names)
     for name, dtype in plan.inputs:
         graph.make(name, dtype, INPUT)
     outputs = [
@@ -134,14 +138,15 @@ def _of_plan(plan: PrecisionPlan, strings: Strings) -> dict[str, Any]:
     for node, made_values in zip(plan.nodes, outputs, strict=True):
         inputs = [reads.get((node.name, place), graph.numbers.get(name, -1)) for place, name in enumerate(node.inputs)]
         inputs = [graph.read(name) if one < 0 else one for one, name in zip(inputs, node.inputs, strict=True)]
-        graph.node({name: getattr(node, name) for name in _OF_PLANNED}, node.precision, made_values, inputs)
+        texts = {name: getattr(node, name) for name in _OF_PLANNED}
+        graph.node(texts, node.precision, made_values, inputs, node.bytes)
     returned = [reads.get((RETURN, place), graph.read(name)) for place, name in enumerate(plan.outputs)]
     return graph.data(returned)
 
 
 def _of_step(step: StepGraph, plan: PrecisionPlan, strings: Strings) -> dict[str, Any]:
     """The whole step: a node has rule and reason of the node of the plan that it was made for."""
-    graph = _Graph(strings)
+    graph = _Graph(strings, plan.model.names)
     planned = {node.name: node for node in plan.nodes}
     for name, dtype in step.inputs:
         graph.make(name, dtype, INPUT)
@@ -164,7 +169,7 @@ def _of_step(step: StepGraph, plan: PrecisionPlan, strings: Strings) -> dict[str
             texts |= {name: texts[name] or getattr(source, name) for name in ("module", "source")}
         types = [dtype for _, dtype in node.outputs]
         inputs = [graph.read(name) for name in node.inputs]
-        graph.node(texts, precision_of(types, plan.dtype), made_values, inputs)
+        graph.node(texts, precision_of(types, plan.dtype), made_values, inputs, None)
     return graph.data(graph.read(name) for name in step.outputs)
 
 

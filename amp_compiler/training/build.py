@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
@@ -298,7 +298,8 @@ def _forward(
         normalize(captured.graph_module, settings, stages, ROOT)
         return None, False
     low = settings.low(device_of([*leaves, *model.parameters()]))
-    plan = plan_captured(captured, settings, low, stages, ROOT)
+    name = type(model.nest).__name__ if isinstance(model.nest, nn.Module) else ""
+    plan = plan_captured(captured, settings, low, stages, ROOT, name=name)
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False, keeps_amaxes=True)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from amp_compiler.errors import PassError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph, ValueKind
-from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import PlannedModel, PlannedNode, PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Pipeline, Stages
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.reduction_size import flops
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
 from amp_compiler.policy.unused import unused_rules
 
@@ -69,15 +70,24 @@ def plan_of(draft: Draft, *, later: bool = False) -> PrecisionPlan:
     if draft.casts is None:
         raise PassError("casts were not placed yet", hint="run 'place_casts' first")
     verdicts = _Verdicts(draft)
+    values = draft.graph.values.values()
+    inputs = [value for value in values if value.kind is ValueKind.INPUT]
+    shapes = [", ".join(map(str, "?" if value.shape is None else value.shape)) for value in inputs]
+    model = PlannedModel(
+        draft.graph.model,
+        sum(value.numel for value in values if value.kind is ValueKind.PARAMETER),
+        tuple(f"{value.dtype.short}[{shape}]" for value, shape in zip(inputs, shapes, strict=True)),
+    )
     plan = PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
         draft.context.device,
         () if later else verdicts.nodes(),
         draft.casts,
-        tuple((v.name, v.dtype.short) for v in draft.graph.values.values() if v.kind is ValueKind.INPUT),
+        tuple((value.name, value.dtype.short) for value in inputs),
         tuple(draft.graph.outputs),
         unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges)),
+        model=model,
     )
     return PrecisionPlan.of(verdicts, plan) if later else plan
 
@@ -108,11 +118,11 @@ class _Verdicts:
         if said is None:
             said = self.said[key] = _said(decision, label, note)
         reason, requested, math, backward, backward_math, math_rule = said
-        types, shorts = self.types, self.shorts
+        types, shorts, info = self.types, self.shorts, self.typing[name].info
         return PlannedNode(
             name,
             node.op,
-            self.typing[name].info.family,
+            info.family,
             node.module,
             label,
             decision.rule,
@@ -125,6 +135,8 @@ class _Verdicts:
             backward_math,
             tuple([operand.value for operand in node.inputs]),
             math_rule,
+            0 if info.family == "view" else sum([draft.graph.values[one].nbytes(types[one]) for one in node.outputs]),
+            flops(draft.graph, node, info),
         )
 
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from page_plans import MIXED
 from planning import plan_text
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -165,8 +167,55 @@ def test_names_are_only_ever_text():
 
 def test_the_head_tells_totals_without_a_script():
     words = " ".join(" ".join(Page(plan_html(plan_text(MIXED))).words).split())
-    for part in ("type fp16", "rules test", "device cpu", "nodes 3", "67 %", "moved by casts in one forward"):
+    for part in (
+        "type fp16",
+        "rules test",
+        "device cpu",
+        "nodes 3",
+        "parameters",
+        "x fp32[64, 8]",
+        "moved by casts in one forward",
+    ):
         assert part in words
+
+
+class Attention(nn.Module):
+    """Products of all kinds, beside views that must not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.out = nn.Conv1d(4, 8, 3, groups=2), nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.stem(x).transpose(1, 2)).reshape(-1, 6, 8).contiguous()
+        return self.out(torch.softmax(y @ y.transpose(1, 2), -1) @ y)
+
+
+def test_shares_are_of_arithmetic_and_bytes_and_names_are_the_models(monkeypatch):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
+    model, x = Attention(), torch.randn(3, 4, 8)
+    plan = amp.explain(model, (x,), dtype="bf16", device="cuda")
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    products = [node for node in plan.nodes if node.family in ("matmul", "convolution")]
+    assert sum(node.flops for node in products) == counter.get_total_flops() > 0
+    assert {node.family for node in plan.nodes if not node.bytes} == {"view"}
+    page = Page(plan_html(plan))
+    words = " ".join(" ".join(page.words).split())
+    total = sum(node.flops for node in plan.nodes)
+    share = f"{100 * sum(node.flops for node in plan.nodes if node.precision == 'low') / total:.0f} %"
+    parameters = sum(one.numel() for one in model.parameters())
+    made = f"1970-01-02 · amp_compiler {amp.__version__} · torch {torch.__version__}"
+    for part in (f"Attention · {parameters} parameters · x fp32[3, 4, 8]", made, f"arithmetic in bf16 {share}"):
+        assert part in words
+    strings = page.data["strings"]
+    assert {name for name, _ in model.named_parameters()} <= set(strings)
+    assert not any("p_stem" in text or "p_out" in text for text in strings)
+    back = PrecisionPlan.from_dict(json.loads(plan.to_json()))
+    assert (back.model, back.nodes[0].flops) == (plan.model, plan.nodes[0].flops)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "today")
+    with pytest.raises(AmpError, match="SOURCE_DATE_EPOCH"):
+        plan_html(plan)
 
 
 def test_the_same_page_under_any_hash_seed(tmp_path):
@@ -183,7 +232,10 @@ def test_the_same_page_under_any_hash_seed(tmp_path):
     )
     runs = [
         subprocess.run(
-            [sys.executable, "-c", code, str(ROOT)], capture_output=True, check=True, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code, str(ROOT)],
+            capture_output=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "SOURCE_DATE_EPOCH": "0"},
         ).stdout
         for seed in ("1", "2")
     ]
@@ -249,7 +301,8 @@ def test_the_whole_step_is_a_graph_of_the_page(tmp_path):
         mean.reason
     }
     made = {value for node in nodes.values() for value, _ in node["outputs"]} | {name for name, _ in graph.stored}
-    known = made | {name for name, _ in graph.inputs}
+    known = made | {name for name, _ in graph.inputs} | set(step.plan.model.names.values())
+    assert "0.weight" in known
     assert all(value in known for node in nodes.values() for value, _, _ in node["reads"])
 
 

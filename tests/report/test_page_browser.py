@@ -89,6 +89,12 @@ def click(browser, selector: str) -> None:
     )
 
 
+def fold(browser) -> None:
+    """Show the layers of `transformer`, and no node of them."""
+    click(browser, "#fold")
+    click(browser, '[data-module="model.layers"]')
+
+
 def type_in(browser, selector: str, words: str) -> None:
     browser.run(
         "const [field, words] = [document.querySelector(arguments[0]), arguments[1]]; field.value = words;"
@@ -110,9 +116,30 @@ def names(browser) -> list[str]:
     return column(browser, 1)
 
 
-def test_it_opens_folded_and_modules_unfold_and_fold(browser, pages):
-    browser.open(pages["one"])
+@pytest.mark.parametrize("nodes", [ALL, 12 * len(LAYER), 40 * len(LAYER)])
+def test_at_first_some_thirty_boxes_are_open(browser, tmp_path, nodes):
+    transformer(nodes).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
     assert browser.run("return document.documentElement.dataset.ready") == "yes"
+    assert 20 <= count(browser, ".box, .module.folded") <= 40
+    assert browser.run("return document.querySelector('.box, .module').getBoundingClientRect().height") > 30
+
+
+def test_a_box_says_its_op_once_and_its_type(browser, pages):
+    browser.open(pages["one"], "#node=linear_14")
+    shown = (
+        "const texts = [...document.querySelector(arguments[0]).querySelectorAll('text')];"
+        "return texts.map((text) => text.firstChild.data)"
+    )
+    assert browser.run(shown, '[data-node="linear_14"]') == ["linear_14", "bf16", "query", "+ 12.0 KiB"]
+    assert text(browser, "#details .badge") == text(browser, '#precisions [value="low"]') == "bf16"
+    browser.open(pages["two"], "#node=layer_norm_13")
+    assert text(browser, "#details .changedto") == "fp32 → bf16"
+
+
+def test_modules_unfold_and_fold(browser, pages):
+    browser.open(pages["one"])
+    fold(browser)
     assert count(browser, ".module.folded") == LAYERS
     assert count(browser, ".box") == 0
     click(browser, '[data-module="model.layers.1"]')
@@ -126,18 +153,20 @@ def test_it_opens_folded_and_modules_unfold_and_fold(browser, pages):
 
 def test_only_what_was_unfolded_and_what_holds_it_is_laid_out_anew(browser, pages):
     browser.open(pages["one"])
+    fold(browser)
     click(browser, '[data-module="model.layers.0"]')
     browser.run(
         "window.laid = []; const layout = Libraries.layout;"
         "window.Libraries = {...Libraries, layout: (graph) => { laid.push(graph.nodeCount()); layout(graph); }}"
     )
     click(browser, '[data-module="model.layers.2.attention"], [data-module="model.layers.2"]')
-    # Layer 2, the layers, and the whole graph; not layer 0, which stands open beside it.
-    assert browser.run("return laid.length") == 3
+    # The layers, and the whole graph; not layer 0, which stands open beside it and is layer 2's measure.
+    assert browser.run("return laid.length") == 2
 
 
 def test_the_keyboard_unfolds(browser, pages):
     browser.open(pages["one"])
+    fold(browser)
     browser.run(
         "const module = document.querySelector('[data-module=\"model.layers.0\"]'); module.focus();"
         "module.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
@@ -148,6 +177,7 @@ def test_the_keyboard_unfolds(browser, pages):
 
 def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     browser.open(pages["one"])
+    fold(browser)
     type_in(browser, "#search", "softmax sums")
     assert text(browser, "#found") == f"{LAYERS} of {ALL} nodes"
     assert names(browser) == ["softmax_4", "softmax_17", "softmax_30"]
@@ -465,6 +495,62 @@ def test_texts_of_a_picture_stand_in_their_boxes(browser, tmp_path):
         "}).map((text) => text.textContent)"
     )
     assert browser.run(outside) == []
+
+
+def paper(browser) -> None:
+    """What printing does to the page: a sheet of A4 across, and the browser's word that it begins."""
+    browser.resize(1030, 730)
+    browser.media("print")
+    browser.run("for (const name of ['beforeprint', 'resize']) dispatchEvent(new Event(name))")
+
+
+CUT = """
+const seen = (element) => element.getClientRects().length && !element.closest("svg");
+const cut = ({scrollWidth, clientWidth}) => clientWidth && scrollWidth > clientWidth + 1;
+return [...document.querySelectorAll("body *")].filter((element) => seen(element) && cut(element))
+  .map((element) => element.outerHTML.slice(0, 90));
+"""
+
+
+@pytest.mark.parametrize(("name", "fragment"), [("one", ""), ("two", ""), ("step", "#node=linear"), ("hostile", "")])
+def test_on_paper_all_is_there(browser, pages, name, fragment):
+    browser.open(pages[name], fragment, scheme=chromium.DARK)
+    paper(browser)
+    lists = browser.run(
+        "return [...document.querySelectorAll('.list')].map((list) => [list.getClientRects().length > 0,"
+        "  list.querySelectorAll('tbody tr').length, getComputedStyle(list, '::before').content])"
+    )
+    for shown, rows, title in lists:
+        assert shown and title.replace(",", "").strip('"').split(" ")[1] == str(rows)
+    assert browser.run(CUT) == []
+    outside = (
+        "const [pane, layer] = ['.pane', '.layer'].map((one) => document.querySelector(one).getBoundingClientRect());"
+        "return layer.left < pane.left || layer.right > pane.right || layer.top < pane.top"
+        "  || layer.bottom > pane.bottom + 1"
+    )
+    assert not browser.run(outside)
+    if name == "step":
+        shown = (
+            "return [...document.querySelectorAll('#advice, .measured')].every((one) => one.getClientRects().length)"
+        )
+        assert browser.run(shown) and "static loss scale" in text(browser, "#advice")
+    assert browser.run("return getComputedStyle(document.body).color") == "rgb(27, 35, 48)"
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert not browser.run("return document.querySelector('.pane').hasAttribute('viewBox')")
+
+
+def test_a_long_line_of_code_is_read_whole(browser, tmp_path):
+    file = tmp_path / "model.py"
+    line = "y = relu(" + " + ".join(f"weights[{number}]" for number in range(40)) + ")"
+    file.write_text(line + "\n", encoding="utf-8")
+    plan = transformer(13)
+    nodes = tuple(replace(node, source=f"{file}:1") for node in plan.nodes)
+    replace(plan, nodes=nodes).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", "#node=linear_1")
+    assert text(browser, "#details pre") == line
+    assert browser.run(
+        "const {scrollWidth, clientWidth} = document.querySelector('#details pre'); return scrollWidth <= clientWidth"
+    )
 
 
 def test_names_run_nothing(browser, pages):

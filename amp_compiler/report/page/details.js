@@ -43,7 +43,7 @@ class Details {
 
   change(entry) {
     const [before, after] = entry.sides;
-    if (entry.change === "precision") return [badge(before.precision), " → ", badge(after.precision)];
+    if (entry.change === "precision") return [badge(before.precision, 0), " → ", badge(after.precision, 1)];
     if (entry.change === "types") return `${typesOf(before)} → ${typesOf(after)}`;
     return CHANGES[entry.change];
   }
@@ -55,7 +55,7 @@ class Details {
     return terms([
       [
         "runs in",
-        badge(node.precision),
+        badge(node.precision, side),
         node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
         types && `, gives ${types}`,
       ],
@@ -135,7 +135,7 @@ class Details {
         {},
         group.counts.length > 1 ? make("h4", {}, named(DATA.plans[side].name)) : null,
         terms([
-          ["nodes", counts.map((count, at) => (count ? [badge(PRECISIONS[at], `${count} ${PRECISIONS[at]}`), " "] : []))],
+          ["nodes", counts.map((count, at) => (count ? [badge(PRECISIONS[at], side, `${count} `), " "] : []))],
           ["casts", inside.size ? `${inside.size} for its nodes, ${bytes(total)}` : "none"],
         ]),
       );

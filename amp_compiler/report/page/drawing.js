@@ -31,7 +31,7 @@ class Drawing {
   moved({ transform, sourceEvent }) {
     this.transform = transform;
     for (const { svg, layer } of this.panes) {
-      layer.setAttribute("transform", transform);
+      if (!this.printing) layer.setAttribute("transform", transform);
       svg.__zoom = transform;
     }
     if (sourceEvent) this.fitted = false;
@@ -64,6 +64,18 @@ class Drawing {
     const [x, y] = [spot.x + spot.width / 2, spot.y + Math.min(spot.height / 2, h / scale / 2)];
     this.move(Libraries.zoomIdentity.translate(w / 2 - x * scale, h / 2 - y * scale).scale(scale));
     this.fitted = false;
+  }
+
+  /** Draw all of it for paper, smaller where it is wide, over several sheets where it is long. */
+  print(starts) {
+    this.printing = starts;
+    const { width, height } = layOut(this.root);
+    for (const { svg, layer } of this.panes) {
+      if (starts) svg.setAttribute("viewBox", `-8 -8 ${width + 16} ${height + 16}`);
+      else svg.removeAttribute("viewBox");
+      svg.style.setProperty("--printed", `${height * Math.min(0.65, 1000 / this.panes.length / width)}px`);
+      layer.setAttribute("transform", starts ? "" : this.transform);
+    }
   }
 
   toggle(group) {
@@ -183,17 +195,19 @@ class Drawing {
     if (!node) {
       shape.append(
         draw("text", { class: "title", x: 18, y: 18 }, ABSENT),
-        draw("text", { class: "small", x: 18, y: 34 }, subtitle(entry)),
+        draw("text", { class: "small", x: 18, y: 34 }, shortened(entry.name, 26)),
       );
       return this.listen(shape, entry);
     }
+    const stored = entry.stored[side],
+      below = subtitle(entry, node);
+    const y0 = below || storedWords(stored) ? 18 : 26;
     shape.append(
       draw("path", { class: "strip", d: `M6 0h5v${height}h-5a6 6 0 0 1 -6 -6v-${height - 12}a6 6 0 0 1 6 -6z` }),
-      draw("text", { class: "title", x: 19, y: 18 }, shortOp(node.op)),
-      draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)),
-      draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)),
+      draw("text", { class: "title", x: 19, y: y0 }, titleOfNode(node)),
+      draw("text", { class: "type", x: width - 8, y: y0 }, firstType(node)),
+      draw("text", { class: "small", x: 19, y: 34 }, below),
     );
-    const stored = entry.stored[side];
     if (storedWords(stored)) {
       const casts = stored.map(
         (cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`,
@@ -201,7 +215,7 @@ class Drawing {
       const title = draw("title", {}, casts.join("\n"));
       shape.append(draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored), title));
     }
-    shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${node.precision}: ${node.reason}`));
+    shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${typeOf(node.precision, side)}: ${node.reason}`));
     return this.listen(shape, entry);
   }
 
@@ -224,7 +238,7 @@ class Drawing {
     if (!group.open) {
       shape.append(draw("text", { class: "small", x: 28, y: 34 }, many(group.nodes.length, "node")));
       let left = 10;
-      const counts = group.counts[side],
+      const counts = group.shares[side],
         total = counts.reduce((sum, count) => sum + count, 0);
       counts.forEach((count, index) => {
         const part = ((width - 20) * count) / Math.max(1, total);

@@ -47,13 +47,13 @@ const foldedWidth = (group) =>
 
 function boxWidth(entry) {
   const widths = entry.sides.map((node) => {
-    if (!node) return widthOf(ABSENT, TITLE);
+    if (!node) return Math.max(widthOf(ABSENT, TITLE), widthOf(shortened(entry.name, 26)));
     const stored = Math.max(
       ...entry.stored.map((casts) => (storedWords(casts) ? 14 + widthOf(storedWords(casts)) : 0)),
     );
     return Math.max(
-      widthOf(shortOp(node.op), TITLE) + 12 + widthOf(firstType(node)),
-      widthOf(subtitle(entry)) + stored,
+      widthOf(titleOfNode(node), TITLE) + 12 + widthOf(firstType(node)),
+      widthOf(subtitle(entry, node)) + stored,
     );
   });
   return Math.max(96, 30 + Math.max(...widths));
@@ -68,7 +68,11 @@ function storedWords(casts) {
 }
 
 const firstType = (node) => node.makes[0]?.type ?? "";
-const subtitle = (entry) => shortened(entry.name, 26);
+/** A node's name where it is its op and a number, else the op. */
+const titleOfNode = (node) => (tellsOp(node) ? node.name : shortOp(node.op));
+const tellsOp = (node) => node.name.replace(/(_\d+)+$/, "") === shortOp(node.op);
+/** What the title leaves to say: the module that is this node alone, or the name. */
+const subtitle = (entry, node) => shortened(tellsOp(node) ? (entry.within ?? "") : entry.name, 26);
 /** The words of an input, or of results: of two plans how many the one with more of them returns. */
 function titleOf(entry) {
   if (entry.kind === "input") return shortened(entry.name, 24);

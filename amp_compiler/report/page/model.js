@@ -18,8 +18,9 @@ function readSide(rows) {
   }));
   const nodes = rows.nodes.map((row) => {
     const node = Object.fromEntries(DATA.texts.map((name, place) => [name, text(row[place])]));
-    const [precision, makes, reads] = row.slice(DATA.texts.length);
+    const [precision, makes, reads, size] = row.slice(DATA.texts.length);
     node.precision = PRECISIONS[precision];
+    node.bytes = size;
     node.makes = makes.map((number) => values[number]);
     node.reads = reads.map((number) => values[number]);
     node.reads.forEach((value, place) => value.readers.push([node, place]));

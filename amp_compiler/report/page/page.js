@@ -26,6 +26,8 @@ class Page {
     );
     addEventListener("hashchange", () => this.follow());
     addEventListener("resize", () => this.view.drawing.fitted && this.view.drawing.fit());
+    addEventListener("beforeprint", () => this.print(true));
+    addEventListener("afterprint", () => this.print(false));
     addEventListener("keydown", (event) => {
       if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
         event.preventDefault();
@@ -140,14 +142,24 @@ class Page {
       });
       this.rangeTable.show(PROFILE.rows);
     }
+    this.tables = [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable].filter(Boolean);
     const counts = {
       nodes: graph.nodes.length,
       casts: casts.length,
       rules: rules.length,
       ranges: PROFILE?.rows.length ?? 0,
     };
-    for (const list of this.lists) list.querySelector("span").textContent = counts[list.value].toLocaleString("en");
+    for (const list of this.lists) {
+      list.querySelector("span").textContent = counts[list.value].toLocaleString("en");
+      at(list.value).dataset.title = list.textContent;
+    }
     this.list(this.listed ?? "nodes");
+  }
+
+  /** On paper stand all rows, and the whole graph. */
+  print(starts) {
+    this.view.drawing.print(starts);
+    for (const table of this.tables) table.show(table.rows, starts ? Infinity : AT_ONCE);
   }
 
   list(name) {

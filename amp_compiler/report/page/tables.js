@@ -33,7 +33,7 @@ class Table {
     this.show(this.rows);
   }
 
-  show(rows) {
+  show(rows, most = AT_ONCE) {
     this.rows = rows;
     this.sorted = rows;
     if (this.sort) {
@@ -44,11 +44,11 @@ class Table {
     }
     this.shown = 0;
     this.body.replaceChildren();
-    this.more();
+    this.more(most);
   }
 
-  more() {
-    const rows = this.sorted.slice(this.shown, this.shown + AT_ONCE);
+  more(most = AT_ONCE) {
+    const rows = this.sorted.slice(this.shown, this.shown + most);
     this.body.append(...rows.map((row) => this.line(row)));
     this.shown += rows.length;
     const left = this.sorted.length - this.shown;
@@ -79,10 +79,10 @@ const names = (label, value) => column(label, value, (row) => named(value(row)))
 const place = (label, value, kind = null) =>
   column(label, value, (row) => make("code", { class: kind, title: value(row) }, shortPlace(value(row))));
 
-const precisionCell = (node) =>
+const precisionCell = (node, side) =>
   node
     ? [
-        badge(node.precision),
+        badge(node.precision, side),
         node.asked && node.asked !== node.precision ? make("span", { class: "soft" }, ` (${node.asked})`) : "",
       ]
     : make("span", { class: "soft" }, "–");
@@ -90,7 +90,7 @@ const precisionCell = (node) =>
 function nodeColumns(graph) {
   const of = (key) => (entry) => anySide(entry)[key];
   const precision = (label, side) =>
-    column(label, (entry) => entry.sides[side]?.precision ?? "", (entry) => precisionCell(entry.sides[side]));
+    column(label, (entry) => entry.sides[side]?.precision ?? "", (entry) => precisionCell(entry.sides[side], side));
   const change = (entry) => CHANGES[entry.change] ?? "";
   const precisions =
     graph.sides.length === 1

@@ -75,5 +75,9 @@ function percent(fraction) {
   return `${(100 * fraction).toPrecision(fraction > 0.999 ? 4 : 2)} %`;
 }
 
-/** A precision with its sign, which tells it apart without colour. */
-const badge = (precision, words = precision) => make("span", { class: `badge ${precision}` }, words);
+/** A precision as the type that it is in one of the plans, or in all. */
+const typeOf = (precision, side = null) =>
+  precision !== "low" ? precision : (DATA.plans[side]?.type ?? [...new Set(DATA.plans.map(({ type }) => type))].join("/"));
+/** The same with its sign, which tells it apart without colour. */
+const badge = (precision, side, ...words) =>
+  make("span", { class: `badge ${precision}` }, ...words, typeOf(precision, side));

@@ -2,7 +2,7 @@
 
 const CROWD = 60,
   RUN = 40; // children of one module: more are put together, so many at a time
-const OPEN_AT_FIRST = 14; // boxes that are shown when the page opens, where that can be had
+const OPEN_AT_FIRST = 30; // boxes that are shown when the page opens, where that can be had
 
 class Group {
   constructor(name, parent, label = name) {
@@ -46,6 +46,7 @@ function simplify(group) {
     if (child.children.length > 1) return child;
     const [only] = child.children;
     if (only.kind === "group" && !only.run) only.label = `${child.label}.${only.label}`;
+    if (only.kind === "node") only.within = only.within ? `${child.label}.${only.within}` : child.label;
     return only;
   });
   const ends = group.children.filter(({ kind }) => kind === "input" || kind === "output");
@@ -89,11 +90,11 @@ function link(root, graph) {
       group.entries.push(...(child.kind === "group" ? child.entries : [child]));
     }
     group.nodes = group.entries.filter((entry) => entry.kind === "node");
-    group.counts = graph.sides.map((_, side) =>
-      PRECISIONS.map((precision) =>
-        group.nodes.reduce((sum, entry) => sum + (entry.sides[side]?.precision === precision), 0),
-      ),
-    );
+    const weigh = (side, precision, of) =>
+      group.nodes.reduce((sum, { sides }) => sum + (sides[side]?.precision === precision ? of(sides[side]) : 0), 0);
+    group.counts = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, () => 1)));
+    const made = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, ({ bytes }) => bytes)));
+    group.shares = made.map((sums, side) => (sums.some(Boolean) ? sums : group.counts[side])); // of the bytes made
     group.changed = group.nodes.filter((entry) => entry.change).length;
   };
   visit(root);
@@ -128,16 +129,15 @@ function addPort(group, way, edge, child) {
   port.children.set(child, [...(port.children.get(child) ?? []), edge]);
 }
 
-/** Open modules from the outermost, all of one depth or none, as long as few boxes are to be seen. */
+/** Open modules from the outermost, as long as few boxes are to be seen; a large one where there is little else. */
 function openFirst(root) {
   let shown = root.children.length;
-  let level = groupsIn(root);
-  for (;;) {
-    shown += level.reduce((sum, group) => sum + group.children.length - 1, 0);
-    if (!level.length || shown > OPEN_AT_FIRST || level.some((group) => group.run)) return;
-    for (const group of level) group.open = true;
-    level = level.flatMap(groupsIn);
-  }
+  for (let level = groupsIn(root); level.length; level = level.filter(({ open }) => open).flatMap(groupsIn))
+    for (const group of level) {
+      const more = group.children.length - 1;
+      group.open = shown + more <= (shown < OPEN_AT_FIRST / 3 ? CROWD : OPEN_AT_FIRST);
+      if (group.open) shown += more;
+    }
 }
 
 const groupsIn = (group) => group.children.filter((child) => child.kind === "group");
