@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+BUG = "this is a bug; please report it"
+
 
 class AmpError(Exception):
     """Base of every error that `amp_compiler` raises on purpose.

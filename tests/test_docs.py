@@ -1,10 +1,12 @@
-"""What of the docs is made from the code is current, and links lead somewhere."""
+"""What the docs make from the code is current, links lead somewhere, snippets run, pages are short and found."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,27 @@ PAGES = sorted(
 
 
 @pytest.fixture
-def generate(monkeypatch: pytest.MonkeyPatch):
+def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.syspath_prepend(str(TOOLS))
-    names = {path.stem for path in TOOLS.glob("*.py")}
-    yield __import__("generate")
+    names = {path.stem for path in TOOLS.glob("*.py")} - {"site"}
+    yield __import__
     for name in names & set(sys.modules):
         del sys.modules[name]
+
+
+@pytest.fixture
+def generate(tools: Callable[[str], Any]) -> Any:
+    return tools("generate")
+
+
+@pytest.fixture
+def pages(tools: Callable[[str], Any]) -> Any:
+    return tools("pages")
+
+
+@pytest.fixture
+def error_catalogue(tools: Callable[[str], Any]) -> Any:
+    return tools("error_catalogue")
 
 
 def test_what_is_made_from_the_code_is_current(generate) -> None:
@@ -54,15 +71,62 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert not missing
 
 
-def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+# Pages whose snippets a test of their own runs; those of all others run here, one after the other.
+ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
+    "extending.md": "tests/test_extending.py",
+    "add_op.md": "tests/test_extending.py",
+    "write_pass.md": "tests/test_extending.py",
+    "pipelines.md": "tests/test_extending.py",
+    "migrate.md": "tests/test_migrate.py",
+    "frameworks.md": "tests/integrations/test_framework_recipes.py",
+    "tune.md": "tests/diagnose/test_tune.py",
+    "live.md": "tests/diagnose/test_callbacks.py",
+    "report.md": "tests/report/test_page.py",
+    "ranks.md": "tests/ranks/checkpoint_scenarios.py",
+}
+HERE = {
+    "tutorial.md": "1 of 3 nodes that round stay in FP32",
+    "keep_fp32.md": "low head",
+    "loss_scale.md": "lost",
+    "find_nan.md": "first made by",
+    "onnx.md": "nodes in FP16",
+    "cut.md": "relu",
+    "api.md": "",
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_snippets_of_a_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pages: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    code = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    exec(compile(code, "tutorial.md", "exec", dont_inherit=True), {"__name__": "__main__"})
-    printed = capsys.readouterr().out
-    assert "as one graph" in printed and "1 of 3 nodes that round stay in FP32" in printed
+    (page,) = [one for one in pages.pages() if one.name == name]
+    path = tmp_path / name
+    path.write_text("\n".join(page.snippets), encoding="utf-8")
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
+    assert HERE[name] in " ".join(capsys.readouterr().out.split())
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= listed
+def test_every_snippet_is_run_by_a_test(pages: Any) -> None:
+    for page in pages.pages():
+        if page.snippets and page.name not in HERE:
+            name = page.path.name
+            assert name in (ROOT / ELSEWHERE[name]).read_text(encoding="utf-8"), name
+
+
+def test_every_page_is_in_the_navigation_and_of_a_kind(pages: Any) -> None:
+    listed = {page.path for page in pages.pages()}
+    assert {*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in pages.PAGES)} == listed
+    assert {page.kind for page in pages.pages()} == set(pages.KINDS)
+
+
+def test_no_page_is_long_but_for_reference(pages: Any) -> None:
+    assert not {page.name: page.words for page in pages.pages() if page.kind != "Reference" and page.words > 1500}
+
+
+def test_every_message_of_an_error_says_what_to_do(error_catalogue: Any) -> None:
+    """Two are reasons that `step.execution` tells, and no error."""
+    reasons = {"a size or number is another than captured: …", "gathered gradients are used up"}
+    messages = error_catalogue.messages()
+    assert len(messages) > 400 and {one.what for one in messages if not one.hint} == reasons

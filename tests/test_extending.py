@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md and docs/pipelines.md run as they stand there."""
+"""The examples of docs/extending.md, add_op.md, write_pass.md and pipelines.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.op_table import parse_op_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S))
+PAGES = (PAGE, *(PAGE.with_name(name) for name in ("add_op.md", "write_pass.md")))
+SECTIONS = {
+    title: text
+    for page in PAGES
+    for title, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -47,6 +52,10 @@ def test_the_page_of_pipelines_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_lists_every_section() -> None:
-    listed = re.findall(r"^\| \[(.*?)\]\(#(.*?)\)", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert [name.capitalize().replace("onnx", "ONNX") for name, _ in listed] == list(SECTIONS)
-    assert [anchor for _, anchor in listed] == [title.lower().replace(" ", "-") for title in SECTIONS]
+    listed = re.findall(r"^\| \[(.*?)\]\((\w+\.md)?(?:#(.*?))?\)", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for name, page, anchor in listed:
+        title = name.capitalize().replace("onnx", "ONNX")
+        text = PAGE.with_name(page or PAGE.name).read_text(encoding="utf-8")
+        assert page == "write_pass.md" or (f"\n## {title}\n" in text and anchor == title.lower().replace(" ", "-"))
+    here = re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [name.capitalize() for name, page, _ in listed if not page] == here

@@ -75,3 +75,16 @@ def test_texts_use_the_words_of_the_field(pattern: str, instead: str) -> None:
         if re.search(pattern, line)
     ]
     assert not wrong
+
+
+def test_names_in_snippets_say_what_a_thing_is() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}, say {NAMES[name]}"
+        for path in [*files(".md"), *sorted(ROOT.glob("*.md"))]
+        for block in re.findall(
+            r"^```python[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+        for name, _ in names(ast.parse(block))
+        if name in NAMES
+    }
+    assert not wrong

@@ -99,7 +99,9 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     try:
         owner = model.get_submodule(path)
     except AttributeError as cause:
-        raise CaptureError(f"the model has no module '{path}'", where=entry.target) from cause
+        raise CaptureError(
+            f"the model has no module '{path}'", where=entry.target, hint="pass the model that was captured"
+        ) from cause
     table = owner._parameters if entry.source is Source.PARAMETER else owner._buffers
     if leaf in table:
         return lambda: table[leaf]  # type: ignore[return-value]

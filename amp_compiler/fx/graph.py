@@ -48,7 +48,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
         LoweringError: for a type that torch does not have.
     """
     if dtype not in _TO_TORCH:
-        raise LoweringError(f"torch has no element type for {dtype.value}")
+        raise LoweringError(f"torch has no element type for {dtype.value}", hint="keep such values out of the plan")
     return _TO_TORCH[dtype]
 
 

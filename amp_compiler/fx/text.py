@@ -290,7 +290,7 @@ def parse_fx(text: str) -> fx.GraphModule:
         if not name:
             return graph_module
         root.add_module(name, graph_module)
-    raise GraphError("there is no graph in this text")
+    raise GraphError("there is no graph in this text", hint="end it with a line `return …`")
 
 
 def _parts(text: str) -> list[str]:

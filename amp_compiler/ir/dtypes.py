@@ -81,7 +81,7 @@ class DType(enum.Enum):
             AmpError: for a type that is not a real floating-point type.
         """
         if self not in _FORMATS:
-            raise AmpError(f"{self.value} has no floating-point format")
+            raise AmpError(f"{self.value} has no floating-point format", hint="ask `is_float` first")
         return _FORMATS[self]
 
     def holds(self, number: float) -> bool:

@@ -201,7 +201,10 @@ class PrecisionGraph:
         if name in self.nodes:
             raise GraphError(f"the node name '{name}' is taken", hint="give every node a name of its own")
         if tuple([value.name for value in results]) != node.outputs:
-            raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
+            raise GraphError(
+                f"node '{name}' lists outputs {node.outputs} but makes other values",
+                hint="list its values in their order",
+            )
         try:
             read = [users[operand.value] for operand in node.inputs]
         except KeyError as missing:
@@ -297,19 +300,25 @@ class PrecisionGraph:
         """
         for name in self.outputs:
             if name not in self.values:
-                raise GraphError(f"the graph returns '{name}', which is not a value of it")
+                raise GraphError(
+                    f"the graph returns '{name}', which is not a value of it", hint="add the node that makes it"
+                )
         for value in self.values.values():
             has_producer = value.name in self._producer
             if has_producer != (value.kind is ValueKind.RESULT):
                 raise GraphError(
-                    f"value '{value.name}' is a {value.kind.value} but {'has' if has_producer else 'lacks'} a producer"
+                    f"value '{value.name}' is a {value.kind.value} but {'has' if has_producer else 'lacks'} a producer",
+                    hint="give results a node that makes them, and inputs and parameters none",
                 )
             if value.numel < 0:
-                raise GraphError(f"value '{value.name}' has {value.numel} elements")
+                raise GraphError(f"value '{value.name}' has {value.numel} elements", hint="give 0 or more")
         ready = self.values.keys() - self._producer.keys()
         for node in self.nodes.values():
             if node.pin is not None and node.pin.precision not in PIN_PRECISIONS:
-                raise GraphError(f"node '{node.name}' has the unknown pin '{node.pin.precision}'")
+                raise GraphError(
+                    f"node '{node.name}' has the unknown pin '{node.pin.precision}'",
+                    hint=f"use one of {', '.join(sorted(PIN_PRECISIONS))}",
+                )
             for operand in node.inputs:
                 if operand.value not in ready:
                     raise GraphError(

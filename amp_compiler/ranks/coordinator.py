@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.errors import RankError
+from amp_compiler.errors import BUG, RankError
 from amp_compiler.fx.graph import neutral_dtype
 from amp_compiler.fx.plain import is_plain
 from amp_compiler.fx.synchronized_norms import GROUPS
@@ -252,9 +252,7 @@ class RankCoordinator:
         """
         if self._now is not None:
             if self._now[0] != state:
-                raise RankError(
-                    "the graph has other gradients when it is made again", hint="this is a bug; please report it"
-                )
+                raise RankError("the graph has other gradients when it is made again", hint=BUG)
             return self._now[1]
         messages = self.ranks.exchange({**state.message(), "compare": self._wants_comparison, "changes": self._changes})
         for what, hint in (("the batch", _BATCH), ("the accumulated batches", _CALLS)):

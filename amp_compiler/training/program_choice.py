@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
+from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.unwrap import refuse_spread
@@ -221,7 +221,7 @@ class ProgramChoice:
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
         if self._ran is None:
-            raise CaptureError("the step ran no graph of the loss", hint="this is a bug; please report it")
+            raise CaptureError("the step ran no graph of the loss", hint=BUG)
         (program, output, inputs), self._ran = self._ran, None
         aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
         return program, replace(output, loss=loss, aux=aux, inputs=inputs)

@@ -1,6 +1,6 @@
-"""Writes what is made from the code: pictures, the catalogue of passes, the stages in the architecture page.
+"""Writes what is made from the code: pictures, the references of passes, commands and errors, the stages of a step.
 
-python docs/tools/generate.py           # `--check` only compares
+python docs/tools/generate.py           # `--check` only compares, `--pages` prints the table of pages
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import command_line
+import error_catalogue
+import pages
 import rooms
 import stages
 import way
@@ -37,6 +40,8 @@ FILES: dict[Path, Callable[[], str]] = {
     PICTURES / "way.svg": way.draw,
     PICTURES / "runs.svg": draw_recorded,
     ROOT / "passes" / "README.md": catalogue_markdown,
+    ROOT / "docs" / "cli.md": command_line.page,
+    ROOT / "docs" / "errors.md": error_catalogue.page,
     ARCHITECTURE: lambda: stages.fill(ARCHITECTURE.read_text(encoding="utf-8"), "mlp"),
 }
 
@@ -45,7 +50,11 @@ def main() -> int:
     """Write the files, or compare them; 1 where one is not current."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 where a file is not current")
+    parser.add_argument("--pages", action="store_true", help="print the table of pages, and write nothing")
     options = parser.parse_args()
+    if options.pages:
+        print(pages.table())
+        return 0
     stale = []
     for path, make in FILES.items():
         new = make()

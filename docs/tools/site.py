@@ -9,23 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tomllib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
+from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    "README.md": "index.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
-    "benchmarks/results/notes_cpu.md": "notes_cpu.md",
-    "benchmarks/results/notes_gpu.md": "notes_gpu.md",
-    "passes/README.md": "passes.md",
-    "rules/README.md": "rules.md",
-}
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)]*)?\)")
 _FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
 _EXAMPLE = re.compile(r"^( +)Example:\n", re.MULTILINE)  # mkdocstrings knows it in the plural alone
@@ -47,6 +39,13 @@ def on_startup(**_: Any) -> None:
             copy.write_text(_EXAMPLE.sub(r"\1Examples:\n", text), encoding="utf-8")
 
 
+def on_config(config: Any) -> Any:
+    """Every page says of which version it is."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config["copyright"] = f"amp_compiler {version}"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages from outside of docs/."""
     for source, page in PAGES.items():
@@ -54,9 +53,11 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links between files of the repository into links between pages."""
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Turn links between files of the repository into links between pages; an edit link leads to the file itself."""
     here = _origin(page.file.src_uri)
+    if page.edit_url:
+        page.edit_url = f"{config['repo_url'].rstrip('/')}/edit/main/{here}"
     parts = _VERBATIM.split(markdown)
     return "".join(
         part if part.startswith(("```", "<!--")) else _LINK.sub(lambda one: _link(one, here), part) for part in parts

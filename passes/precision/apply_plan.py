@@ -121,7 +121,10 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
         return old
     operands = tensor_operands(node)
     if index >= len(operands):
-        raise LoweringError(f"the plan casts operand {index} of '{name}', which has {len(operands)}")
+        raise LoweringError(
+            f"the plan casts operand {index} of '{name}', which has {len(operands)} operands",
+            hint="plan this graph again",
+        )
     old = operands[index][2]
     new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
     replace_operand(node, operands[index][1], new)

@@ -12,7 +12,7 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from amp_compiler.errors import AmpError, LoweringError, first_line
+from amp_compiler.errors import BUG, AmpError, LoweringError, first_line
 from amp_compiler.fx.capture.errors import user_frame
 from amp_compiler.fx.checkpoints import checkpoint_of
 from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
@@ -254,7 +254,7 @@ def _tracer_graph() -> fx.Graph:
     """The graph in the making, with the size queries that tracing takes out again where nothing reads them."""
     mode = get_proxy_mode()
     if mode is None:
-        raise LoweringError("the backward was asked for outside of tracing", hint="this is a bug; please report it")
+        raise LoweringError("the backward was asked for outside of tracing", hint=BUG)
     return mode.tracer.graph
 
 

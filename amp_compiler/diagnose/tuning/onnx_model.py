@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from amp_compiler.diagnose.tuning.deviation import Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
-from amp_compiler.errors import AmpError, OnnxError, first_line
+from amp_compiler.errors import BUG, AmpError, OnnxError, first_line
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DType, short_name
 from amp_compiler.ir.plan import PrecisionPlan
@@ -150,7 +150,7 @@ class OnnxSubject(Subject):
         data = self._batches if rules.in_fp8 else None  # for the scales
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), calibration=data, check=False)
         if done.model is None:
-            raise OnnxError("the conversion gave no model", where=self._opened.name)
+            raise OnnxError("the conversion gave no model", where=self._opened.name, hint=BUG)
         errors = self._expected.errors(replace(self._opened, proto=done.model))
         worst = max(errors, key=lambda one: one.relative, default=None)
         if worst is None or not worst.relative:

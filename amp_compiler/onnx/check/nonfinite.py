@@ -12,7 +12,7 @@ import onnx
 import torch
 from onnx import helper
 
-from amp_compiler.errors import OnnxError
+from amp_compiler.errors import BUG, OnnxError
 from amp_compiler.fx.finiteness import range_of
 from amp_compiler.ir.dtypes import DType, short_name
 from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
@@ -125,7 +125,7 @@ class OnnxTrials:
     def _convert(self, rules: RuleSet) -> tuple[OnnxFile, PrecisionPlan]:
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self._low), check=False)
         if done.model is None:
-            raise OnnxError("the conversion gave no model", where=self._opened.name)
+            raise OnnxError("the conversion gave no model", where=self._opened.name, hint=BUG)
         return replace(self._opened, proto=done.model), done.plan
 
     def _seen(self, model: OnnxFile, plan: PrecisionPlan) -> _Seen:

@@ -31,6 +31,7 @@ Tensors = Sequence[Tensor]
 Gradient = Tensor | Product | WideSum
 Gradients = Sequence[Gradient]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
+_TAKEN = "give masters and moments in fp32, gradients in fp32, bf16 or fp16, all on the CPU"
 # The columns of a `Row` in chunks.h.
 _COLUMNS = (
     "count",
@@ -160,7 +161,9 @@ def _start(table: Any) -> ctypes.c_void_p:
 def _number(tensor: Tensor) -> float:
     """An fp32 scalar on the CPU, read where it lies."""
     if tensor.dtype != torch.float32 or not tensor.is_cpu:
-        raise LoweringError(f"the CPU updates take no {tensor.dtype} scalar on {tensor.device}")
+        raise LoweringError(
+            f"the CPU updates take no {tensor.dtype} scalar on {tensor.device}", hint="give an fp32 tensor on the CPU"
+        )
     return ctypes.c_float.from_address(tensor.data_ptr()).value
 
 
@@ -215,7 +218,7 @@ def _type(tensor: Gradient) -> int:
         return _type(tensor.given[0])
     code, place = TYPES.get(tensor.dtype), tensor.left if isinstance(tensor, Product) else tensor
     if code is None or not place.is_cpu:
-        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}")
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}", hint=_TAKEN)
     return code
 
 
@@ -250,7 +253,7 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
             tensor = column[number] if column else master
             wanted = (torch.float16, torch.bfloat16) if place == 4 and column else (torch.float32,)
             if tensor.dtype not in wanted or tensor.device.type != "cpu":
-                raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device} there")
+                raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device} there", hint=_TAKEN)
             if tensor.shape != master.shape or not same_layout(tensor, master) or not is_dense(tensor):
                 raise LoweringError(
                     f"tensors of shape {list(master.shape)} lie in memory with strides {master.stride()} and"

@@ -1,0 +1,123 @@
+"""Reads the message of every error from the sources, with its hint, for `docs/errors.md`.
+
+python docs/tools/error_catalogue.py           # prints the table
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from amp_compiler import errors
+
+ROOT = Path(__file__).parents[2]
+CLASSES = {
+    name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.AmpError)
+}
+INTERNAL = {"Unrecordable", "LimitError", "_Reached"}  # caught by the library itself
+HEAD = """# Errors
+
+Every error that the library raises on purpose is an `AmpError`. Its text says where, what, and what to do:
+`WHERE: WHAT; HINT`. The parts are the attributes `where`, `what` and `hint`; what it was raised from is its `__cause__`.
+
+```
+my.yaml:3: the rule matches no op; use 'aten.linear'
+```
+
+To find a message, search for its fixed words; `…` stands for names and numbers.
+`python docs/tools/error_catalogue.py` prints the same table.
+"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One place that makes an error."""
+
+    kind: str
+    what: str
+    hint: str
+    place: str
+
+
+def messages() -> list[Message]:
+    """All of them, by class and text."""
+    paths = [path for room in ("amp_compiler", "passes") for path in sorted((ROOT / room).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    everywhere = {name: value for tree in trees.values() for name, value in _constants(tree)}
+    kinds = {*CLASSES, *(name for tree in trees.values() for name in _derived(tree))} - INTERNAL
+    results = {
+        Message(node.func.id, what, _hint(node, names), path.relative_to(ROOT).as_posix())
+        for path, tree in trees.items()
+        for names in [everywhere | dict(_constants(tree))]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args
+        for what in [_text(node.args[0], names)]
+        if what.replace("…", "").strip()
+    }
+    order = {name: place for place, name in enumerate(CLASSES)}
+    return sorted(
+        results, key=lambda one: (order.get(one.kind, len(order)), one.kind, one.what.lower(), one.hint, one.place)
+    )
+
+
+def _derived(tree: ast.Module) -> Iterator[str]:
+    """Classes of a file that derive from an error of the library."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(
+            isinstance(base, ast.Name) and base.id in CLASSES for base in node.bases
+        ):
+            yield node.name
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node.value
+
+
+def _hint(call: ast.Call, names: dict[str, ast.expr]) -> str:
+    return next((_text(one.value, names) for one in call.keywords if one.arg == "hint"), "")
+
+
+def _text(node: ast.expr, names: dict[str, ast.expr]) -> str:
+    """What an expression says, with `…` in the place of what is known only at run time."""
+    if isinstance(node, ast.Constant):
+        return str(node.value or "")
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in node.values)
+    if isinstance(node, ast.BinOp):
+        return _text(node.left, names) + _text(node.right, names)
+    if isinstance(node, ast.IfExp):
+        return " / ".join(text for text in (_text(node.body, names), _text(node.orelse, names)) if text != "…") or "…"
+    if isinstance(node, ast.Name) and node.id in names:
+        return _text(names[node.id], {})
+    return "…"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+
+
+def page() -> str:
+    """The page of the reference."""
+    results = messages()
+    parts = [HEAD]
+    for kind in dict.fromkeys(one.kind for one in results):
+        known = CLASSES.get(kind)
+        about = (inspect.getdoc(known) or "").partition("\n\n")[0] if known else "An error of one place."
+        parents = [base.__name__ for base in known.__bases__ if base.__name__ in CLASSES] if known else []
+        note = f" Catch it as `{'` or `'.join([kind, *parents])}`." if parents else ""
+        rows = [f"| {_cell(one.what)} | {_cell(one.hint)} | `{one.place}` |" for one in results if one.kind == kind]
+        parts.append(
+            f"## {kind}\n\n{about}{note}\n\n| what is wrong | what to do | raised in |\n|---|---|---|\n"
+            + "\n".join(rows)
+        )
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+if __name__ == "__main__":
+    for one in messages():
+        print(f"{one.kind}: {one.what}; {one.hint or 'NO HINT'}  ({one.place})")
