@@ -24,6 +24,7 @@ class Execution:
             at once: no eager execution has to be matched to the bit.
         weights_unknown: parameters are stored numbers of any kind, not only what was learned.
         run_only: no loss reads its outputs.
+        scales_stored: the scales of FP8 operands are stored with the graph, not computed when it runs.
 
     Example:
         >>> Execution(run_only=True).cast_overhead
@@ -37,6 +38,7 @@ class Execution:
     casts_join: bool = False
     weights_unknown: bool = False
     run_only: bool = False
+    scales_stored: bool = False
 
 
 @value_class

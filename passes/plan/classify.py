@@ -200,7 +200,7 @@ def _in_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> Decision:
 
 def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
     """Why a node is not computed of FP8 operands; empty where it is."""
-    info, in_file = draft.rules.ops.info(node.op), draft.context.device == "onnx"
+    info, in_file = draft.rules.ops.info(node.op), draft.graph.execution.scales_stored
     form = info.fp8
     operands = [draft.graph.values[operand.value] for operand in node.inputs]
     operands = operands[info.sums == "inner_behind_summand" :][:2]

@@ -39,6 +39,7 @@ FILE = Execution(
     casts_join=True,
     weights_unknown=True,
     run_only=True,
+    scales_stored=True,
 )
 """How a file is run: node by node, each cast being one, and anywhere."""
 _NO_NUMBERS = (DType.OTHER, DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128)
