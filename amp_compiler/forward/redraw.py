@@ -78,13 +78,13 @@ class Redraw(TorchFunctionMode):
             return graph.placeholder(f"x{len(inputs)}")
 
         operands = [(func, *pytree.tree_map(like, (args, kwargs))) for func, args, kwargs in calls]
-        made = []
+        masks = []
         for func, args, kwargs in operands:
             if func not in _DROPOUTS | _BERNOULLI and func._schema.name.partition("::")[2] not in _PLAIN:
                 raise NotRedrawnError(str(func))
             first = graph.call_function(aten.clone.default, (args[0],)) if func in _BERNOULLI else None
-            made.append(graph.call_function(func, args if first is None else (first, *args[1:]), kwargs))
-        graph.output(tuple(made))
+            masks.append(graph.call_function(func, args if first is None else (first, *args[1:]), kwargs))
+        graph.output(tuple(masks))
         key = f"{graph} {[(one.shape, one.dtype, one.device) for one in inputs]}"
         with torch.no_grad():
             if key not in self._compiled:

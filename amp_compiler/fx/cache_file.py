@@ -145,10 +145,10 @@ def _versions() -> dict[str, str]:
 
 def _put(name: str, content: bytes) -> None:
     """Write one file into the folder that it came from."""
-    if found := _OURS.fullmatch(name):
-        target = cache_folder() / found[1]
-    elif found := _KERNELS.fullmatch(name):
-        target = kernel_folder() / found[1]
+    if match := _OURS.fullmatch(name):
+        target = cache_folder() / match[1]
+    elif match := _KERNELS.fullmatch(name):
+        target = kernel_folder() / match[1]
         target.parent.mkdir(parents=True, exist_ok=True)
     else:
         raise AmpError(f"the cache names a file that is none of it: {name!r}", hint="make it anew by amp.save_cache")

@@ -377,7 +377,7 @@ class _Builder:
 
     def _largest(self, values: Sequence[fx.Node]) -> fx.Node:
         """The last message: the largest of these values of all ranks, of scales that are delayed."""
-        (whole,) = trace_before(self.output, lambda *given: _flat(given), values, "update")
+        (whole,) = trace_before(self.output, lambda *parts: _flat(parts), values, "update")
         return call_before(self.output, _REDUCE, [whole, "max", self.options.group], "update")
 
     def _taken(self, part: Sequence[fx.Node], flat: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
