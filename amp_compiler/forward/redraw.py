@@ -89,7 +89,7 @@ class Redraw(TorchFunctionMode):
         with torch.no_grad():
             if key not in self._compiled:
                 self._compiled[key] = self._build(fx.GraphModule({}, graph), inputs)
-            self._drawn = [*self._compiled[key](*inputs)] if made else []
+            self._drawn = [*self._compiled[key](*inputs)] if masks else []
 
 
 def draws(target: Any) -> bool:
