@@ -135,7 +135,8 @@ def build_subgraph(
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
-        run = run if rerun is None else rerun.around(run)
+        if rerun is not None:
+            run = rerun.around(run, functools.partial(settings.builder, round_exactly=emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
 
 
