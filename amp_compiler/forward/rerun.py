@@ -115,7 +115,7 @@ class Rerun:
         """The results of a run, with the random numbers that the compiled call drew between two states."""
         if self._build is None or not states:
             return run()
-        now, redraw = random_state(device), Redraw(self._build, self._drawing)
+        now, redraw = random_state(device), Redraw(device, self._build, self._drawing)
         set_random_state(device, states[0])
         try:
             redraw.find(run)
