@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.capture.generators import generators_kept, random_state
 from amp_compiler.fx.checkpoints import checkpoints_in
 
 aten = torch.ops.aten
@@ -31,25 +31,31 @@ class Redraw(TorchFunctionMode):
     and the place of an element. So a compiled graph of the random operators alone draws the same of the same state.
 
     Args:
+        device: on which it draws.
         build: compiles a graph as that of the call was compiled.
         compiled: those graphs, by their text and what they take; kept for the next run.
     """
 
-    def __init__(self, build: Build, compiled: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, device: torch.device, build: Build, compiled: dict[str, Callable[..., Any]]) -> None:
         super().__init__()
-        self._build, self._compiled = build, compiled
-        self._calls: list[tuple[Any, Any, Any]] | None = None
-        self._drawn: list[Tensor] = []
+        self._device, self._build, self._compiled = device, build, compiled
+        self._calls: list[tuple[Any, Any, Any] | None] | None = None
+        self._drawn: Iterator[Tensor | None] = iter(())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or give what was drawn."""
         kwargs = kwargs or {}
-        if not draws(func) or (func in _DROPOUTS and not (args[2] and 0 < args[1] < 1)):
+        if not draws(func):
             return func(*args, **kwargs)
         if self._calls is not None:
-            self._calls.append((func, args, kwargs))
+            before = random_state(self._device)
+            result = func(*args, **kwargs)
+            drew = not all(map(torch.equal, before, random_state(self._device)))  # and no attention without dropout
+            self._calls.append((func, args, kwargs) if drew else None)
+            return result
+        drawn = next(self._drawn)
+        if drawn is None:
             return func(*args, **kwargs)
-        drawn = self._drawn.pop(0)
         if func in _DROPOUTS:
             return args[0] * (drawn != 0) * (1 / (1 - args[1]))
         return args[0].copy_(drawn) if func is aten.bernoulli_.float else drawn
@@ -63,7 +69,7 @@ class Redraw(TorchFunctionMode):
         Raises:
             NotRedrawnError: it has an operator for which that is not known.
         """
-        calls = self._calls = list[tuple[Any, Any, Any]]()
+        calls = self._calls = list[tuple[Any, Any, Any] | None]()
         try:
             with torch.no_grad(), generators_kept(), self:
                 run()
@@ -77,7 +83,8 @@ class Redraw(TorchFunctionMode):
             inputs.append(torch.ones_like(value, memory_format=torch.contiguous_format))
             return graph.placeholder(f"x{len(inputs)}")
 
-        operands = [(func, *pytree.tree_map(like, (args, kwargs))) for func, args, kwargs in calls]
+        drawing = [call for call in calls if call is not None]
+        operands = [(func, *pytree.tree_map(like, (args, kwargs))) for func, args, kwargs in drawing]
         masks = []
         for func, args, kwargs in operands:
             if func not in _DROPOUTS | _BERNOULLI and func._schema.name.partition("::")[2] not in _PLAIN:
@@ -87,9 +94,10 @@ class Redraw(TorchFunctionMode):
         graph.output(tuple(masks))
         key = f"{graph} {[(one.shape, one.dtype, one.device) for one in inputs]}"
         with torch.no_grad():
-            if key not in self._compiled:
+            if masks and key not in self._compiled:
                 self._compiled[key] = self._build(fx.GraphModule({}, graph), inputs)
-            self._drawn = [*self._compiled[key](*inputs)] if masks else []
+            drawn = iter(self._compiled[key](*inputs) if masks else ())
+        self._drawn = iter([None if call is None else next(drawn) for call in calls])
 
 
 def draws(target: Any) -> bool:

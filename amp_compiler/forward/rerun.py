@@ -59,9 +59,11 @@ class Rerun:
         self._build = build if is_redrawable(self._graph_module) else None
 
         def noting(*inputs: Any) -> Any:
-            grad = torch.is_grad_enabled()
-            notes = grad and self._build is not None and not torch.cuda.is_current_stream_capturing()
-            states = [random_state(device_of(inputs))] if notes else []
+            grad, states = torch.is_grad_enabled(), list[RandomState]()
+            if grad and self._build is not None:
+                device = device_of(inputs)
+                if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # where no state can be had
+                    states.append(random_state(device))
             results = run(*inputs)
             if grad and (node := compiled_node(results)):
                 states += [random_state(device_of(inputs)) for _ in states]
@@ -113,7 +115,7 @@ class Rerun:
         """The results of a run, with the random numbers that the compiled call drew between two states."""
         if self._build is None or not states:
             return run()
-        now, redraw = random_state(device), Redraw(self._build, self._drawing)
+        now, redraw = random_state(device), Redraw(device, self._build, self._drawing)
         set_random_state(device, states[0])
         try:
             redraw.find(run)

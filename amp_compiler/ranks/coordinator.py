@@ -88,9 +88,9 @@ class RankCoordinator:
     on before, or a rank has to recompile, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
-    Weights, buffers, states and scales are compared before the first call, and where they were set, loaded or written
-    between two calls: where ranks did not do the same, and where all did, but of a row of such calls only at the 1st,
-    2nd, 4th, 8th.
+    Weights, buffers, states and scales are compared before the 1st, 2nd, 4th, 8th call and so on, for what no version
+    counter tells of, and where they were set, loaded or written between two calls: where ranks did not do the same, and
+    where all did, but of a row of such calls only at the 1st, 2nd, 4th, 8th.
 
     Args:
         ranks: the processes.
@@ -105,7 +105,7 @@ class RankCoordinator:
         self._now: tuple[RankState, Shared] | None = None
         self._reads: dict[str, bool] | None = None
         self._changes: tuple[object, ...] = ()  # since the last call
-        self._row = 0  # number of calls in a row that had some
+        self._row = self._calls = 0  # number of calls in a row that had some, and of all calls
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -122,11 +122,12 @@ class RankCoordinator:
         """
         self._changes = self.values.changes(generation)
         self._row = self._row + 1 if self._changes else 0
+        self._calls += 1
 
     @property
     def _wants_comparison(self) -> bool:
         """Whether this rank wants the values to be compared."""
-        return not self._compared or self._row.bit_count() == 1
+        return not self._compared or self._row.bit_count() == 1 or self._calls.bit_count() == 1
 
     def _announce(self, error: Exception) -> None:
         if self._now is not None:

@@ -122,7 +122,9 @@ DRAWS = {
     "channels": lambda y: F.dropout1d(y[:, :, None], 0.5)[:, :, 0],
     "depth": lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.5),
     "noise": lambda y: F.dropout(y, 0.5) * torch.rand_like(y) + torch.randn(y.shape),
-    "nothing": lambda y: F.dropout(F.dropout(y, 1.0) + y, 0.0),
+    "nothing": lambda y: F.dropout(
+        F.dropout(y, 1.0) + F.scaled_dot_product_attention(y[None], y[None], y[None])[0], 0.0
+    ),
 }
 
 

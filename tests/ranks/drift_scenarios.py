@@ -120,6 +120,27 @@ def set_on_one_rank(place: Place) -> dict[str, Any]:
 
 
 @scenario
+def written_past_the_counters(place: Place) -> dict[str, list[str]]:
+    """The second rank alone writes behind three calls what no version counter tells of, and all go on for five more."""
+    found: dict[str, list[str]] = {}
+    x, y = map(place.part, rows(1)[0])
+    for name, optimize, write in (
+        ("norm", sgd, lambda model, state: model[1].weight.data.mul_(2)),
+        ("moment", adamw, lambda model, state: state[model[1].weight]["exp_avg"].data.add_(1)),
+        ("nothing", adamw, lambda model, state: None),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4))
+        optimizer = optimize(model.parameters())
+        step = amp.training_step(model, squares, optimizer, backend="eager", process_group=place.group, **BF16)
+        step(x, y), step(x, y), step(x, y)
+        if place.rank == 1:
+            write(model, optimizer.state)
+        found[name] = [told(lambda: step(x, y)) for _ in range(5)]  # noqa: B023  # called at once
+    return found
+
+
+@scenario
 def set_again(place: Place) -> dict[str, Any]:
     """A loss scale that ranks set before every call, otherwise from the third on; then alike again."""
     x, y = map(place.part, rows(1)[0])

@@ -37,6 +37,15 @@ def test_what_one_rank_alone_sets_is_an_error_on_all_and_none_goes_on(two, name)
         assert equal(one["before"], one["weights"])
 
 
+def test_what_one_rank_alone_writes_past_version_counters_is_found_by_the_next_comparison(two):
+    """Before the 4th call, the first that follows."""
+    first, second = of(two, "written_past_the_counters")
+    assert first == second
+    assert "weights: rank 1 has 1.weight with the checksum" in first["norm"][0]
+    assert "the optimizer's state: rank 1 has exp_avg of 1.weight with the checksum" in first["moment"][0]
+    assert first["nothing"] == [""] * 5
+
+
 def test_a_scale_that_is_set_before_every_call_is_compared_at_every_call(two):
     first, second = of(two, "set_again")
     assert first["told"] == second["told"]

@@ -409,8 +409,9 @@ def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_
 def test_weights_that_all_ranks_write_at_every_call_are_compared_ever_more_rarely(two):
     first, second = of(two, "written_at_every_call")
     assert equal(first["same"], second["same"])
-    # the first call compares twice (what runs, values); of 19 written ones the 1st, 2nd, 4th, 8th and 16th do
-    assert first["told more"] == second["told more"] == 2 + 5 * 2
+    # A comparison takes two exchanges (what runs, values). The first call has one; so have the 2nd, 4th, 8th and 16th,
+    # and of the 19 behind a write the 1st, 2nd, 4th, 8th and 16th, of which the first is call 2.
+    assert first["told more"] == second["told more"] == 2 + 8 * 2
 
 
 def test_models_that_are_spread_already_are_named(two):
