@@ -35,9 +35,8 @@ def contrib_schemas() -> dict[tuple[str, str], OpSchema]:
     return {
         (schema.domain, schema.name): _as_onnx(schema)
         for schema in schemas
-        if schema.domain == CONTRIB or (
-            not schema.domain and not onnx.defs.has(schema.name, schema.since_version, schema.domain)
-        )
+        if schema.domain == CONTRIB
+        or (not schema.domain and not onnx.defs.has(schema.name, schema.since_version, schema.domain))
     }
 
 
