@@ -20,15 +20,15 @@ _OPEN = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN)
 def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozenset[str]:
     """The squashing functions that make nothing but an FP32 output of a model, by node name.
 
-    The loss outside of it may take a logarithm: a probability that is rounded to 0 in FP16 gives NaN there. A function
-    with other readers is none of them, nor is what a user's own rule asks the low type for.
+    The loss outside of it may take a logarithm: a probability that is rounded to 0 in FP16 gives NaN there. And a cast
+    in front of such a function costs what one behind it does. A function with other readers is none of them, nor is
+    what a user's own rule asks the low type for.
 
     Args:
-        draft: the graph, the rules and what is planned for. A graph that is only run has none.
+        draft: the graph, the rules and what is planned for.
         decisions: what the rules say, by node name.
     """
-    if draft.graph.execution.run_only:
-        return frozenset()
+    free = (*_OPEN, Precision.FOLLOW) if draft.graph.execution.run_only else _OPEN
     own = {rule.where for rule in draft.rules.rules if rule.own}
     graph, makers = draft.graph, set()
     for output in graph.outputs:
@@ -36,7 +36,7 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
         while (maker := graph.producer(value)) is not None and len(graph.users(value)) == readers:
             info, decision = draft.rules.ops.info(maker.op), decisions[maker.name]
             if info.squashes and graph.values[value].dtype is DType.FLOAT32:
-                if decision.precision in _OPEN and decision.rule not in own:
+                if decision.precision in free and decision.rule not in own:
                     makers.add(maker.name)
                 break
             if info.moves != "shape":

@@ -105,7 +105,7 @@ class Classify(FunctionalPass[Draft]):
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
         for name in makers_of_outputs(subject, decisions):
-            reason = "it makes an FP32 output of the model between fixed bounds, whose logarithm a loss may take"
+            reason = "it makes an FP32 output of the model between fixed bounds, whose logarithm may be taken"
             decisions[name] = _in_fp32(decisions[name], reason)
         _keep_numbers(subject, decisions)
         between = settle_between(subject, decisions)
@@ -149,16 +149,16 @@ def _keep_numbers(draft: Draft, decisions: dict[str, Decision]) -> None:
     What the rules run in FP32, or in the widest type of its inputs, is that already.
     """
     numbers = find_numbers(draft.graph, draft.rules)
-    for name, reason in numbers.kept.items():
-        decision = decisions[name]
-        free = decision.precision is Precision.FOLLOW and not draft.rules.ops.info(draft.graph.nodes[name].op).exact
-        if decision.precision in (Precision.LOW, Precision.BETWEEN) or free:
-            decisions[name] = Decision(Precision.KEEP, reason=f"{reason}, so it stays as captured")
-    for name, reason in numbers.widest.items():
-        decision = decisions[name]
-        if decision.precision in (Precision.LOW, Precision.BETWEEN):
-            message = f"{reason}, so it runs in the widest type of its inputs"
-            decisions[name] = replace(decision, precision=Precision.WIDEST, rule="", reason=message)
+
+    def rounds(name: str) -> bool:
+        info, asked = draft.rules.ops.info(draft.graph.nodes[name].op), decisions[name].precision
+        return asked in (Precision.LOW, Precision.BETWEEN) or (asked is Precision.FOLLOW and not info.exact)
+
+    for name in filter(rounds, numbers.kept):
+        decisions[name] = Decision(Precision.KEEP, reason=f"{numbers.kept[name]}, so it stays as captured")
+    for name in filter(rounds, numbers.widest):
+        message = f"{numbers.widest[name]}, so it runs in the widest type of its inputs"
+        decisions[name] = replace(decisions[name], precision=Precision.WIDEST, rule="", reason=message)
 
 
 def _in_fp32(decision: Decision, reason: str) -> Decision:

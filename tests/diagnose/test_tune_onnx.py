@@ -87,13 +87,16 @@ def test_the_profiled_run_measures_the_nodes_of_the_plan():
 
 
 def test_estimates_are_what_a_run_with_one_node_low_shows():
-    """To first order; the projections are random, so by a factor of 3 at most."""
+    """To first order; the projections are random, so by a factor of 3 at most.
+
+    Of products, which the rules name: what follows its neighbours runs in FP32 where they do.
+    """
     subject = onnx_model.OnnxSubject(file(), [{"x": batch().numpy()}], onnx_model.DType.FLOAT16)
     rules = amp.load_rules(ONNX_RULES)
     plan = subject.plan(rules)
     names = [node.name for node in searched(plan, rules.ops)]
     estimates = subject.profile(plan, frozenset(names))
-    for name in ("block0/up", "block20/add", "block39/down", "variance/inner"):
+    for name in ("block0/up", "block20/up", "block39/down", "variance/inner"):
         alone = subject.measure(with_chosen(rules, frozenset(names) - {name})).error
         assert estimates[name].error / 3 < alone < estimates[name].error * 3
 

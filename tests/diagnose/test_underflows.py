@@ -206,7 +206,8 @@ def faint_file() -> onnx.ModelProto:
 
 def test_an_underflow_in_a_file():
     batch = {"x": X.numpy()}
-    rules = {"version": 1, "extends": "default"}
+    low = {"match": {"op": ["onnx.Mul", "onnx.Tanh"]}, "precision": "low"}  # casts around them cost more than they save
+    rules = {"version": 1, "extends": "default", "rules": [low]}
     report = amp.find_nonfinite(faint_file(), batch, rules=rules, dtype="fp16")
     assert not report and "counted by amp.profile" in str(report)
     found = amp.tune(faint_file(), [batch], rules=rules)

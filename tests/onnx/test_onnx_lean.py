@@ -121,3 +121,68 @@ def test_a_resize_is_an_average_of_neighbours(op, mode, opset, dtype, expected):
     feeds = {"x": RNG.standard_normal((1, 4, 6, 6)).astype(np.float32)}
     before = error(source, convert_onnx(source, dtype=dtype, rules=wide).model, feeds)
     assert error(source, done.model, feeds) <= 2 * before
+
+
+def erf_gelu(read, made):
+    nodes = [
+        node("Div", [read, "root"], [f"{made}0"]), node("Erf", [f"{made}0"], [f"{made}1"]),
+        node("Add", [f"{made}1", "one"], [f"{made}2"]), node("Mul", [read, f"{made}2"], [f"{made}3"]),
+        node("Mul", [f"{made}3", "half"], [made]),
+    ]  # fmt: skip
+    return nodes, [nh.from_array(np.float32(at), name) for name, at in (("root", 2**0.5), ("one", 1), ("half", 0.5))]
+
+
+@BOTH
+def test_elementwise_ops_between_fp32_values_stay_there(dtype):
+    """Between quantised products, whose 8 bits a rounding in front of them flips, and around sums in FP32."""
+
+    def quantised(read, made):
+        scale = ["scale", "zero"]
+        return [
+            node("QuantizeLinear", [read, *scale], [f"{made}q"]),
+            node("DequantizeLinear", [f"{made}q", *scale], [made]),
+        ]
+
+    gelu, data = erf_gelu("b", "g")
+    nodes = [
+        *quantised("x", "d"), node("MatMul", ["d", "w"], ["m"]), node("Add", ["m", "bias"], ["b"]), *gelu,
+        *quantised("g", "e"), node("MatMul", ["e", "w"], ["n"]), node("CumSum", ["n", "axis"], ["s"]),
+        node("Sigmoid", ["s"], ["p"]), node("CumSum", ["p", "axis"], ["y"]),
+    ]  # fmt: skip
+    data += [weight("w", 8, 8), weight("bias", 8), nh.from_array(np.float32(0.03), "scale")]
+    data += [nh.from_array(np.int8(0), "zero"), nh.from_array(np.int64(1), "axis")]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
+    done = check(source, dtype)
+    assert done.plan.casts == () and "low" not in {entry.precision for entry in done.plan.nodes}
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 8)).astype(np.float32)}) == 0
+
+
+@BOTH
+def test_a_gelu_between_products_in_16_bits_runs_so(dtype):
+    gelu, data = erf_gelu("b", "g")
+    nodes = [node("MatMul", ["x", "w"], ["b"]), *gelu, node("MatMul", ["g", "w"], ["y"])]
+    done = check(model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), *data]), dtype)
+    assert {entry.precision for entry in done.plan.nodes} == {"low"}
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["Sigmoid", "Softmax", "Tanh"])
+def test_probabilities_that_leave_a_file_are_made_in_fp32(op, dtype):
+    """The small ones are subnormal in FP16, and the cast stands in front of it instead of behind it."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), node(op, ["h"], ["p"], "end"), node("Reshape", ["p", "sizes"], ["y"]),
+    ]  # fmt: skip
+    data = [weight("w", 8, 8), nh.from_array(np.array([-1]), "sizes")]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 32)], data)
+    low = {"version": 1, "extends": "default", "rules": [{"match": {"node": "end"}, "precision": "low"}]}
+
+    def planned(**options):
+        done = check(source, dtype, **options)
+        return len(done.plan.casts), next(node.precision for node in done.plan.nodes if node.name == "end")
+
+    count, precision = planned()
+    assert precision == "fp32" and planned(rules=low) == (count, "low")
+    assert planned(keep_io_types=False)[1] == "low"
+    source.graph.output.append(info("q", 4, 8))
+    source.graph.node.append(node("MatMul", ["p", "w"], ["q"]))
+    assert planned()[1] == "low"  # it has another reader
