@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from torch import nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private.inductor import cached_graphs
+from amp_compiler.fx.torch_private.inductor import LATE, cached_graphs
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Stages
 
@@ -116,12 +117,14 @@ class Course:
     Args:
         name: how messages call it.
         captured: seconds that its capture took before.
+        late: whether it is compiled alone, as a backward when it first runs.
         stages: those that are made; `None` while it is captured.
         plan: what was decided; `None` until it is compiled.
     """
 
     name: str
     captured: float = 0.0
+    late: bool = False
     stages: Stages | None = None
     plan: PrecisionPlan | None = None
     began: float = field(default_factory=time.perf_counter)
@@ -130,6 +133,8 @@ class Course:
     @property
     def phase(self) -> int:
         """The place in `_PHASES` of what is done."""
+        if self.late:
+            return 3
         last = "" if self.stages is None else self.stages.last
         if self.stages is None or not last:
             return 0
@@ -173,7 +178,7 @@ def course() -> Course | None:
 
 
 @contextmanager
-def telling(name: str, captured: float = 0.0) -> Iterator[Course]:
+def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Course]:
     """Where its block takes longer than `PATIENCE` seconds, say that, and at its end what was compiled.
 
     A terminal and a notebook show meanwhile how far it is.
@@ -181,22 +186,27 @@ def telling(name: str, captured: float = 0.0) -> Iterator[Course]:
     Args:
         name: what is compiled.
         captured: seconds that its capture took before.
+        late: whether it is a backward that is compiled when it first runs, alone.
     """
-    course = Course(name, captured)
+    current = Course(name, captured, late)
     if _SILENT.get() or not logger.isEnabledFor(logging.WARNING):
-        yield course
+        yield current
         return
-    done, token = threading.Event(), _COURSE.set(course)
-    thread = threading.Thread(target=_tell, args=(course, PATIENCE - captured, done), name="amp_compiler", daemon=True)
+    done, token = threading.Event(), _COURSE.set(current)
+    later = LATE.set(partial(telling, f"the backward of {name}", late=True))
+    thread = threading.Thread(target=_tell, args=(current, PATIENCE - captured, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
-        yield course
+        yield current
     finally:
         done.set()
         thread.join()
         _COURSE.reset(token)
-    if course.plan is not None and course.stages is not None and course.seconds() >= PATIENCE:
-        logger.warning(course.report(course.plan, course.stages))
+        LATE.reset(later)
+    if late and current.seconds() >= PATIENCE:
+        logger.warning("compiled %s in %.1f s", name, current.seconds())
+    if current.plan is not None and current.stages is not None and current.seconds() >= PATIENCE:
+        logger.warning(current.report(current.plan, current.stages))
 
 
 def _tell(course: Course, patience: float, done: threading.Event) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import AUTO, make_settings
@@ -49,8 +50,9 @@ class AmpPrecision(Precision):  # type: ignore[misc]
     """Trains a LightningModule by `amp.training_step`: `Trainer(plugins=AmpPrecision("bf16"))`, without `precision=`.
 
     Its `training_step`, the backward, clipping by norm and the update are one graph. Automatic optimization by one
-    optimizer, `accumulate_grad_batches`, `gradient_clip_val`, schedulers, loggers, callbacks and checkpoints work as
-    ever; hooks that look at `.grad` find none. Validation, test and prediction run under `torch.autocast`.
+    optimizer, `accumulate_grad_batches`, `gradient_clip_val`, schedulers, loggers, callbacks, checkpoints and
+    `strategy="ddp"` work as ever; hooks that look at `.grad` find none. Validation, test and prediction run under
+    `torch.autocast`.
 
     Args:
         dtype: as for `amp.training_step`.
@@ -75,11 +77,15 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Make the training step, where the Trainer fits."""
+        ranks: dict[str, Any] = {}
+        if isinstance(model, DistributedDataParallel):  # whose work on gradients is part of the step
+            model, ranks = model.module, {"process_group": model.process_group}
         self._module, self._step = model, None
         if optimizers:
-            _refuse(model, optimizers)
+            _refuse(model, optimizers, bool(ranks))
             trainer = model.trainer
             options = {
+                **ranks,
                 "dtype": self._dtype,
                 "accumulate": trainer.accumulate_grad_batches,
                 "clip_norm": trainer.gradient_clip_val or None,
@@ -143,7 +149,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
             self._step.load_state_dict(state_dict)
 
 
-def _refuse(module: Any, optimizers: list[Any]) -> None:
+def _refuse(module: Any, optimizers: list[Any], spread: bool) -> None:
     trainer = module.trainer
     if not module.automatic_optimization or len(optimizers) > 1:
         raise AmpError(
@@ -151,10 +157,11 @@ def _refuse(module: Any, optimizers: list[Any]) -> None:
             hint="call amp.training_step in your own training_step, with self.automatic_optimization = False"
             " and without the plugin",
         )
-    if trainer.world_size > 1:
+    if trainer.world_size > 1 and not spread:
         raise AmpError(
-            "AmpPrecision trains in one process",
-            hint="compile the net in the module (self.net = amp.compile(net)), which every strategy takes",
+            f"AmpPrecision trains several processes by DDPStrategy, and this is {type(trainer.strategy).__name__}",
+            hint="use strategy='ddp', or compile the net in the module (self.net = amp.compile(net)), which every"
+            " strategy takes",
         )
     if str(getattr(trainer, "gradient_clip_algorithm", None) or "norm").rpartition(".")[2].lower() != "norm":
         raise AmpError("AmpPrecision clips by the norm", hint="leave gradient_clip_algorithm out")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -72,13 +78,33 @@ def plugin(dtype="bf16"):
 
 def test_it_trains_as_lightnings_own_mixed_precision(tmp_path):
     made = plugin()
-    _, ours, trainer = fitted(tmp_path, plugins=made)
-    _, theirs, reference = fitted(tmp_path, precision="bf16-mixed")
-    assert len(ours) == 50 and trainer.global_step == reference.global_step == 30  # the fifth batch counts alone
-    assert ours == pytest.approx(theirs, rel=0.05)  # BF16 roundings that AdamW amplifies over 30 updates
+    _, ours, trainer = fitted(tmp_path, 20, plugins=made)
+    _, theirs, reference = fitted(tmp_path, 20, precision="bf16-mixed")
+    assert len(ours) == 100 and trainer.global_step == reference.global_step == 60  # the fifth batch counts alone
+    assert ours == pytest.approx(theirs, rel=0.05)  # BF16 roundings that AdamW amplifies over 60 updates
     valid = [float(one.callback_metrics["valid"]) for one in (trainer, reference)]
     assert valid[0] == pytest.approx(valid[1], rel=0.05)
     assert made._step.execution.startswith("as one graph") and made._step.plan.low_nodes
+
+
+@pytest.mark.slow
+def test_several_processes_train_as_lightnings_own(tmp_path):
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, __file__, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank\d", done.stdout)) == ["rank0", "rank1"]
+
+
+def main(folder):
+    """One process of two."""
+    made = plugin()
+    ours, losses, _ = fitted(folder, plugins=made, strategy="ddp", devices=2)
+    theirs, reference, _ = fitted(folder, precision="bf16-mixed", strategy="ddp", devices=2)
+    assert made._step.execution.startswith("as one graph") and made._step.plan.low_nodes
+    assert losses == pytest.approx(reference, rel=0.05) and losses[0] != losses[1]
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)  # a fifth of an update of AdamW
+    print(f"rank{os.environ['RANK']}", flush=True)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -108,3 +134,7 @@ def test_what_it_cannot_do_is_refused(tmp_path, module, options, hint):
 def test_a_module_of_lightning_is_not_compiled():
     with pytest.raises(amp.AmpError, match=r"LightningModule.*AmpPrecision"):
         amp.compile(Lit())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

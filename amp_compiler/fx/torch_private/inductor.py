@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,10 @@ _PROBE = "_probe_load"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 _GIVES_TABLE = "get_decomp_fn"  # since torch 2.12 Inductor hands on what gives the operators that it opens
 Decomposition = Callable[..., Any]
+LATE: ContextVar[Callable[[], contextlib.AbstractContextManager[Any]]] = ContextVar(
+    "late", default=contextlib.nullcontext
+)
+"""Makes what a backward is compiled within where it is compiled when it first runs."""
 
 
 def compile_with_inductor(
@@ -54,13 +59,13 @@ def compile_with_inductor(
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
 
-    exactly = bool(known.get("emulate_precision_casts"))
+    exactly, late, finished = bool(known.get("emulate_precision_casts")), LATE.get(), False
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         if _GIVES_TABLE in kwargs:
             kwargs[_GIVES_TABLE] = _Giving(changed)
         try:
-            with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
+            with late() if finished else contextlib.nullcontext(), generators_kept(), _roundings_kept(exactly):
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
             raise as_error(cause) from cause
@@ -69,6 +74,7 @@ def compile_with_inductor(
         compiled: Any = inductor.compile_fx(
             graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
         )
+    finished = True  # what comes now is a backward that is compiled when it first runs
     return compiled  # type: ignore[no-any-return]
 
 
