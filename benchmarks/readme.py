@@ -22,7 +22,7 @@ FILES = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / name
-        for name in ("benchmarks.md", "onnx_reference.md", "ranks_reference.md", "report.md", "tune.md")
+        for name in ("benchmarks.md", "fp8.md", "onnx_reference.md", "ranks_reference.md", "report.md", "tune.md")
     ),
     RESULTS / "notes_cpu.md",
 )
@@ -45,6 +45,21 @@ def parity_table() -> str:
             f"| {row['model']} | {row['autocast_output_error']:.2e} | {row['output_ratio']:.2f} "
             f"| {row['autocast_grad_error']:.2e} | {row['grad_ratio']:.2f} "
             f"| {row['autocast_bytes'] / 1e6:.1f} | {row['bytes_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def fp8_table() -> str:
+    """The loss of a small language model by preset, beside BF16."""
+    rows = _load("fp8")["rows"]
+    lines = [
+        "| rules | loss | off BF16, standard errors of its mean | casts, MB a step | kept for the backward, MB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| `{row['rules']}` | {row['loss']:.4f} | {row['errors_off']:+.2f} | {row['cast_bytes'] / 1e6:.2f}"
+            f" | {row['kept_bytes'] / 1e6:.2f} |"
         )
     return "\n".join(lines)
 
@@ -131,6 +146,7 @@ def machines_table() -> str:
         "range_profile_cpu",
         "autocast_parity",
         "plan",
+        "fp8",
         "onnx_convert",
         "onnx_real",
     ):
@@ -352,6 +368,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "real": real_table,
     "first_step": first_step_table,
+    "fp8": fp8_table,
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,

@@ -108,6 +108,26 @@ class Advice:
     unknown: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Fp8Advice:
+    """How a tensor is rounded as the operand of an FP8 product.
+
+    Args:
+        row: the tensor.
+        format: `e4m3`, or `e5m2` where that loses less.
+        lost: the fraction of its nonzero numbers that become zero with one scale for all of them.
+        scaling: `tensorwise`, or `finer` where that is more than a thousandth: `rowwise` or `mx`.
+    """
+
+    row: Row
+    format: str
+    lost: float
+    scaling: str
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.scaling:10} {self.lost:7.2%} lost with one scale  {self.row}"
+
+
 @dataclass(frozen=True, repr=False)
 class Profile:
     """What `amp.profile` found.
@@ -163,6 +183,25 @@ class Profile:
         lost, without = weights.fractions(name, scale).lost, weights.fractions(name).lost
         unknown = tuple(row.name for row in self.of(WEIGHT_GRADIENT) if row.vanished)
         return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
+
+    def fp8(self) -> list[Fp8Advice]:
+        """How each activation, its gradient and each weight is best rounded as an FP8 operand, the worst first.
+
+        One scale takes the greatest exponent that was seen to that of the format, so where magnitudes change from batch
+        to batch less is lost than is said here.
+        """
+        found = []
+        for row in self.rows:
+            if row.kind == WEIGHT_GRADIENT or row.histogram.highest is None:
+                continue
+            lost = {
+                name: row.histogram.fractions(limits.name, 2.0 ** (limits.greatest - row.histogram.highest)).zero
+                for name, limits in (("e4m3", RANGES["fp8_e4m3"]), ("e5m2", RANGES["fp8_e5m2"]))
+            }
+            best = min(lost, key=lost.__getitem__) if lost["e4m3"] > _TOLERATED else "e4m3"
+            scaling = "tensorwise" if lost[best] <= _TOLERATED else "finer"
+            found.append(Fp8Advice(row, best, lost[best], scaling))
+        return sorted(found, key=lambda one: (one.scaling, one.format == "e4m3", -one.lost))
 
     def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
         """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead."""

@@ -17,6 +17,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.exponents import COUNT
 from amp_compiler.passes.base import InPlacePass, PassResult
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CLONE = torch.ops.aten.clone.default
 _UPDATE = "update"
 _TOGETHER = 8
@@ -57,7 +58,7 @@ class CountExponents(InPlacePass):
         return mul, cat
 
     Left alone: what only moves elements, widens them or is a constant; whole numbers; the gradients of weights, which a
-    step returns.
+    step returns; what a product with FP8 operands is made of, but its results.
     """
 
     name: ClassVar[str] = "count_exponents"
@@ -66,7 +67,7 @@ class CountExponents(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        apart = weight_gradients(graph)
+        apart = weight_gradients(graph) | _within_products(graph)
         watched = [node for node in graph.nodes if node not in apart and _is_watched(node)]
         if not watched:
             return PassResult(subject, False)
@@ -111,6 +112,19 @@ def _is_watched(node: fx.Node) -> bool:
         return False
     source = node.all_input_nodes[0] if node.target is operator.getitem else node  # one of several results
     return not (is_view(source) or canonical_op(source.target) in _MOVES or _widens(node, value))
+
+
+def _within_products(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of products with FP8 operands, forward or backward, that nothing outside of their product reads."""
+    of = {node: node.meta.get(Key.PLANNED) for node in graph.nodes}
+    products = {of[node] for node in graph.nodes if (value := node_tensor(node)) is not None and value.dtype in _FP8}
+    inner: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if of[node] in products and all(
+            user in inner or (of[user] == of[node] and not is_view(user)) for user in node.users
+        ):
+            inner.add(node)
+    return inner
 
 
 def _widens(node: fx.Node, value: torch.Tensor) -> bool:

@@ -221,6 +221,17 @@ def test_the_cost_of_looking_for_writes_from_the_command_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_language_model_in_fp8_from_the_command_line(tmp_path):
+    arguments = ("--seeds", "2", "--steps", "30", "--rules", "bf16", "fp8-delayed", "unscaled")
+    found, printed = run("fp8.py", tmp_path / "r.json", *arguments)
+    assert set(found) == FACTS
+    bf16, delayed, unscaled = found["rows"]
+    assert [len(row["losses"]) for row in found["rows"]] == [2, 2, 2] and bf16["errors_off"] == 0
+    assert abs(delayed["loss"] - bf16["loss"]) < 0.05 < 0.1 < unscaled["loss"] - bf16["loss"]
+    assert delayed["kept_bytes"] < bf16["kept_bytes"] and "standard errors" in printed
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_the_step_of_one_rank_among_many_from_the_command_line(tmp_path):
     arguments = ("--layers", "1", "--ranks", "8", "64", "--rules", "fast", "--tokens", "512")

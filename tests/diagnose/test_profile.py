@@ -624,3 +624,37 @@ def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on(change):
 
     made = {row.name: row.made for row in amp.profile(step, batches()).updates}
     assert 0 < made["0.weight"] <= 3 * 64 * 64 and made["2.weight"] > 5 * 8 * 64
+
+
+@pytest.mark.parametrize("rules", ["fp8", "fp8-delayed", "fp8-rowwise", "mxfp8"])
+def test_a_product_of_fp8_operands_is_counted_as_one_of_16_bits_is(rules: str) -> None:
+    rows = []
+    for name in ("default", rules):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        step = amp.training_step(
+            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), rules=name,
+            dtype="bf16", backend="eager",
+        )  # fmt: skip
+        found = amp.profile(step, [torch.ones(4, 32)])
+        rows.append([(row.kind, row.planned, row.dtype) for row in found.rows])
+    assert rows[0] == rows[1]
+
+
+def test_the_format_and_the_scaling_of_fp8_operands_follow_from_the_range() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0, -24, 4096).exp2(), torch.linspace(0, -60, 4096).exp2()
+    given = [torch.randn(4096, generator=generator), *spread]
+
+    class Products(nn.Module):
+        def forward(self, *x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([(one * 2).reshape(64, 64) @ torch.eye(64) for one in x])
+
+    found = amp.profile(Products(), [tuple(given)], dtype="bf16").fp8()
+    made = [next(one for one in found if one.row.name == name) for name in ("mul", "mul_1", "mul_2")]
+    assert [(one.format, one.scaling) for one in made] == [
+        ("e4m3", "tensorwise"), ("e5m2", "tensorwise"), ("e5m2", "finer"),
+    ]  # fmt: skip
+    shares = [(one / one.max() * 2.0**15 < 2.0**-17).float().mean().item() for one in spread]
+    assert [one.lost for one in made[1:]] == pytest.approx(shares, abs=2e-3)
+    assert "e5m2 finer" in str(found[0])
