@@ -21,7 +21,7 @@ _SIZE = (4.8, 2.5)  # inches of a panel
 # No time of day, and names of parts that are drawn from a fixed seed: two drawings of one run are one file.
 _NO_DATE = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}}
 # What lies below other curves is wider, so that none hides another; curves of one run, of one colour, are paler too.
-_THIN, _WIDER, _WIDEST = 1.2, 1.6, 4.8
+_THIN, _WIDER, _WIDEST = 1.2, 1.2, 4.8
 _STEPS = "steps"  # a style: it stays until it changes
 _SETTINGS: Any = {
     "svg.hashsalt": "amp_compiler", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 8,
