@@ -20,11 +20,14 @@ _COLOURS = 10  # that matplotlib has one after the other
 _SIZE = (4.8, 2.5)  # inches of a panel
 # No time of day, and names of parts that are drawn from a fixed seed: two drawings of one run are one file.
 _NO_DATE = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}}
+# What lies below other curves is wider, so that none hides another; curves of one run, of one colour, are paler too.
+_THIN, _WIDER, _WIDEST = 1.2, 1.2, 4.8
 _STEPS = "steps"  # a style: it stays until it changes
 _SETTINGS: Any = {
     "svg.hashsalt": "amp_compiler", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 8,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "lines.linewidth": 1.2,
-    "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False, "path.simplify": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "lines.linewidth": _THIN, "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False,
+    "path.simplify": True,
 }  # fmt: skip
 
 
@@ -175,25 +178,28 @@ def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Sequence[StepRecord]]) ->
     axes.set_title(panel.title)
     axes.locator_params(axis="x", integer=True)
     for number, run in enumerate(runs.values()):
-        for line in panel.lines:
+        wider = min(_WIDER, _WIDEST / len(runs)) * (len(runs) - 1 - number)
+        for place, line in enumerate(panel.lines):
             points = _points(line, run)
             stepped, lone = line.style == _STEPS, _lone(points)
             axes.plot(
                 [step for step, _ in points], [value for _, value in points], "-" if stepped else line.style,
                 drawstyle="steps-post" if stepped else "default", color=f"C{number % _COLOURS}",
                 marker="." if lone else None, markevery=lone or None, label=line.name if number == 0 else None,
+                linewidth=_THIN + wider + (len(panel.lines) - 1 - place) * _WIDER / 2,
+                alpha=(place + 1) / len(panel.lines),
             )  # fmt: skip
             if stepped:
-                _mark_skips(axes, run, f"C{number % _COLOURS}")
+                _mark_skips(axes, run, f"C{number % _COLOURS}", 5 + 2 * wider)
     panel.scale(axes)
     if len(panel.lines) > 1:
         axes.legend()
 
 
-def _mark_skips(axes: Any, run: Sequence[StepRecord], colour: str) -> None:
+def _mark_skips(axes: Any, run: Sequence[StepRecord], colour: str, size: float) -> None:
     """A mark at each record before which steps were skipped."""
     before = 0
     for record in run:
         if record.skipped_steps > before:
-            axes.plot(record.step, record.loss_scale, "v", color=colour, markersize=5)
+            axes.plot(record.step, record.loss_scale, "v", color=colour, markersize=size)
         before = record.skipped_steps

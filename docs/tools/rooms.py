@@ -31,9 +31,9 @@ ABOUT = {
 # room: row, left and right edge in pixels
 LEFT, MIDDLE, RIGHT = 150, 560, 960
 PLACES = {
-    "": (0, LEFT, 400),
-    "cli": (0, 430, 680),
-    "integrations": (0, 710, RIGHT),
+    "": (0, LEFT, 380),
+    "cli": (0, 410, 580),
+    "integrations": (0, 610, RIGHT),
     "diagnose": (1, LEFT, MIDDLE - 15),
     "training": (1, MIDDLE + 15, RIGHT),
     "forward": (2, LEFT, MIDDLE - 15),
@@ -52,7 +52,7 @@ PLACES = {
 BANDS = ("what you call", "what you call", "what you call", "what runs, and ONNX in and out", "what rewrites",
          "what decides, and what graphs are made of", "", "what all speak of", "")  # fmt: skip
 TOP, GAP = 78, 26
-HEIGHTS = (62, 62, 62, 62, 146, 62, 62, 62, 46)
+HEIGHTS = (76, 62, 62, 62, 160, 62, 62, 62, 46)
 ORDER = ("capture", "onnx_plan", "plan", "precision", "step", "device", "onnx_export", "diagnose")  # the way of a graph
 
 
@@ -140,6 +140,9 @@ def route(source: str, target: str) -> list[tuple[float, float]]:
     if rows == 1:
         start, between, end = a.middle + (40 if b.x > a.x else -40), a.bottom + GAP / 2, b.middle
         return [(start, a.bottom), (start, between), (end, between), (end, b.y)]
+    if PLACES[source][0] == 0 and a.x != b.x:  # over the top, and down beside all boxes
+        corners = [(a.middle, TOP - 9), (RIGHT + 16, TOP - 9), (RIGHT + 16, b.y + b.height / 2)]
+        return [(a.middle, a.y), *corners, (b.right, b.y + b.height / 2)]
     across = MIDDLE if a.x != b.x else RIGHT + 16
     first, last = (a.x, b.right) if a.x > b.x else (a.right, b.right) if a.x == b.x else (a.right, b.x)
     height = b.y + b.height * (0.5 if a.x == b.x else 0.3)
@@ -169,7 +172,7 @@ def draw() -> str:
     data = Box(20, policy.y + 8, 100, policy.height - 16)
     picture.box(data, "#ffffff", dashed=True)
     picture.text(data.x + 10, data.y + 19, "rules/", 14, bold=True)
-    picture.text(data.x + 10, data.y + 36, "YAML: presets, ops", 10, colour=FAINT)
+    picture.text(data.x + 10, data.y + 36, "YAML files", 10, colour=FAINT)
     picture.arrow([(policy.x, data.y + data.height / 2), (data.right, data.y + data.height / 2)], dashed=True)
     for source, target in sorted(arrows.edges):
         picture.arrow(route(source, target))
@@ -197,5 +200,5 @@ def draw_passes(picture: Picture, at: Box, folders: dict[str, Room]) -> None:
     for number, name in enumerate(order):
         box = Box(at.x + 12 + number * (width + 8), at.y + 46, width, at.height - 58)
         picture.box(box, COLOURS[folders[name].kind], radius=4)
-        picture.text(box.x + 8, box.y + 17, f"{name}/", 12, bold=True)
-        picture.paragraph(box.x + 8, box.y + 33, folders[name].about.replace("`", ""), width - 12, 10.5)
+        picture.text(box.x + 7, box.y + 17, f"{name}/", 11, bold=True)
+        picture.paragraph(box.x + 7, box.y + 33, folders[name].about.replace("`", ""), width - 17, 10)

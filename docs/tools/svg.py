@@ -79,7 +79,7 @@ class Picture:
 
     def paragraph(self, x: float, y: float, words: str, width: float, size: float = 12, colour: str = FAINT) -> float:
         """Lines of text as wide as fits; the baseline of the line after the last."""
-        for line in textwrap.wrap(words, max(8, int(width / (size * 0.53)))):
+        for line in textwrap.wrap(words, max(8, int(width / (size * 0.57))), break_on_hyphens=False):
             self.text(x, y, line, size, colour=colour)
             y += size * 1.3
         return y

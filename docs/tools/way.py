@@ -46,7 +46,7 @@ def draw() -> str:
     picture.text(745, TOP + after * STEP - 6, "update", 10.5, colour=FAINT)
     for row, one in enumerate(update):
         pill(picture, 745, after + row, 125, one.op, OTHER)
-    heading(picture, 905, "5  it runs", "As one compiled program.", 80)
+    heading(picture, 905, "5  it runs", "As one graph.", 80)
     for row, name in enumerate(("Inductor", "native loops", "CUDA graph", "eager")):
         pill(picture, 905, row, 80, name, "#ffffff")
     for left, right in ((150, 210), (350, 415), (545, 605), (870, 905)):
@@ -85,7 +85,7 @@ def pill(
     """One node."""
     at = Box(x + inset, TOP + row * STEP, width - inset, PILL)
     picture.box(at, colour, LINE, radius=8, dashed=bool(inset))
-    picture.text(at.x + 9, at.y + 12.5, words, 10.5, colour=FAINT if inset else INK)
+    picture.text(at.x + 9, at.y + 12.5, words, 10, colour=FAINT if inset else INK)
     if note:
         picture.text(at.right - 9, at.y + 12.5, note, 10.5, bold=True, anchor="end")
 

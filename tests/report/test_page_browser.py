@@ -282,6 +282,50 @@ def test_two_plans_stand_side_by_side(browser, pages):
     assert text(browser, "#found") == f"{2 * LAYERS} of {ALL} nodes"
 
 
+def test_a_rule_elsewhere_is_no_difference_and_precisions_and_types_are_counted_apart(browser, tmp_path):
+    plan = transformer(26)
+    nodes = [replace(node, rule="other.yaml:1", reason="as before") for node in plan.nodes]
+    nodes[1] = replace(nodes[1], precision="fp32", outputs=((nodes[1].name, "fp32"),))
+    nodes[2] = replace(nodes[2], outputs=((nodes[2].name, "fp16"),))
+    plan.to_html(tmp_path / "page.html", other=replace(plan, nodes=tuple(nodes)))
+    browser.open(tmp_path / "page.html", "#change=any")
+    click(browser, "#unfold")
+    marked = "return [...document.querySelectorAll('.box.changed')].map((box) => box.dataset.node)"
+    assert browser.run(marked) == [nodes[1].name, nodes[2].name] * 2
+    assert names(browser) == [nodes[1].name, nodes[2].name]
+    told = "1 node in another precision, 1 node of another type alone, 0 nodes in one plan alone"
+    assert text(browser, "#differing") == told
+    type_in(browser, "#by-change", "rule")
+    assert len(names(browser)) == 24
+
+
+def test_a_search_lists_links_that_unfold(browser, pages):
+    browser.open(pages["large"])
+    type_in(browser, "#search", "softmax")
+    assert count(browser, "#hits li") == 61
+    assert text(browser, "#hits li:last-child") == "and 325 more, in the table"
+    link = "[...document.querySelectorAll('#hits .link')].find((one) => one.textContent === 'softmax_602')"
+    assert browser.run(f"{link}.click(); return location.hash") == "#node=softmax_602&q=softmax"
+    assert count(browser, '.box.chosen[data-node="softmax_602"]') == 1
+    type_in(browser, "#search", "")
+    assert browser.run("return document.getElementById('hits').hidden")
+
+
+def test_tensors_of_zeros_alone_stand_first_and_red(browser, tmp_path):
+    model, x = nn.Linear(4, 2), torch.zeros(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda model, x: model(x).sum(), optimizer, dtype="bf16", backend="eager")
+    step.to_html(tmp_path / "page.html", profile=amp.profile(step, [(x,), (x,)]))
+    browser.open(tmp_path / "page.html")
+    ranges = browser.run(
+        "return [...document.querySelectorAll('#ranges tbody td[data-label=range]')].map((cell) =>"
+        "  [cell.textContent, cell.querySelector('.bad') !== null])"
+    )
+    dead = [one for one in ranges if one[0] == "only zeros"]
+    assert 0 < len(dead) < len(ranges)
+    assert ranges == [["only zeros", True]] * len(dead) + [[range, False] for range, _ in ranges[len(dead) :]]
+
+
 def test_what_differs_is_shown_beside_the_step(browser, tmp_path):
     step = small_step()
     step(torch.randn(4, 8), torch.randint(2, (4,)))
@@ -370,6 +414,23 @@ def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
         click(browser, f'#lists [value="{tab}"]')
         assert browser.run("return document.documentElement.scrollWidth") <= 360
     assert browser.run("return document.querySelector('.pane').clientHeight") >= 200
+
+
+@pytest.mark.parametrize("name", ["one", "two", "step", "cnn"])
+def test_on_a_phone_the_graph_is_within_the_first_screen(browser, pages, name):
+    browser.open(pages[name], width=390, height=844)
+    assert browser.run("return document.querySelector('.pane').getBoundingClientRect().top") < 844 * 0.6
+    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
+    click(browser, "#more")
+    type_in(browser, "#by-op", browser.run("return document.getElementById('by-op').options[1].value"))
+    assert " of " in text(browser, "#found")
+    click(browser, "#more")
+    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
+    style = "const style = getComputedStyle(document.querySelector('th button')); return style.borderTopStyle"
+    assert browser.run(style) == "solid"
+    browser.open(pages[name])
+    assert browser.run("return document.getElementById('by-op').getClientRects().length")
+    assert not browser.run("return document.getElementById('more').getClientRects().length")
 
 
 @pytest.mark.parametrize("width", [360, 1400])
@@ -521,7 +582,10 @@ def test_on_paper_all_is_there(browser, pages, name, fragment):
         "  list.querySelectorAll('tbody tr').length, getComputedStyle(list, '::before').content])"
     )
     for shown, rows, title in lists:
-        assert shown and title.replace(",", "").strip('"').split(" ")[1] == str(rows)
+        assert shown and title.replace(",", "").strip('"').split(" ")[-1] == str(rows)
+    if name == "two":  # the 6 norms and the casts around them, and no other
+        assert column(browser, 2) == ["aten.layer_norm"] * 2 * LAYERS
+        assert [title.split(":")[0] for _, _, title in lists[:2]] == ['"nodes that differ', '"casts that differ']
     assert browser.run(CUT) == []
     outside = (
         "const [pane, layer] = ['.pane', '.layer'].map((one) => document.querySelector(one).getBoundingClientRect());"

@@ -95,6 +95,27 @@ def test_a_point_between_gaps_is_drawn(tmp_path: Path) -> None:
     assert marks == [0, 1, 2]  # 1 is alone once 2 is lost
 
 
+@pytest.mark.parametrize("names", ["a", "abc", "abcdefghijkl"])
+def test_no_curve_hides_another(tmp_path: Path, names: str) -> None:
+    """Of curves that lie on one another the lower ones are wider, or the upper ones let them through."""
+    same = [replace(one, zero=0.0, subnormal=0.0, skipped_steps=0) for one in run(9)]
+    draw_runs(dict.fromkeys(names, same), tmp_path / "run.svg")
+    root = ElementTree.parse(tmp_path / "run.svg").getroot()
+    on_one_another: dict[tuple[int, str], list[dict[str, str]]] = {}
+    for panel in range(1, 7):
+        (axes,) = (one for one in root.iter("{http://www.w3.org/2000/svg}g") if one.get("id") == f"axes_{panel}")
+        for path in axes.iter("{http://www.w3.org/2000/svg}path"):
+            style = dict(part.split(": ") for part in path.get("style", "").split("; ") if ": " in part)
+            if "clip-path" in path.attrib and style["stroke"] != "#b0b0b0":
+                on_one_another.setdefault((panel, path.get("d", "")), []).append(style)
+    assert [len(styles) for styles in on_one_another.values()] == [len(names)] * 3 + [3 * len(names)] + [len(names)] * 2
+    for styles in on_one_another.values():
+        for number, above in enumerate(styles):
+            for below in styles[:number]:
+                wider = float(below["stroke-width"]) > float(above["stroke-width"])
+                assert wider or float(above.get("stroke-opacity", 1)) < 1
+
+
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(amp.AmpError, match="'txt' is no kind of picture"):
         draw_runs({"a": run(3)}, tmp_path / "run.txt")

@@ -31,7 +31,7 @@ class Details {
     const several = this.graph.sides.length > 1;
     const head = [
       make("h3", {}, named(entry.name)),
-      entry.change ? make("p", { class: "changedto" }, this.change(entry)) : null,
+      differs(entry) ? make("p", { class: "changedto" }, this.change(entry)) : null,
     ];
     const title = (side) => (several ? make("h4", {}, named(DATA.plans[side].name)) : null);
     const sides = entry.sides.map(

@@ -184,7 +184,7 @@ class Drawing {
     const shape = draw(
       "g",
       {
-        class: `box ${node ? node.precision : "absent"} ${entry.change && `changed ${entry.change}`}`,
+        class: `box ${node ? node.precision : "absent"} ${differs(entry) ? "changed" : ""}`,
         transform: `translate(${x} ${y})`,
         "data-node": entry.name,
         tabindex: "0",

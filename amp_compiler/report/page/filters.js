@@ -19,6 +19,10 @@ class Filters {
     this.selects = new Map(FIELDS.map((name) => [name, document.getElementById(`by-${name}`)]));
     for (const [name, select] of this.selects)
       select?.addEventListener("change", () => this.set({ [name]: select.value }));
+    const more = document.getElementById("more"); // shows the filters where there is little room
+    more.addEventListener("click", () =>
+      more.setAttribute("aria-expanded", String(more.getAttribute("aria-expanded") !== "true")),
+    );
     document.getElementById("clear").addEventListener("click", () => {
       this.reset();
       this.set({});
@@ -65,7 +69,7 @@ class Filters {
       ].sort((one, other) => other[1] - one[1]),
       phase: [...counted(nodes.map((node) => node.phase))],
       change: [
-        ["any", graph.nodes.filter((entry) => entry.change).length],
+        ["any", graph.nodes.filter(differs).length],
         ...counted(graph.nodes.map((entry) => entry.change)),
       ].filter(([, count]) => count),
     };
@@ -92,7 +96,7 @@ class Filters {
   of(graph) {
     const words = this.q.toLowerCase().split(/\s+/).filter(Boolean);
     return graph.nodes.filter((entry) => {
-      if (this.change && (this.change === "any" ? !entry.change : entry.change !== this.change)) return false;
+      if (this.change && (this.change === "any" ? !differs(entry) : entry.change !== this.change)) return false;
       return entry.sides.some((node) => {
         if (
           !node ||

@@ -68,8 +68,10 @@ const exponentsOf = (counts) =>
 /** The least and the greatest exponent, in words. */
 function rangeOf(counts) {
   const found = exponentsOf(counts);
-  return found.length ? `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}` : "only zeros";
+  if (found.length) return `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}`;
+  return counts.infinite || counts.nan ? "nothing finite" : "only zeros";
 }
+const isDead = (row) => !exponentsOf(row.stored).length;
 
 /** Histogram and what becomes of the numbers, as one block of the details. */
 function measured(row) {

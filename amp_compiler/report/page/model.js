@@ -141,6 +141,8 @@ class Graph {
   }
 }
 
+/** Whether two plans give an entry another precision or type, or only one has it; who decided is no difference. */
+const differs = (entry) => Boolean(entry.change) && entry.change !== "rule";
 const typesOf = (node) => node.makes.map((value) => value.type).join(", ");
 const anySide = (entry) => entry.sides.find(Boolean);
 const precisionOfType = (type) => (type === "fp32" ? "fp32" : type === "fp16" || type === "bf16" ? "low" : "keep");

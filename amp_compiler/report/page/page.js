@@ -1,5 +1,7 @@
 // The page: what is chosen, shown and filtered, and the address that says so.
 
+const MOST_HITS = 60;
+
 class Page {
   constructor() {
     this.views = GRAPHS.map((graph) => ({ graph, root: treeOf(graph), drawing: null }));
@@ -116,6 +118,13 @@ class Page {
       ? `${this.found.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}`
       : many(graph.nodes.length, "node");
     document.getElementById("found").textContent = told;
+    const hits = this.filters.q.trim() ? this.found.slice(0, MOST_HITS) : [];
+    const beyond = hits.length < this.found.length ? `and ${this.found.length - hits.length} more, in the table` : "";
+    const where = (entry) => make("span", { class: "soft" }, ` ${shortened(anySide(entry).module, 20)}`);
+    const list = document.getElementById("hits");
+    list.hidden = !hits.length;
+    const items = [...hits.map((entry) => [this.details.link(entry), where(entry)]), beyond];
+    list.replaceChildren(...items.map((item) => make("li", {}, item)));
   }
 
   /** The tables of a graph. */
@@ -140,8 +149,17 @@ class Page {
         this.choose(entry);
         document.getElementById("graph").scrollIntoView({ block: "start" });
       });
-      this.rangeTable.show(PROFILE.rows);
+      this.rangeTable.show([...PROFILE.rows].sort((one, other) => isDead(other) - isDead(one))); // in red
     }
+    this.nodeTable.differs = differs;
+    this.castTable.differs = (row) => row.only;
+    this.ruleTable.differs = ({ counts }) => counts[0] !== counts[1];
+    const differing = document.getElementById("differing");
+    const of = (...kinds) => many(graph.nodes.filter(({ change }) => kinds.includes(change)).length, "node");
+    differing.hidden = graph.sides.length < 2;
+    differing.textContent =
+      `${of("precision")} in another precision, ${of("types")} of another type alone, ` +
+      `${of("added", "removed")} in one plan alone`;
     this.tables = [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable].filter(Boolean);
     const counts = {
       nodes: graph.nodes.length,
@@ -156,10 +174,18 @@ class Page {
     this.list(this.listed ?? "nodes");
   }
 
-  /** On paper stand all rows, and the whole graph. */
+  /** On paper stand all rows, and the whole graph; of two plans the rows that differ. */
   print(starts) {
-    this.view.drawing.print(starts);
-    for (const table of this.tables) table.show(table.rows, starts ? Infinity : AT_ONCE);
+    const { drawing, graph } = this.view;
+    drawing.print(starts);
+    for (const table of this.tables) {
+      const { rows } = table,
+        some = starts && graph.sides.length > 1 && table.differs;
+      table.show(some ? rows.filter(table.differs) : rows, starts ? Infinity : AT_ONCE);
+      const { dataset } = table.holder;
+      if (some) dataset.title = dataset.title.replace(/ .*/, ` that differ: ${table.sorted.length}`);
+      table.rows = rows;
+    }
   }
 
   list(name) {

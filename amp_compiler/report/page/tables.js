@@ -98,7 +98,7 @@ function nodeColumns(graph) {
       : [
           ...DATA.plans.map((plan, side) => precision(plan.name, side)),
           column("difference", change, (entry) =>
-            make("span", { class: entry.change ? "changedto" : null }, change(entry)),
+            make("span", { class: differs(entry) ? "changedto" : "soft" }, change(entry)),
           ),
         ];
   return [
@@ -202,7 +202,7 @@ const RANGE_COLUMNS = [
   numeric(
     "range",
     (row) => Math.max(-150, ...exponentsOf(row.stored)),
-    (row) => rangeOf(row.stored),
+    (row) => make("span", { class: isDead(row) ? "bad" : null }, rangeOf(row.stored)),
   ),
   ...["fp16", "bf16"].flatMap((dtype) =>
     ["zero", "subnormal", "infinite"].map((name, at) =>

@@ -95,7 +95,7 @@ function link(root, graph) {
     group.counts = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, () => 1)));
     const made = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, ({ bytes }) => bytes)));
     group.shares = made.map((sums, side) => (sums.some(Boolean) ? sums : group.counts[side])); // of the bytes made
-    group.changed = group.nodes.filter((entry) => entry.change).length;
+    group.changed = group.nodes.filter(differs).length;
   };
   visit(root);
   for (const edges of graph.edges) for (const edge of edges) lift(edge);
