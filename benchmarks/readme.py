@@ -20,7 +20,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "onnx_reference.md", "ranks_reference.md", "report.md", "tune.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("benchmarks.md", "onnx_reference.md", "ranks_reference.md", "report.md", "tune.md")
+    ),
     RESULTS / "notes_cpu.md",
 )
 
