@@ -75,16 +75,16 @@ def run(python: Path, name: str, code: str, folder: Path, compiler: bool) -> boo
 def try_python(python: str, wheel: Path, folder: Path) -> bool:
     """Install the wheel for one Python and run all scenarios."""
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
-    result = folder / "venv" / "bin" / "python"
-    install = [result, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    interpreter = folder / "venv" / "bin" / "python"
+    install = [interpreter, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     began = time.perf_counter()
     subprocess.run([*install, wheel], check=True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    version = subprocess.run([result, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    version = subprocess.run([interpreter, "--version"], capture_output=True, text=True, check=True).stdout.strip()
     print(f"{version}: installed in {time.perf_counter() - began:.0f} s, {size / 1e9:.2f} GB with torch", flush=True)
-    fine = [run(result, name, code, folder, compiler) for name, code, compiler in CORE]
+    fine = [run(interpreter, name, code, folder, compiler) for name, code, compiler in CORE]
     subprocess.run([*install, f"{wheel}[onnx]"], check=True)
-    fine += [run(result, name, code, folder, compiler) for name, code, compiler in ONNX]
+    fine += [run(interpreter, name, code, folder, compiler) for name, code, compiler in ONNX]
     return all(fine)
 
 

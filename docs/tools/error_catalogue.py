@@ -21,7 +21,7 @@ INTERNAL = {"Unrecordable", "LimitError", "_Reached"}  # caught by the library i
 HEAD = """# Errors
 
 Every error that the library raises on purpose is an `AmpError`. Its text says where, what, and what to do:
-`WHERE: WHAT; HINT`. The parts are `where`, `what` and `hint`; what it was raised from is its `__cause__`.
+`WHERE: WHAT; HINT`. The parts are its attributes `where`, `what` and `hint`; what it was raised from is `__cause__`.
 
 ```
 my.yaml:3: the rule matches no op; use 'aten.linear'
