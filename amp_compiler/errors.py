@@ -137,7 +137,7 @@ class LossScaleError(AmpError):
         super().__init__(f"{what} (first non-finite {'; '.join(listed)})" if listed else what, hint=hint)
 
     def add_report(self, report: Any) -> None:
-        """Put a report behind the text."""
+        """Put `report`, what `step.nonfinite_report()` found, behind the text."""
         self.report = report
         self._text = f"{self._text}\n{report}"
 

@@ -89,7 +89,7 @@ HERE = {
     "tutorial.md": "1 of 3 nodes that round stay in FP32",
     "keep_fp32.md": "low head",
     "loss_scale.md": "lost",
-    "find_nan.md": "first made by",
+    "find_nan.md": "1 node in FP32 fixes it",
     "onnx.md": "nodes in FP16",
     "cut.md": "relu",
     "api.md": "",

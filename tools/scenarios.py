@@ -7,6 +7,7 @@ own, with the seconds that it took. Nothing outside of a temporary folder is wri
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,14 @@ WITHOUT_ONNX = (
     "except amp.OnnxError as error:\n    assert 'amp_compiler[onnx]' in error.hint\n"
     "else:\n    raise SystemExit('converted without ONNX')\n"
 )
+
+
+def snippets(page: str) -> str:
+    """The Python blocks of a page, as a reader runs them one after the other."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+
+
 # Name, what runs, and whether a C++ compiler is found.
 CORE = [
     ("a plan", HEAD + "assert amp.explain(net, x, dtype='bf16').nodes\n", True),
@@ -41,6 +50,13 @@ CORE = [
     ("a training step without a compiler", STEP.format(", backend='eager'"), False),
     ("a step without Triton", "import sys\nsys.modules['triton'] = None\n" + STEP.format(", backend='eager'"), False),
     ("an ONNX call without ONNX", WITHOUT_ONNX, True),
+    ("a tuned plan, by docs/tutorial.md", snippets("tutorial.md"), True),
+    ("a rule of one's own, by docs/keep_fp32.md", snippets("keep_fp32.md"), True),
+    ("a NaN found, by docs/find_nan.md", snippets("find_nan.md"), True),
+]
+ONNX = [
+    ("a conversion, with the extra onnx", CONVERT, True),
+    ("ONNX files converted, by docs/onnx.md", snippets("onnx.md"), True),
 ]
 
 
@@ -50,7 +66,7 @@ def run(python: Path, name: str, code: str, folder: Path, compiler: bool) -> boo
     began = time.perf_counter()
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, cwd=folder, env=keep)
     seconds = time.perf_counter() - began
-    print(f"  {name:36} {f'{seconds:6.1f} s' if not done.returncode else 'failed'}", flush=True)
+    print(f"  {name:42} {f'{seconds:6.1f} s' if not done.returncode else 'failed'}", flush=True)
     if done.returncode:
         print(done.stderr[-1500:])
     return done.returncode == 0
@@ -68,7 +84,8 @@ def try_python(python: str, wheel: Path, folder: Path) -> bool:
     print(f"{version}: installed in {time.perf_counter() - began:.0f} s, {size / 1e9:.2f} GB with torch", flush=True)
     fine = [run(interpreter, name, code, folder, compiler) for name, code, compiler in CORE]
     subprocess.run([*install, f"{wheel}[onnx]"], check=True)
-    return all([*fine, run(interpreter, "a conversion, with the extra onnx", CONVERT, folder, True)])
+    fine += [run(interpreter, name, code, folder, compiler) for name, code, compiler in ONNX]
+    return all(fine)
 
 
 def main(pythons: list[str]) -> int:

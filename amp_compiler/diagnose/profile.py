@@ -154,7 +154,11 @@ class Profile:
         return range(1, self.batches + 1, self.every)
 
     def of(self, kind: str) -> list[Row]:
-        """The rows of a kind."""
+        """The rows of a kind.
+
+        Args:
+            kind: as `Row.kind` has it, such as `"weight gradient"`.
+        """
         return [row for row in self.rows if row.kind == kind]
 
     def loss_scale(self, dtype: str | LowArgument = "fp16") -> Advice:
@@ -204,7 +208,12 @@ class Profile:
         return sorted(found, key=lambda one: (one.scaling, one.format == "e4m3", -one.lost))
 
     def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
-        """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead."""
+        """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead.
+
+        Args:
+            dtype: `"fp16"`, `"bf16"`, another name of `RANGES`, or a `torch.dtype`.
+            most: how many rows at most.
+        """
         limits = _range(dtype).name
 
         def lost(row: Row) -> float:
@@ -265,7 +274,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Profile:
-        """What `to_dict` gave.
+        """Read back what `to_dict` gave.
+
+        Args:
+            data: that dict, such as `json.load` reads it.
 
         Raises:
             AmpError: the data is none.
@@ -292,6 +304,9 @@ class Profile:
 
     def to_json(self, path: str | Path) -> None:
         """Write it to a file, atomically.
+
+        Args:
+            path: the file.
 
         Raises:
             AmpError: the file cannot be written.

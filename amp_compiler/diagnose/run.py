@@ -80,6 +80,9 @@ def profile(
         every: count the first batch of so many. A training step trains on the others at no cost; a model does not run
             on them. `Profile.counted` says which batches were counted.
 
+    Returns:
+        The counts, a row for each tensor, with `loss_scale`, `worst` and `updates` to ask them.
+
     Raises:
         AmpError: `subject` or `batches` is none of these, there is no batch, the subject is no one graph, or `every` is
             no number from 1 on.

@@ -145,7 +145,11 @@ class CompiledModule(StandIn):
             self.__dict__["original"].training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
-        """Set train or eval mode on the module and all below it; drops kept low-precision weights."""
+        """Set train or eval mode on the module and all below it; drops kept low-precision weights.
+
+        Args:
+            mode: true for training.
+        """
         self.__dict__["original"].train(mode)
         self._drop_weights()
         return self

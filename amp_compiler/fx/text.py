@@ -320,7 +320,7 @@ class _Reader:
                 raise GraphError(
                     f"'{line}' is no line of an FX graph: {cause}",
                     where=f"line {number}",
-                    hint="see amp_compiler.fx.text",
+                    hint="the docstring of amp_compiler.fx.text shows the form of a line",
                 ) from cause
         module = fx.GraphModule(self.root, self.graph)
         module.graph.lint()

@@ -288,6 +288,9 @@ class PrecisionPlan:
     def from_dict(cls, data: dict[str, Any]) -> PrecisionPlan:
         """Read back what `to_dict` or `to_json` wrote.
 
+        Args:
+            data: that dict, such as `json.load` reads it.
+
         Raises:
             AmpError: where the data is not a plan of this version.
         """
@@ -360,6 +363,12 @@ class PrecisionPlan:
         return f"PrecisionPlan(dtype={self.dtype!r}, rules={self.rules!r}, device={self.device!r}, {counts})"
 
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:
-        """A unified diff of the two plans' text, under these names; empty where they are equal."""
+        """A unified diff of the two plans' text; empty where they are equal.
+
+        Args:
+            other: the plan to compare with.
+            name: what this one is called in the diff.
+            other_name: what the other one is.
+        """
         lines = self.to_text().splitlines(keepends=True), other.to_text().splitlines(keepends=True)
         return "".join(difflib.unified_diff(*lines, name, other_name, n=0))

@@ -135,7 +135,9 @@ def export_onnx(
             hint="for an ONNX file there is amp.convert_onnx",
         )
     if not isinstance(keep_io_types, bool):
-        raise OnnxError("names are for amp.convert_onnx alone", where="keep_io_types", hint="give True or False")
+        raise OnnxError(
+            "it takes no names here", where="keep_io_types", hint="give True or False; amp.convert_onnx takes names"
+        )
     path = None if output is None else Path(output)
     if output is not None:
         output_file(output, OnnxError)

@@ -389,6 +389,9 @@ class TrainingStep(StepReadings, Generic[_Loss]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and what else `state_dict` holds.
 
+        Args:
+            state: what `step.state_dict()` or `GradScaler.state_dict()` gave.
+
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
         """

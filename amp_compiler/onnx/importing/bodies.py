@@ -69,7 +69,7 @@ class ControlFlow:
 
     def _scan(self) -> None:
         if self.opset < 9:
-            raise OnnxCaptureError("Scan before opset 9 has another meaning", hint=HINT)
+            raise OnnxCaptureError("Scan before opset 9 has another meaning, which is not supported", hint=HINT)
         count = self._attribute("num_scan_inputs").as_int()
         tensors = [self.scope.tensor(self._operand(value)) for value in self.node.inputs]
         states, scanned = tuple(tensors[: len(tensors) - count]), tuple(tensors[len(tensors) - count :])

@@ -66,7 +66,9 @@ def constant_of(attributes: dict[str, ir.Attr]) -> torch.Tensor:
         return torch.tensor(attribute.value, dtype=torch.int64)
     if attribute is not None and name in ("value_float", "value_floats"):
         return torch.tensor(attribute.value, dtype=torch.float32)
-    raise OnnxCaptureError(f"a Constant with '{name}'", hint="only numbers in dense tensors are supported")
+    raise OnnxCaptureError(
+        f"a Constant with '{name}' is not supported", hint="give it numbers in a dense tensor: `value`"
+    )
 
 
 def is_weight(value: ir.Value, tensor: torch.Tensor) -> bool:

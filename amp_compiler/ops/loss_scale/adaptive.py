@@ -30,6 +30,12 @@ class NormAdaptiveLossScale(DynamicLossScale):
 
     Args:
         target_norm: L2 norm that the scaled gradients of all parameters are brought to, or to at least half of it.
+
+    Example:
+        >>> scaling = NormAdaptiveLossScale(target_norm=4096.0)
+        >>> state = scaling.next(scaling.init("cpu"), torch.tensor(0.0), norm=torch.tensor(3.0))
+        >>> float(state.scale)
+        1024.0
     """
 
     target_norm: float = field(default=4096.0, kw_only=True)

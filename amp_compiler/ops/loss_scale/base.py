@@ -100,16 +100,19 @@ class LossScale(ABC):
         return counted.changed(growth_tracker=state.growth_tracker)
 
     def inverse(self, state: LossScaleState) -> Tensor:
-        """1 / scale: fp32, 0-dim, and exact for powers of two."""
+        """1 / scale of a `state`: fp32, 0-dim, and exact for powers of two."""
         # By way of fp64, as GradScaler does it: compiled fp32 division on a GPU may be off in the last bit.
         return state.scale.double().reciprocal().float()
 
     def stuck(self, state: LossScaleState) -> Tensor:
-        """Bool, 0-dim, on the device: true where the gradients stay non-finite at the lowest scale."""
+        """Bool, 0-dim, on the device: true where by `state` the gradients stay non-finite at the lowest scale."""
         return state.floor_steps >= self.patience
 
     def with_scale(self, scale: float) -> LossScale:
         """These settings for a run that goes on with another scale, as `step.loss_scale = scale` asks for.
+
+        Args:
+            scale: a number above 0.
 
         Raises:
             AmpError: this loss scale cannot have it.
@@ -146,6 +149,9 @@ class LossScale(ABC):
         """Plain numbers under the keys of `torch.amp.GradScaler.state_dict()`, for which it waits for the device.
 
         What GradScaler has no key for is under the one key `amp_compiler`, which `GradScaler.load_state_dict` ignores.
+
+        Args:
+            state: the state to save.
         """
         own: dict[str, Any] = {name: int(getattr(state, name)) for name in _INTEGERS}
         head = {"scale": float(state.scale), **self._factors(), "_growth_tracker": int(state.growth_tracker)}
@@ -155,6 +161,10 @@ class LossScale(ABC):
         """The state that a `state_dict` of this class or of `torch.amp.GradScaler` describes.
 
         A constant loss scale keeps its own value. A scale outside `min` and `max` is brought inside.
+
+        Args:
+            saved: that dict.
+            device: where the tensors of the state are made.
 
         Raises:
             AmpError: where a key is missing or wrong, or the saved factors are not those of this loss scale.

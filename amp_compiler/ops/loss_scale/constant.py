@@ -16,6 +16,10 @@ class NoLossScale(LossScale):
 
     Args:
         check_finite: skip steps with non-finite gradients all the same; with False nothing is skipped or counted.
+
+    Example:
+        >>> NoLossScale().first
+        1.0
     """
 
     check_finite: bool = True
@@ -46,6 +50,13 @@ class StaticLossScale(LossScale):
 
     Args:
         scale: the scale. Powers of two are unscaled without rounding.
+
+    Example:
+        >>> import torch
+        >>> scaling = StaticLossScale(1024.0)
+        >>> state = scaling.next(scaling.init("cpu"), torch.tensor(1.0))
+        >>> float(state.scale), int(state.skipped_steps)
+        (1024.0, 1)
     """
 
     scale: float

@@ -46,6 +46,14 @@ class DynamicLossScale(LossScale):
         consecutive_hysteresis: whether they must be in a row.
         growth_delay: finite steps, at first and after each non-finite one, that do not count towards `growth_interval`.
             DeepSpeed's scalers have 1: with a `loss_scale_window` of 1000 the scale grows at the 1001st, 2001st, ….
+
+    Source: `torch.amp.GradScaler`; Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+
+    Example:
+        >>> scaling = DynamicLossScale(init_scale=1024.0)
+        >>> state = scaling.next(scaling.init("cpu"), torch.tensor(1.0))
+        >>> float(state.scale)
+        512.0
     """
 
     init_scale: float = 65536.0

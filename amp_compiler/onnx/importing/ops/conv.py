@@ -44,7 +44,7 @@ def pad_spatial(x: Tensor, pads: list[tuple[Any, Any]], value: float = 0.0) -> T
 def _rank(x: Tensor, table: Any) -> int:
     rank = x.dim() - 2
     if rank not in table:
-        raise CaptureError(f"a convolution over {rank} axes", hint="torch has them over 1, 2 and 3")
+        raise CaptureError(f"torch has no convolution over {rank} axes", hint="write it over 1, 2 or 3 axes")
     return rank
 
 
@@ -125,7 +125,7 @@ def _deform_conv(
     strides: Any = None,
 ) -> Tensor:  # fmt: skip
     if x.dim() != 4:
-        raise CaptureError(f"DeformConv over {x.dim() - 2} axes", hint="two are supported")
+        raise CaptureError(f"there is no DeformConv over {x.dim() - 2} axes", hint="write it over 2 axes")
     stride, dilation = list(strides or [1, 1]), list(dilations or [1, 1])
     (top, _), (left, _) = spatial_pads("NOTSET", pads, [], [1, 1], stride, dilation)
     n, c, h, w = x.shape

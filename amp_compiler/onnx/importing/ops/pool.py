@@ -108,7 +108,7 @@ def _max_pool(
     windows = _Windows(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     rank = len(windows.kernel)
     if rank not in _MAX:
-        raise CaptureError(f"MaxPool over {rank} axes", hint="torch pools over 1, 2 and 3")
+        raise CaptureError(f"torch has no MaxPool over {rank} axes", hint="pool over 1, 2 or 3 axes")
     if windows.plain and outputs == 1:
         padding = [a for a, _ in windows.pads]
         return (_MAX[rank](x, windows.kernel, windows.strides, padding, windows.dilations, bool(ceil_mode)),)

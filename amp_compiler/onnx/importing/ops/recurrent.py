@@ -34,7 +34,8 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
     }
     if name.lower() not in table:
         raise CaptureError(
-            f"a recurrent op with activation '{name}'", hint="add it to amp_compiler/onnx/importing/ops/recurrent.py"
+            f"there is no recurrent op with the activation '{name}'",
+            hint="add it to amp_compiler/onnx/importing/ops/recurrent.py",
         )
     return table[name.lower()]
 

@@ -166,7 +166,7 @@ def _points(size: int, length: int, scale: float, coordinates: str, region: tupl
         return centred + size / 2 * (1 - length / wide)
     if coordinates not in ("half_pixel", "pytorch_half_pixel"):
         raise CaptureError(
-            f"Resize with coordinate_transformation_mode '{coordinates}'",
+            f"there is no Resize with coordinate_transformation_mode '{coordinates}'",
             hint="add it to amp_compiler/onnx/importing/ops/resize.py",
         )
     return centred

@@ -23,7 +23,8 @@ def _grid_sample(
 ) -> Tensor:
     if x.dim() not in (4, 5) or (x.dim() == 5 and _MODES[mode] == "bicubic"):
         raise CaptureError(
-            f"GridSample of rank {x.dim()} in mode '{mode}'", hint="torch has rank 4, and 5 without cubic"
+            f"torch has no GridSample of rank {x.dim()} in mode '{mode}'",
+            hint="use rank 4, or 5 in another mode than cubic",
         )
     return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
 
