@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.graph import canonical_op, neutral_dtype, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.nonfinite import ValueRange
+from amp_compiler.ops.fp8 import FP8
 from amp_compiler.ops.synchronized_norm import ALONE
 
 _MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
@@ -55,7 +56,8 @@ class Finiteness:
 
     def note(self, node: fx.Node, value: Any) -> None:
         """Look at the value of a node; those of its inputs come before it."""
-        items = value if isinstance(value, (list, tuple)) else [value]
+        given = value if isinstance(value, (list, tuple)) else [value]
+        items = [one.float() if isinstance(one, Tensor) and one.dtype in FP8 else one for one in given]
         first = next((one for one in items if isinstance(one, Tensor) and one.is_floating_point()), None)
         if first is not None:
             self.ranges[node] = range_of(first)

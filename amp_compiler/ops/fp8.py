@@ -16,7 +16,7 @@ from amp_compiler.errors import DoubleBackwardError
 from amp_compiler.ir.arithmetic import Fp8
 
 aten = torch.ops.aten
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_E4M3, _E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 1e-12  # an amax below it counts as it
 _EXPONENT = 0x7F80_0000  # of an FP32 number's bits
 _BLOCK = 32  # numbers that share a scale in an MX format
@@ -103,7 +103,7 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None, delayed: Te
         return _scaled_in_blocks(x, dtype, dim)
     amax = x.abs().amax() if dim is None or way.scaling != "rowwise" else x.abs().amax(dim, keepdim=True)
     if way.scaling == "delayed" and delayed is not None:
-        scale = torch.where(amax.isfinite(), delayed, torch.nan)  # an infinity is no large number
+        scale = delayed + amax * 0  # NaN of an infinity, which is no large number
     else:
         scale = _power_of_2((largest / amax.double().clamp(min=_TINY)).float(), way)
     return Scaled(

@@ -15,9 +15,9 @@ from amp_compiler.fx.alias import alias_sources, is_view
 from amp_compiler.fx.graph import call_before, canonical_op, node_tensor, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.exponents import COUNT
+from amp_compiler.ops.fp8 import FP8
 from amp_compiler.passes.base import InPlacePass, PassResult
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 CLONE = torch.ops.aten.clone.default
 _UPDATE = "update"
 _TOGETHER = 8
@@ -117,7 +117,7 @@ def _is_watched(node: fx.Node) -> bool:
 def _within_products(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of products with FP8 operands, forward or backward, that nothing outside of their product reads."""
     of = {node: node.meta.get(Key.PLANNED) for node in graph.nodes}
-    products = {of[node] for node in graph.nodes if (value := node_tensor(node)) is not None and value.dtype in _FP8}
+    products = {of[node] for node in graph.nodes if (value := node_tensor(node)) is not None and value.dtype in FP8}
     inner: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if of[node] in products and all(

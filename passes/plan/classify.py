@@ -129,11 +129,13 @@ def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node
     if decision.refusal:
         what = f"'{node.name}' ({node.op}){f' at {node.source}' if node.source else ''} is refused: {decision.reason}"
         raise error_at(decision.rule, what, decision.refusal)
-    if decision.math is not None:
-        if isinstance(decision.math, Fp8):
-            decision = _in_fp8(draft, node, decision, decision.math)
-        else:
-            _check_math(draft, node, decision)
+    if isinstance(decision.math, Fp8):
+        decision = _in_fp8(draft, node, decision, decision.math)
+    elif isinstance(decision.backward_math, Fp8):
+        what = f"'backward.math: fp8' needs 'math: fp8' beside it, and '{node.name}' ({node.op}) has none"
+        raise error_at(decision.rule, what, "write 'math: fp8' too")
+    elif decision.math is not None:
+        _check_math(draft, node, decision)
     if node.attrs and decision.precision in _GUARDED:
         lost = _too_large(draft.context.low, node)
         if lost is not None:

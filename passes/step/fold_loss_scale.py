@@ -88,7 +88,8 @@ class FoldLossScale(InPlacePass):
                 continue
             value = node_tensor(node)
             is_bool = value is not None and value.dtype is torch.bool
-            free = node.target in _OF_SHAPES or is_bool  # whether a number is finite says nothing of a scale
+            # Whether a number is finite says nothing of a scale, nor does 0 times a number.
+            free = node.target in _OF_SHAPES or is_bool or (node.target in _PRODUCTS and node.args[1] == 0)
             power = max((powers[one] for one in node.all_input_nodes if not free), key=abs, default=0)
             if node.target in SCALAR_OPS and not free:
                 first, *rest = (powers[one] if isinstance(one, fx.Node) else 0 for one in node.args)

@@ -15,7 +15,7 @@ from written_for_gpu import an_h200, kernels, machine_code
 
 from amp_compiler.backends.inductor import _options
 from amp_compiler.ir.arithmetic import Fp8
-from amp_compiler.ops.fp8 import multiply, scaled
+from amp_compiler.ops.fp8 import fp8_product, multiply, no_amaxes, scaled
 from amp_compiler.passes.device import remake_masks
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton, which this platform lacks")
@@ -76,12 +76,29 @@ def products(x, weight, gradient, way):
     return result, to_input, multiply(scaled(gradient.t(), wide, way, 1), scaled(x, narrow, way, 0), low, way)
 
 
+def with_delayed_scales(x, weight, gradient, way):
+    """The same of a layer whose scales are of the steps before, with what it remembers behind the step."""
+    leaves = x, weight, no_amaxes(way.history).to(x.device)
+    with torch.enable_grad():
+        x, weight, amaxes = (one.detach().requires_grad_() for one in leaves)
+        result = fp8_product(aten.linear.default, (x, weight, None), way.short, way.short, amaxes)
+        return result, *torch.autograd.grad(result, (x, weight, amaxes), gradient)
+
+
 @pytest.mark.compiles
-@pytest.mark.parametrize("way", [Fp8(), Fp8("e4m3", "rowwise", True)], ids=lambda way: way.scaling)
-def test_fp8_products_are_three_calls_of_the_library_and_casts_that_compile_for_a_gpu(way):
+@pytest.mark.parametrize(
+    ("made", "way"),
+    [
+        (products, Fp8()),
+        (products, Fp8("e4m3", "rowwise", True)),
+        (with_delayed_scales, Fp8(scaling="delayed", history=16)),
+    ],
+    ids=["tensorwise", "rowwise", "delayed"],
+)
+def test_fp8_products_are_three_calls_of_the_library_and_casts_that_compile_for_a_gpu(made, way):
     with an_h200() as written:
         given = [torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((96, 64), (128, 64), (96, 128))]
-        traced = make_fx(lambda *inputs: products(*inputs, way))(*given)
+        traced = make_fx(lambda *inputs: made(*inputs, way))(*given)
         compile_fx_inner(make_fx(traced, select_decomp_table())(*given), given)
     assert len(re.findall(r"extern_kernels\._scaled_mm\(", written[0])) == 3
     found = kernels(written[0])

@@ -292,3 +292,24 @@ def test_a_report_calls_a_node_by_what_it_computes() -> None:
     assert report is not None
     assert [node.op for node in report.nodes][:1] == ["aten.linear"]
     assert "fp8_product" not in str(report)
+
+
+@pytest.mark.parametrize("math", ["fp8", {"scaling": "delayed"}, {"scaling": "mx"}])
+def test_what_overflows_in_front_of_a_product_is_named_and_not_what_is_made_of_it(math: Any) -> None:
+    model = Mlp()
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.05), rules=rules(math),
+        dtype="fp16", backend="eager",
+    )  # fmt: skip
+    step(torch.ones(16, 64))
+    step(torch.full((16, 64), 1e30))
+    assert int(step.skipped_steps) == 1
+    assert [(node.op, node.planned) for node in step.nonfinite_report().nodes] == [("aten._to_copy", "batch_0")]
+
+
+@pytest.mark.parametrize("own", [{}, {"math": "fp32"}])
+def test_fp8_of_gradients_alone_is_refused_at_its_rule(own: Any) -> None:
+    given = rules("fp32", backward={"math": "fp8"})
+    given["rules"][0] = {**{key: value for key, value in given["rules"][0].items() if key != "math"}, **own}
+    with pytest.raises(RuleError, match=r"'backward\.math: fp8' needs 'math: fp8'"):
+        amp.explain(Mlp(), torch.ones(2, 64), rules=given, dtype="bf16")
