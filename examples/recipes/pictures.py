@@ -36,7 +36,7 @@ def scales(axes: Any, results: dict[str, Any]) -> None:
     """The loss scale of the first seed."""
     for way, runs in results["runs"].items():
         if way in GOOD:
-            axes.plot(runs[0]["at"], runs[0]["loss_scale"], drawstyle="steps-post", color=colour(results, way))
+            axes.plot(runs[0]["at"], runs[0]["loss_scale"], drawstyle="steps-post", **style(results, way))
     axes.set_yscale("log", base=2)
     axes.set(title="loss scale", xlabel="step")
 
@@ -47,14 +47,19 @@ def qualities(axes: Any, results: dict[str, Any]) -> None:
         at = min((run["at"] for run in runs), key=len)
         by_step = list(zip(*(run["quality"] for run in runs), strict=False))
         means, errors = [statistics.fmean(values) for values in by_step], [standard_error(values) for values in by_step]
-        axes.plot(at, means, color=colour(results, way), label=way)
+        axes.plot(at, means, label=way, **style(results, way))
         lower, upper = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(at, lower, upper, color=colour(results, way), alpha=0.2, lw=0)
+        axes.fill_between(at, lower, upper, color=style(results, way)["color"], alpha=0.2, lw=0)
     axes.set(title=results["measure"], xlabel="step")
 
 
-def colour(results: dict[str, Any], way: str) -> str:
-    return f"C{list(results['runs']).index(way)}"
+def style(results: dict[str, Any], way: str) -> dict[str, Any]:
+    """A colour for each way; one that lies below others is wider, so that none hides another."""
+    ways = list(results["runs"])
+    return {
+        "color": f"C{ways.index(way)}",
+        "linewidth": 1.2 + min(0.8, 3 / len(ways)) * (len(ways) - 1 - ways.index(way)),
+    }
 
 
 def picture(results: dict[str, Any]) -> bytes:
