@@ -56,8 +56,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Turn links between files of the repository into links between pages; an edit link leads to the file itself."""
     here = _origin(page.file.src_uri)
-    if page.edit_url:
-        page.edit_url = f"{config['repo_url'].rstrip('/')}/edit/main/{here}"
+    host = (config["repo_url"] or "").rstrip("/")
+    page.edit_url = f"{host}/edit/main/{here}" if host else None
     parts = _VERBATIM.split(markdown)
     return "".join(
         part if part.startswith(("```", "<!--")) else _LINK.sub(lambda one: _link(one, here), part) for part in parts
