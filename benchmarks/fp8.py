@@ -70,7 +70,7 @@ def kept_bytes(step: amp.TrainingStep) -> int:
     return sum(sizes.values())
 
 
-def trained(name: str, seed: int, steps: int, given: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def trained(name: str, seed: int, steps: int, texts: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """One run: the last losses, that of what is held back, and what the step casts and keeps."""
     torch.manual_seed(seed)
     model = gpt.GPT()
@@ -79,13 +79,13 @@ def trained(name: str, seed: int, steps: int, given: tuple[Tensor, Tensor]) -> d
     step = amp.training_step(model, gpt.loss_fn, optimizer, rules=RULES[name], dtype="bf16", backend="eager")
     start, forgotten = time.process_time(), None
     for number in range(steps):
-        step(*gpt.windows(given[0], seed * steps + number))
+        step(*gpt.windows(texts[0], seed * steps + number))
         schedule.step()
         if name == "unscaled":
             forgotten = forgotten or _without_magnitudes(step)
             step.load_state_dict(forgotten)
     with torch.no_grad():
-        held_back = [float(gpt.loss_fn(model, *gpt.windows(given[1], -number))) for number in range(1, HELD_BACK + 1)]
+        held_back = [float(gpt.loss_fn(model, *gpt.windows(texts[1], -number))) for number in range(1, HELD_BACK + 1)]
     return {
         "rules": name,
         "seed": seed,
@@ -129,10 +129,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "fp8.json", help="where the numbers go")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    given, runs = text(), []
+    texts, runs = text(), []
     for seed in range(options.seeds):
         for name in options.rules:
-            runs.append(trained(name, seed, options.steps, given))
+            runs.append(trained(name, seed, options.steps, texts))
             print(f"{name:12} seed {seed} {runs[-1]['loss']:.4f} in {runs[-1]['seconds']:.0f} s", flush=True)
     rows = compared(runs)
     for row in rows:

@@ -18,25 +18,25 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 200,
-    "ir": 1_830,  # to come to 1,700: FP8 as a word of rules came
-    "policy": 3_830,  # to come to 3,400: tables of execution providers came
+    "ir": 1_870,  # to come to 1,700: FP8 as a word of rules came, and what a page says of a model
+    "policy": 3_850,  # to come to 3,400: tables of execution providers came
     "planner": 2_235,  # to come to 2,100
-    "fx": 6_120,  # to come to 3,900
-    "forward": 3_010,  # to come to 1,500: functions as models, low weights, a second backward, amp.export came
-    "training": 7_790,  # to come to 4,600: it has the capture of the loss, and its subgraphs
+    "fx": 6_390,  # to come to 3,900: compiled code in one file for other machines came
+    "forward": 3_190,  # to come to 1,500: functions as models, low weights, a second backward with its dropout, amp.export came
+    "training": 7_910,  # to come to 4,600: it has the capture of the loss, and its subgraphs; magnitudes of FP8 came
     "ranks": 3_000,
     "backends": 1_200,
-    "ops": 7_700,  # to come to 7,400: the mark of a loss came
-    "onnx": 12_780,  # to come to 11,600: types of ONNX Runtime's own ops came
-    "diagnose": 4_020,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
-    "report": 2_920,  # to come to 2,900
+    "ops": 7_810,  # to come to 7,400: the mark of a loss and FP8 came
+    "onnx": 13_140,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "diagnose": 4_100,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
+    "report": 3_070,  # to come to 2,900: lists of hits, print as a whole, a head came
     "cli": 2_185,  # to come to 1,900
     "integrations": 1_000,
-    "passes": 10_060,  # to come to 9,400
+    "passes": 10_180,  # to come to 9,400: FP8 came
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 68_100  # of all rooms together; to come to 58,400
-TESTS = 60_400  # to come to 50,000; 4,000 are tests/behaviour
+SOURCES = 69_600  # of all rooms together; to come to 58,400
+TESTS = 62_100  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

@@ -194,7 +194,7 @@ class Profile:
         One scale takes the greatest exponent that was seen to that of the format, so where magnitudes change from batch
         to batch less is lost than is said here.
         """
-        found = []
+        advice = []
         for row in self.rows:
             if row.kind == WEIGHT_GRADIENT or row.histogram.highest is None:
                 continue
@@ -204,8 +204,8 @@ class Profile:
             }
             best = min(lost, key=lost.__getitem__) if lost["e4m3"] > _TOLERATED else "e4m3"
             scaling = "tensorwise" if lost[best] <= _TOLERATED else "finer"
-            found.append(Fp8Advice(row, best, lost[best], scaling))
-        return sorted(found, key=lambda one: (one.scaling, one.format == "e4m3", -one.lost))
+            advice.append(Fp8Advice(row, best, lost[best], scaling))
+        return sorted(advice, key=lambda one: (one.scaling, one.format == "e4m3", -one.lost))
 
     def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
         """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead.

@@ -90,6 +90,9 @@ def load_cache(source: str | Path | bytes) -> None:
     Raises:
         AmpError: it cannot be read, is damaged or no such file, or comes from another version of torch, Python or this
             package, or from another kind of processor.
+
+    Example:
+        >>> amp.load_cache("model.cache")  # doctest: +SKIP
     """
     where = "" if isinstance(source, bytes) else str(source)
     if isinstance(source, bytes):

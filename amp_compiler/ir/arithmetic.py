@@ -65,8 +65,8 @@ class Fp8:
     @classmethod
     def parse(cls, text: str) -> Fp8 | None:
         """What `short` wrote; `None` for any other text."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             return None
-        format_, scaling, power_of_2, weight_gradient, unfit, history = found.groups()
+        format_, scaling, power_of_2, weight_gradient, unfit, history = match.groups()
         return cls(format_, scaling, power_of_2 == "true", weight_gradient, unfit, int(history or 0))  # type: ignore[arg-type]

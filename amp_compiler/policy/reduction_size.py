@@ -37,14 +37,14 @@ def flops(graph: PrecisionGraph, node: Node, info: OpInfo) -> int | None:
         node: the node.
         info: what the op table says of its op.
     """
-    made = graph.values[node.outputs[0]].numel if node.outputs else 0
+    results = graph.values[node.outputs[0]].numel if node.outputs else 0
     if info.family in ("matmul", "convolution"):
         terms = reduction_size(graph, node, info.sums)
-        return None if terms is None else 2 * made * terms
+        return None if terms is None else 2 * results * terms
     if info.family == "attention":  # scores, and means of the values by them
         keys = next((value.shape for operand, value in graph.operands(node) if operand.slot in ("key", "K")), None)
-        return 4 * made * keys[-2] if keys and isinstance(keys[-2], int) else None
-    return {"view": 0, "recurrent": None}.get(info.family, made)
+        return 4 * results * keys[-2] if keys and isinstance(keys[-2], int) else None
+    return {"view": 0, "recurrent": None}.get(info.family, results)
 
 
 def _sizes(value: Value) -> tuple[int, ...] | None:

@@ -76,10 +76,10 @@ def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:
     """By precision, the bytes that nodes make and their arithmetic, as far as all is known; else how many they are."""
     sums = {}
     for name in ("flops", "bytes"):
-        told = [(node.precision, getattr(node, name)) for node in plan.nodes]
-        if all(number is not None for _, number in told) and any(number for _, number in told):
+        counted = [(node.precision, getattr(node, name)) for node in plan.nodes]
+        if all(number is not None for _, number in counted) and any(number for _, number in counted):
             sums[name] = Counter[str]()
-            for precision, number in told:
+            for precision, number in counted:
                 sums[name][precision] += number
     return sums or {"nodes": Counter(node.precision for node in plan.nodes)}
 

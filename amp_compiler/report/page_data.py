@@ -102,7 +102,7 @@ class _Graph:
         self, named: dict[str, str], precision: str, outputs: Sequence[int], inputs: Sequence[int], size: int | None
     ) -> None:
         """Add a node; `named` are its texts by the names of `_TEXTS`, and a reason may quote values."""
-        reason = _QUOTED.sub(lambda found: repr(self.names.get(found[1], found[1])), named.get("reason", ""))
+        reason = _QUOTED.sub(lambda match: repr(self.names.get(match[1], match[1])), named.get("reason", ""))
         texts = [self.strings({**named, "reason": reason}.get(name, "")) for name in _TEXTS]
         self.nodes.append([*texts, PRECISIONS.index(precision), list(outputs), list(inputs), size])
 

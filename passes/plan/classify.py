@@ -153,8 +153,8 @@ def _keep_numbers(draft: Draft, decisions: dict[str, Decision]) -> None:
     numbers = find_numbers(draft.graph, draft.rules)
 
     def rounds(name: str) -> bool:
-        info, asked = draft.rules.ops.info(draft.graph.nodes[name].op), decisions[name].precision
-        return asked in (Precision.LOW, Precision.BETWEEN) or (asked is Precision.FOLLOW and not info.exact)
+        info, precision = draft.rules.ops.info(draft.graph.nodes[name].op), decisions[name].precision
+        return precision in (Precision.LOW, Precision.BETWEEN) or (precision is Precision.FOLLOW and not info.exact)
 
     for name in filter(rounds, numbers.kept):
         decisions[name] = Decision(Precision.KEEP, reason=f"{numbers.kept[name]}, so it stays as captured")

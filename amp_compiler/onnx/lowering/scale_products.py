@@ -91,8 +91,8 @@ class _Writer:
             stored = _stored(value, _channels(node, index) if way.scaling == "rowwise" else None)
             key = (stored and stored[1:], value if stored is None else None, way.power_of_2)
             if key not in self.initializers:
-                made = self._measured(value, name, way) if stored is None else self._rounded(stored, way)
-                self.initializers[key] = made
+                stored_pair = self._measured(value, name, way) if stored is None else self._rounded(stored, way)
+                self.initializers[key] = stored_pair
             if (key, node.graph) not in self.results:
                 self.results[key, node.graph] = self._pair(value, stored, *self.initializers[key], node)
             node.replace_input_with(index, self.results[key, node.graph])
