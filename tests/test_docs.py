@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import amp_compiler as amp
 
@@ -107,6 +108,19 @@ def test_the_snippets_of_a_page_run(
     path.write_text("\n".join(page.snippets), encoding="utf-8")
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
     assert HERE[name] in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_first_script_of_several_processes_runs_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pages: Any
+) -> None:
+    (page,) = [one for one in pages.pages() if one.name == "ranks.md"]
+    script = page.snippets[0].replace('dtype="bf16"', 'dtype="bf16", backend="eager"')
+    begin = dist.init_process_group
+    place = f"file://{tmp_path}/store"
+    monkeypatch.setattr(dist, "init_process_group", lambda kind: begin(kind, init_method=place, rank=0, world_size=1))
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(script, page.name, "exec", dont_inherit=True), scope)
+    assert scope["loss"].isfinite() and not dist.is_initialized()
 
 
 def test_every_snippet_is_run_by_a_test(pages: Any) -> None:

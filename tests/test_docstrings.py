@@ -66,7 +66,9 @@ def methods() -> Iterator[tuple[str, Any]]:
                 yield f"{name}.{method}", function
 
 
-@pytest.mark.parametrize(("name", "function"), methods(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("name", "function"), list(methods()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_method_speaks_of_its_arguments(name: str, function: Any) -> None:
     text = inspect.getdoc(function) or ""
     shared = f"as in `LossScale.{function.__name__}`" in text
