@@ -9,20 +9,21 @@ from typing import ClassVar
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import GELU, Node
 from amp_compiler.passes.onnx_plan.pinning import PinPass
-from amp_compiler.passes.onnx_plan.summed_squares import Squares
+from amp_compiler.passes.onnx_plan.summed_squares import PRODUCTS, Squares
 from amp_compiler.planner.draft import Draft
 
 _SUMMING = frozenset({"onnx.ReduceSumSquare", "onnx.ReduceL2"})
-_WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Exp", *_SUMMING})  # what may overflow
+_WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Exp", *_SUMMING, *PRODUCTS})  # what may overflow
 
 
 @dataclass(frozen=True)
 class PinOverflows(PinPass):
     """Pin to FP32, in fp16, powers, sums of squares and exponentials, with what works on their results.
 
-    That is all up to the root, quotient or logarithm that brings them back into range. Products of a value with itself
-    count where they are summed, or end there: magnitudes such as `sqrt(re * re + im * im)`. Exponentials of differences
-    to a maximum are at most one. The rules' `keep: {powers: false}` leaves all of it to the rules.
+    That is all up to the root, quotient or logarithm that brings them back into range. Products of a value with itself,
+    also of its rows, count where they are summed, or end there: magnitudes such as `sqrt(re * re + im * im)`.
+    Exponentials of differences to a maximum are at most one. The rules' `keep: {powers: false}` leaves all of it to the
+    rules.
 
     Before:
 

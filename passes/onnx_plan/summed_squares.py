@@ -12,6 +12,7 @@ _GROWING = SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", 
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
+PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum"})
 REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -35,6 +36,9 @@ class Squares(Walker):
 
     def _squares(self, node: Node) -> bool:
         factors = [operand.value for operand in node.inputs]
+        if node.op in PRODUCTS and len(factors) == 2:  # of rows with themselves: squares, and their sum
+            one, other = self.behind(node, 0), self.behind(node, 1)
+            return one is not None and one is other
         return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
@@ -59,14 +63,14 @@ class Squares(Walker):
     def to_end(self, seed: Node) -> list[str]:
         """The nodes between an op that overflows and the ops that bring its result back into range, those included."""
         came: dict[str, str] = {}
-        mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm alone is an end
+        mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm or root alone is an end
         ends: list[str] = []
         frontier = [seed]
         for _ in range(REACH):
             following: list[Node] = []
             for node in frontier:
                 for user in self.users(node):
-                    if user.name in came or (node.name in mixed and user.op in _ENDING and user.op != "onnx.Log"):
+                    if user.name in came or (node.name in mixed and user.op in _ENDING - {"onnx.Log", "onnx.Sqrt"}):
                         continue
                     mixes = user.op == "onnx.MatMul" and any(self.holds_data(one.value) for one in user.inputs)
                     mixed.update([user.name] if mixes or node.name in mixed else [])

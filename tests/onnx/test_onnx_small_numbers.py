@@ -159,7 +159,12 @@ SUMS = {
     "pool": [node("Reshape", ["s", "rows"], ["r"]), node("AveragePool", ["r"], ["p"], kernel_shape=[4], strides=[4]),
              node("Sqrt", ["p"], ["y"])],
     "single": [node("Add", ["s", "e"], ["p"]), node("Sqrt", ["p"], ["y"])],
+    "ones": [node("MatMul", ["s", "ones"], ["p"]), node("Sqrt", ["p"], ["y"])],
+    "einsum": [node("Einsum", ["a", "a"], ["p"], equation="bi,bi->b"), node("Sqrt", ["p"], ["y"])],
+    "rows": [node("Reshape", ["a", "row"], ["r"]), node("Reshape", ["a", "column"], ["c"]),
+             node("MatMul", ["r", "c"], ["p"]), node("Sqrt", ["p"], ["y"])],
 }  # fmt: skip
+SHAPES = {"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16), "ones": (4, 1), "einsum": (4,), "rows": (4, 1, 1)}
 
 
 @pytest.mark.parametrize("size", [1e-4, 3000.0])
@@ -169,10 +174,11 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
     data = [
         nh.from_array(np.eye(16, dtype=np.float32), "w"),
         scalar("e", 1e-6),
-        nh.from_array(np.array([4, 1, 16]), "rows"),
-    ]
-    output = info("y", *{"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16)}[kind])
-    source = model(nodes, [info("x", 4, 16), info("k", 4, 16)], [output], data)
+        *(nh.from_array(np.array(at), name) for name, at in
+          (("rows", [4, 1, 16]), ("row", [4, 1, 16]), ("column", [4, 16, 1]))),
+        nh.from_array(np.ones((16, 1), np.float32), "ones"),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 4, 16), info("k", 4, 16)], [info("y", *SHAPES[kind])], data)
     feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32), "k": np.ones((4, 16), np.float32)}
     assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
 
