@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 OURS, THEIRS = VARIANTS = ("amp_compiler", "torch.compile")
-NAMES = ("mlp", "gpt2", "bert", "t5", "mobilenet")
+NAMES = ("mlp", "gpt2", "bert", "t5", "mobilenet", "llama", "vit", "lstm")
 # As deep as the real ones are, or half of that; and narrow, so that the step itself takes next to no time.
 _SIZE = models.Size(vocab=512, hidden=128, layers=6, heads=4, batch=2, tokens=32, image=32, classes=10)
 _DEEPER = {"t5": 12}  # both halves together
