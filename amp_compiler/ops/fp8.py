@@ -132,7 +132,7 @@ def no_amaxes(history: int) -> Tensor:
 
 
 @dataclass
-class _Delayed:
+class Delayed:
     """The scales of a product, as Transformer Engine makes them: of the largest magnitude of a history.
 
     Where that is zero or not finite the last scale stays. Nothing is known without `amaxes`.
@@ -150,9 +150,9 @@ class _Delayed:
         gradients = delayed[-1], _incoming(delayed[-1])
         of_rows = (delayed[0], _E4M3), (delayed[0], _E4M3), gradients
         for number, (row, (way, dtype)) in enumerate(zip(self.amaxes.unbind(), of_rows, strict=True)):
-            amax = row[1 : 1 + way.history].amax()
+            amax = row.narrow(0, 1, way.history).amax()
             scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(torch.float32).max)
-            self.scales[number] = torch.where((amax > 0) & amax.isfinite(), _power_of_2(scale, way), row[0])
+            self.scales[number] = torch.where((amax > 0) & amax.isfinite(), _power_of_2(scale, way), row.select(0, 0))
 
     def scaled(self, number: int, x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
         """An operand, or the incoming gradient, scaled and noted; see `scaled`."""
@@ -166,7 +166,8 @@ class _Delayed:
         if self.amaxes is None:
             return None
         latest = torch.stack([self.amaxes.new_zeros(()) if one is None else one for one in self.seen])
-        return torch.cat([torch.stack(self.scales)[:, None], latest[:, None], self.amaxes[:, 1:-1]], 1)
+        before = self.amaxes.narrow(1, 1, self.amaxes.shape[1] - 2)
+        return torch.cat([torch.stack([torch.stack(self.scales), latest], 1), before], 1)
 
 
 def _incoming(way: Fp8) -> torch.dtype:
@@ -228,7 +229,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], x: Tensor, right: Tensor, amaxes: Tensor | None) -> Tensor:
         way, back = ways
-        ctx.delayed = _Delayed(amaxes, ways)
+        ctx.delayed = Delayed(amaxes, ways)
         left_scaled, right_scaled = ctx.delayed.scaled(0, x, _E4M3, way, 1), ctx.delayed.scaled(1, right, _E4M3, way, 0)
         # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
         same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == (
@@ -282,7 +283,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ways: tuple[Fp8, Fp8 | None], op: Any, rest: tuple[Any, ...], *tensors: Any) -> Tensor:
         way, (x, weight, amaxes) = ways[0], tensors
-        ctx.delayed = _Delayed(amaxes, ways)
+        ctx.delayed = Delayed(amaxes, ways)
         operands = ctx.delayed.scaled(0, x, _E4M3, way, None), ctx.delayed.scaled(1, weight, _E4M3, way, None)
         ctx.ways, ctx.op, ctx.rest = ways, op, rest
         ctx.save_for_backward(x, weight)

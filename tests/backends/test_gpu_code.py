@@ -15,7 +15,7 @@ from written_for_gpu import an_h200, kernels, machine_code
 
 from amp_compiler.backends.inductor import _options
 from amp_compiler.ir.arithmetic import Fp8
-from amp_compiler.ops.fp8 import fp8_product, multiply, no_amaxes, scaled
+from amp_compiler.ops.fp8 import Delayed, multiply, scaled
 from amp_compiler.passes.device import remake_masks
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton, which this platform lacks")
@@ -78,11 +78,12 @@ def products(x, weight, gradient, way):
 
 def with_delayed_scales(x, weight, gradient, way):
     """The same of a layer whose scales are of the steps before, with what it remembers behind the step."""
-    leaves = x, weight, no_amaxes(way.history).to(x.device)
-    with torch.enable_grad():
-        x, weight, amaxes = (one.detach().requires_grad_() for one in leaves)
-        result = fp8_product(aten.linear.default, (x, weight, None), way.short, way.short, amaxes)
-        return result, *torch.autograd.grad(result, (x, weight, amaxes), gradient)
+    low, narrow, wide = x.dtype, torch.float8_e4m3fn, torch.float8_e5m2
+    delayed = Delayed(x.new_empty(3, 1 + way.history, dtype=torch.float32), (way, way))
+    left, right = delayed.scaled(0, x, narrow, way, 1), delayed.scaled(1, weight.t(), narrow, way, 0)
+    incoming = delayed.scaled(2, gradient, wide, way, 1)
+    products = multiply(left, right, low, way), multiply(incoming, right.t(), low, way)
+    return *products, multiply(incoming.t(), left, low, way), delayed.following()
 
 
 @pytest.mark.compiles
