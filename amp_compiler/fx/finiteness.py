@@ -56,8 +56,8 @@ class Finiteness:
 
     def note(self, node: fx.Node, value: Any) -> None:
         """Look at the value of a node; those of its inputs come before it."""
-        given = value if isinstance(value, (list, tuple)) else [value]
-        items = [one.float() if isinstance(one, Tensor) and one.dtype in FP8 else one for one in given]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        items = [one.float() if isinstance(one, Tensor) and one.dtype in FP8 else one for one in values]
         first = next((one for one in items if isinstance(one, Tensor) and one.is_floating_point()), None)
         if first is not None:
             self.ranges[node] = range_of(first)
