@@ -27,6 +27,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
+from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
@@ -213,7 +214,9 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
-    compiled = _compile(step, examples, settings, begun.emulated, stages)
+    # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
+    exact = begun.emulated or state.kept.weights.storage.rounding is Storage.KAHAN
+    compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)

@@ -151,6 +151,25 @@ def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
         assert torch.equal((weight + error.float()).bfloat16().float(), weight)
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["momentum", pytest.param("adamw", marks=pytest.mark.slow)])
+def test_a_compiled_update_keeps_the_errors_of_kahans_summation(name):
+    """Compiled code may leave out a rounding, of which there would be no error left to keep."""
+    found = []
+    for backend in ("eager", "inductor"):
+        model = nn.Linear(64, 1, bias=False).bfloat16()
+        nn.init.constant_(model.weight, 256.0)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        step = amp.training_step(
+            model, lambda m, x: -m(x).sum(), optimizer, rules=rules("kahan"), dtype="bf16", backend=backend
+        )
+        for _ in range(5):
+            step(torch.full((1, 64), 0.5).bfloat16())
+        found.append((model.weight.detach(), optimizer.state[model.weight]["compensation"]))
+    for eager, compiled in zip(*found, strict=True):
+        assert eager.any() and torch.equal(eager, compiled)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
