@@ -12,12 +12,15 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
+_SCALING = frozenset({"onnx.Mul", "onnx.Div"})  # an error of a factor is one of the result
+
 
 @dataclass(frozen=True)
 class PinStoredNumbers(PinPass):
     """Pin to FP32 what reads stored numbers beyond the low type, or such that would become zero in it.
 
-    The arithmetic behind that is pinned too, up to the next product, norm or softmax: it may be as huge or as tiny.
+    So are products with, and quotients by, numbers that are all subnormal in it, which keep few digits. The arithmetic
+    behind all that is pinned too, up to the next product, norm or softmax: it may be as huge or as tiny.
     Numbers that become zero do not count in a factor of a product or a table of rows whose largest number is a normal
     one of the low type: there they are below the rounding of the others.
 
@@ -56,9 +59,17 @@ class _Finder(Walker):
     def misfit(self, name: str, numbers: StoredNumbers) -> None:
         """Pin what reads numbers that do not fit."""
         over = numbers.largest > self.low.format.max
-        if not over and not numbers.lost:
+        if not over and not numbers.subnormal and not numbers.lost:
             return
         moves, sinks = self._spread(name)
+        if not over and not numbers.lost:
+            sinks = [node for node in sinks if node.op in _SCALING or self.info(node).factors]
+            fmt = self.low.format
+            fits = numbers.number is not None and numbers.number % fmt.smallest_subnormal == 0
+            if sinks and numbers.largest < fmt.smallest_normal and not fits:
+                reason = f"'{name}' holds numbers up to {numbers.largest:g}, subnormal in {self.low.short}"
+                self._pin_onward(moves, sinks, reason, name)
+            return
         if over:
             self._pin_onward(
                 moves, sinks, f"'{name}' holds numbers up to {numbers.largest:g}, beyond {self.low.short}", name

@@ -191,7 +191,7 @@ def test_the_same_in_a_step_that_trains_an_onnx_file():
 def faint_file() -> onnx.ModelProto:
     """Numbers made too small for FP16, and large again."""
     weights = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in
-               (("small", 2e-5), ("large", 5e4))]  # fmt: skip
+               (("small", 1e-4), ("large", 1e4))]  # fmt: skip
     nodes = [
         helper.make_node("Tanh", ["x"], ["t"], "tanh"),
         helper.make_node("Mul", ["t", "small"], ["s"], "down"),

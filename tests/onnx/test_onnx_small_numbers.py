@@ -237,3 +237,24 @@ def test_bounds_that_fit_are_low(bounds):
              node("MatMul", ["c", "w"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)], opset=10)
     assert "clip" in low_nodes(check(source, "fp16"))
+
+
+@pytest.mark.parametrize("form", ["initializer", "vector", "constant", "filled"])
+@pytest.mark.parametrize("op", ["Mul", "Div"])
+def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
+    scale = nh.from_array(np.array([3e-7], np.float32), "c")
+    made = {
+        "constant": [node("Constant", [], ["c"], value=scale)],
+        "filled": [node("Shape", ["x"], ["n"]), node("ConstantOfShape", ["n"], ["c"], value=scale)],
+    }
+    stored = {"initializer": [scale], "vector": [nh.from_array(np.linspace(1e-7, 9e-7, 16, dtype=np.float32), "c")]}
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]), *made.get(form, []),
+        *([node("Mul", ["h", "d"], ["g"])] * (op == "Div")),
+        node(op, ["g" if op == "Div" else "h", "c"], ["y"], "scale"),
+    ]  # fmt: skip
+    data = [weight("w", 16, 16), *([scalar("d", 4e-5)] * (op == "Div")), *stored.get(form, [])]
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], data)
+    done = check(source, "fp16")
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR["fp16"]
+    assert "scale" not in low_nodes(done)
