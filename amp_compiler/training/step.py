@@ -356,7 +356,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
     @property
     def __name__(self) -> str:
         # Tools name what they are given: torch.jit.trace does so before it calls the step, which then says why not.
-        return type(self).__name__
+        return "TrainingStep"
 
     def __repr__(self) -> str:
         names = ", ".join(type(one).__name__ for one in (self.model, *self._optimizers))
