@@ -39,7 +39,7 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
                 if decision.precision in free and decision.rule not in own:
                     makers.add(maker.name)
                 break
-            if info.moves != "shape":
+            if info.moves != "shape" or decision.precision is Precision.LOW:  # which rounds what it moves
                 break
             value, readers = maker.inputs[0].value, 1
     return frozenset(makers)
