@@ -126,6 +126,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 # ---- as a file
 
+SMALL = 2.0**-17  # a power of two, which FP16 holds: others as small keep what reads them in FP32
 ONNX_RULES = {"version": 1, "extends": "default", "allow": ["onnx.Log", "onnx.Softmax", "onnx.ReduceSum"]}
 # What makes a value that 16 bits do not hold, or reads one. The square goes with its mean: both are converted alike; so
 # does what makes a mean of the sum: what divides a sum that is kept in FP32 keeps it by itself.
@@ -168,18 +169,18 @@ def file(blocks: int = BLOCKS) -> onnx.ModelProto:
         key = made.add("attention/key", "MatMul", x, made.weight(net.attention.key))
         turned = made.add("attention/turned", "Transpose", key, perm=[1, 0])
         scores = made.add("attention/scores", "MatMul", query, turned)
-        bounded = made.add("attention/tanh", "Tanh", made.add("attention/scaled", "Mul", scores, 1e-5))
+        bounded = made.add("attention/tanh", "Tanh", made.add("attention/scaled", "Mul", scores, SMALL))
         return made.add("attention/mean", "ReduceMean", bounded, axes, keepdims=1)
 
     def variance(x):
         hidden = made.add("variance/inner", "MatMul", x, made.weight(net.variance.inner))
         square = made.add("variance/square", "Mul", hidden, hidden)
         mean = made.add("variance/mean", "ReduceMean", square, axes, keepdims=1)
-        return made.add("variance/tanh", "Tanh", made.add("variance/scaled", "Mul", mean, 2e-7))
+        return made.add("variance/tanh", "Tanh", made.add("variance/scaled", "Mul", mean, SMALL / 32))
 
     def channel(x):
         up = made.add("channel/up", "MatMul", x, made.weight(net.channel.up))
-        bounded = made.add("channel/tanh", "Tanh", made.add("channel/scaled", "Mul", up, 1e-5))
+        bounded = made.add("channel/tanh", "Tanh", made.add("channel/scaled", "Mul", up, SMALL))
         return made.add("channel/down", "MatMul", bounded, made.weight(net.channel.down))
 
     def log(x):

@@ -25,7 +25,7 @@ def scaled() -> onnx.ModelProto:
     """A product beyond FP16, scaled down again, and a layer that 16 bits do no harm to."""
     weights = [
         numpy_helper.from_array(np.full((4, 4), 4e4, np.float32), "w"),
-        numpy_helper.from_array(np.array(1e-5, np.float32), "small"),
+        numpy_helper.from_array(np.array(2.0**-17, np.float32), "small"),
         numpy_helper.from_array(np.eye(4, dtype=np.float32), "eye"),
     ]
     nodes = [

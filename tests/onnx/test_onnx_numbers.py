@@ -196,7 +196,7 @@ def test_a_mean_of_many_as_a_sum_and_a_count(by):
     source = model(
         nodes, [info("x", "n", 8), info("mask", "n", kind=T.BOOL)], [info("y", 8)],
         [weight("w", 8, 8), scalar("one", [1], np.int64), scalar("zero", [0], np.int64), scalar("few", 1.0),
-         scalar("share", 1 / 90_000)],
+         scalar("share", 2.0**-16)],
     )  # fmt: skip
     feeds = {"x": 1 + np.abs(RNG.standard_normal((90_000, 8))).astype(np.float32), "mask": np.ones(90_000, np.bool_)}
     done = check(source, "fp16")
