@@ -59,6 +59,7 @@ class Window:
         self.media("", scheme)
         self.driver.get("about:blank")
         self.driver.get(page.resolve().as_uri() + fragment)
+        self.driver.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0]))")  # drawn, and at rest
 
     def resize(self, width: int, height: int) -> None:
         """Make the window so large; a narrow one is that of a phone."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -102,6 +104,14 @@ def type_in(browser, selector: str, words: str) -> None:
         selector,
         words,
     )
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait for it: on a busy machine the browser may have its events later."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def column(browser, key: int) -> list[str]:
@@ -302,7 +312,7 @@ def test_a_rule_elsewhere_is_no_difference_and_precisions_and_types_are_counted_
 def test_a_search_lists_links_that_unfold(browser, pages):
     browser.open(pages["large"])
     type_in(browser, "#search", "softmax")
-    assert count(browser, "#hits li") == 61
+    until(lambda: count(browser, "#hits li") == 61)
     assert text(browser, "#hits li:last-child") == "and 325 more, in the table"
     link = "[...document.querySelectorAll('#hits .link')].find((one) => one.textContent === 'softmax_602')"
     assert browser.run(f"{link}.click(); return location.hash") == "#node=softmax_602&q=softmax"
