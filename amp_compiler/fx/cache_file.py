@@ -6,9 +6,11 @@ Torch's cache holds graphs and Triton kernels, and none of the libraries that a 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import platform
 import re
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,30 +18,27 @@ from typing import Any
 import torch
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private.artifacts import (
-    kernel_folder,
-    kernel_libraries,
-    record_artifact,
-    register_artifacts,
-)
+from amp_compiler.fx.torch_private.artifacts import kernel_folder, kernel_libraries
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library, processor
 
 _MAGIC = b"amp_compiler cache\n"
+_TORCHS = "artifacts"  # what torch.compiler.save_cache_artifacts gives
 _OURS = re.compile(r"ours/(joint_\w+\.json\.gz|cpu_loops_\w+\.so)")
 _KERNELS = re.compile(r"torch/(\w\w/\w+(\.\w+)?\.so)")
 
 
-def keep(file: Path, content: bytes | None = None) -> None:
+_KEPT: dict[Path, None] = {}  # files in the folder of ours that this process has written or read
+
+
+def keep(file: Path) -> None:
     """Let `save_cache` save a file of the folder of ours.
 
     Args:
         file: its path.
-        content: what it holds, where that is at hand.
     """
-    register_artifacts(_put)
-    record_artifact(f"ours/{file.name}", file.read_bytes() if content is None else content)
+    _KEPT[file] = None
 
 
 def save_cache(path: str | Path | None = None) -> bytes:
@@ -57,23 +56,30 @@ def save_cache(path: str | Path | None = None) -> bytes:
     Example:
         >>> amp.save_cache("model.cache")  # doctest: +SKIP
     """
-    register_artifacts(_put)
+    files: dict[str, bytes] = {}
     try:
         if library.cache_info().currsize and (loops := library()) is not None:
             keep(Path(loops._name))
+        files |= {f"ours/{file.name}": file.read_bytes() for file in [*_KEPT] if file.exists()}
         probes = [Path(mark.read_text(encoding="utf-8")) for mark in sorted(cache_folder().glob("loads_*"))]
         for file in [*kernel_libraries(), *probes]:
             if file.is_relative_to(kernel_folder()) and file.exists():
-                record_artifact(f"torch/{file.relative_to(kernel_folder()).as_posix()}", file.read_bytes())
+                files[f"torch/{file.relative_to(kernel_folder()).as_posix()}"] = file.read_bytes()
     except OSError as cause:
         raise AmpError(
             f"compiled code cannot be read: {cause.strerror}", where=str(cause.filename), hint="compile it again"
         ) from cause
-    saved = torch.compiler.save_cache_artifacts()
-    if saved is None:
+    if (saved := torch.compiler.save_cache_artifacts()) is not None:
+        files[_TORCHS] = saved[0]
+    if not files:
         raise AmpError("nothing has been compiled yet", hint="call the model or the step first")
-    header = {**_versions(), "sha256": hashlib.sha256(saved[0]).hexdigest()}
-    content = _MAGIC + json.dumps(header).encode() + b"\n" + saved[0]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name), files[name])  # with no date, so that equal caches are equal files
+    body = packed.getvalue()
+    header = {**_versions(), "sha256": hashlib.sha256(body).hexdigest()}
+    content = _MAGIC + json.dumps(header).encode() + b"\n" + body
     if path is not None:
         write_atomically(path, content)
     return content
@@ -102,21 +108,20 @@ def load_cache(source: str | Path | bytes) -> None:
             content = Path(source).read_bytes()
         except OSError as cause:
             raise AmpError(f"cannot be read: {cause.strerror}", where=where, hint="check the path") from cause
-    register_artifacts(_put)
     try:
-        loaded = torch.compiler.load_cache_artifacts(_checked(content, where))
+        with zipfile.ZipFile(io.BytesIO(_checked(content, where))) as archive:
+            for name in archive.namelist():
+                _put(name, archive.read(name), where)
     except OSError as cause:
         raise AmpError(
             f"the cache cannot be written: {cause.strerror}",
             where=str(cause.filename),
             hint="free or change the folder",
         ) from cause
-    if loaded is None:
-        raise AmpError("torch cannot read its part of the cache", where=where, hint="make it anew by amp.save_cache")
 
 
 def _checked(content: bytes, where: str) -> bytes:
-    """What torch saved, out of what `save_cache` returned."""
+    """The archive in what `save_cache` returned."""
     anew = "make it anew by amp.save_cache"
     if not content.startswith(_MAGIC):
         raise AmpError("this is no cache that amp.save_cache made", where=where, hint=anew)
@@ -146,14 +151,19 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _put(name: str, content: bytes) -> None:
-    """Write one file into the folder that it came from."""
+def _put(name: str, content: bytes, where: str) -> None:
+    """Give torch what is its own, and write a file into the folder that it came from."""
+    anew = "make it anew by amp.save_cache"
+    if name == _TORCHS:
+        if torch.compiler.load_cache_artifacts(content) is None:
+            raise AmpError("torch cannot read its part of the cache", where=where, hint=anew)
+        return
     if match := _OURS.fullmatch(name):
         target = cache_folder() / match[1]
     elif match := _KERNELS.fullmatch(name):
         target = kernel_folder() / match[1]
         target.parent.mkdir(parents=True, exist_ok=True)
     else:
-        raise AmpError(f"the cache names a file that is none of it: {name!r}", hint="make it anew by amp.save_cache")
+        raise AmpError(f"the cache names a file that is none of it: {name!r}", where=where, hint=anew)
     if not target.exists():
         write_atomically(target, content)

@@ -84,9 +84,8 @@ class KeptGraph:
     def load(self) -> fx.Graph | None:
         """The graph, where it is kept."""
         try:
-            content = self.file.read_bytes()
-            graph = graph_of(json.loads(gzip.decompress(content)), self.sources, self.mode)
-            keep(self.file, content)
+            graph = graph_of(json.loads(gzip.decompress(self.file.read_bytes())), self.sources, self.mode)
+            keep(self.file)
             with contextlib.suppress(OSError):  # another user's cache may be read, and not be marked as read
                 os.utime(self.file)
         except FileNotFoundError:
@@ -109,9 +108,8 @@ class KeptGraph:
             back = graph_of(json.loads(text), self.sources, self.mode)
             if json.dumps(record_of(back, origins, self.sources)) != text:
                 raise Unrecordable("what is read back is another graph")
-            content = gzip.compress(text.encode(), 1)
-            write_atomically(self.file, content)
-            keep(self.file, content)
+            write_atomically(self.file, gzip.compress(text.encode(), 1))
+            keep(self.file)
             _drop_oldest(self.file.parent)
         except (AmpError, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)

@@ -20,8 +20,8 @@ def settle_between(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str,
 
     A node stands between where a path through nodes that are `between` or `follow` leads to it from a node that runs
     low, and another one from it to a node that runs low. FP32 goes down such paths: what is `between` below a node that
-    the rules run in FP32 runs in FP32, and no path leads through it. What is kept as captured ends paths, and sends
-    nothing down.
+    the rules run in FP32 runs in FP32, and no path leads through it. What is kept as captured ends paths and sends
+    nothing down; it counts as low where it is 16-bit.
 
     Args:
         draft: the graph, and what is planned for.
@@ -86,9 +86,16 @@ class _Walk:
         for node in nodes:
             if self._requested[node.name] not in _THROUGH or node.name in self.below_fp32:
                 continue
-            if any(name in reached or self._requested[name] is Precision.LOW for name in neighbours(node)):
+            if any(name in reached or self._is_low(name) for name in neighbours(node)):
                 reached.add(node.name)
         return reached
+
+    def _is_low(self, name: str) -> bool:
+        """Whether a node runs low, or was captured so and is kept, as a product beside a quantizer is."""
+        node, values, low = self._draft.graph.nodes[name], self._draft.graph.values, self._draft.context.low
+        kept = self._requested[name] is Precision.KEEP
+        names = (*node.outputs, *(operand.value for operand in node.inputs)) if kept else ()
+        return self._requested[name] is Precision.LOW or any(values[one].dtype is low for one in names)
 
     def _makers(self, node: Node) -> list[str]:
         graph, flexible = self._draft.graph, self._draft.flexible

@@ -41,6 +41,8 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
                 break
             if info.moves != "shape" or decision.precision is Precision.LOW:  # which rounds what it moves
                 break
+            if graph.execution.run_only and graph.values[value].numel != graph.values[maker.inputs[0].value].numel:
+                break  # a cast in front costs more than one behind what takes a part
             value, readers = maker.inputs[0].value, 1
     return frozenset(makers)
 

@@ -73,7 +73,7 @@ def check_call(batch: Sequence[Any], named: Mapping[str, Any]) -> None:
             "a training step is called within torch.inference_mode(), in which nothing is differentiated",
             hint="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
         )
-    if traced := tracer_around() or traced_elsewhere(lambda: pytree.tree_leaves(list(batch))):
+    if traced := tracer_around(levels=False) or traced_elsewhere(lambda: pytree.tree_leaves(list(batch))):
         raise AmpError(
             f"a training step updates weights that no trace holds, and {traced}",
             hint="call the step by itself, it compiles itself; trace, export or transform the model that it trains",

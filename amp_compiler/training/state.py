@@ -141,9 +141,14 @@ class Amaxes:
         Raises:
             AmpError: it is none, or remembers another number of steps.
         """
-        for key, rows in saved.get(AMAXES, {}).items():
+        amaxes = saved.get(AMAXES, {})
+        if not isinstance(amaxes, Mapping):
+            raise AmpError(f"the saved magnitudes are {amaxes!r}", hint=_SAVED)
+        for key, rows in amaxes.items():
             try:
                 loaded = torch.tensor(rows, dtype=torch.float32, device=self._device)
+                if loaded.dim() != 2 or loaded.shape[0] != len(no_amaxes(1)):
+                    raise ValueError(f"{tuple(loaded.shape)} numbers")
                 self.get(key, loaded.shape[1] - 1).copy_(loaded)
             except (TypeError, ValueError, IndexError, RuntimeError) as cause:
                 raise AmpError(f"the saved magnitudes of '{key}' are {rows!r}", hint=_SAVED) from cause

@@ -70,8 +70,13 @@ def test_a_second_process_with_empty_folders_makes_nothing_anew(tmp_path, backen
 def content(tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
     with CacheArtifactManager.with_fresh_cache():
-        cache_file.keep(cache_folder() / "joint_0.json.gz", b"a graph")
-        yield amp.save_cache()
+        monkeypatch.setattr(cache_file, "_KEPT", {})
+        file = cache_folder() / "joint_0.json.gz"
+        file.write_bytes(b"a graph")
+        cache_file.keep(file)
+        saved = amp.save_cache()
+        file.unlink()
+        yield saved
 
 
 def test_what_is_saved_is_loaded_from_bytes_and_from_a_file(content, tmp_path):
@@ -113,7 +118,7 @@ def test_a_file_outside_of_the_folders_is_not_written(tmp_path, content):
         "ours/joint_0.json.gz\n",
     ):
         with pytest.raises(amp.AmpError, match="none of it"):
-            cache_file._put(name, b"")
+            cache_file._put(name, b"", "")
 
 
 def test_errors_name_the_place(tmp_path):
@@ -121,6 +126,7 @@ def test_errors_name_the_place(tmp_path):
         patch.setattr(cache_file, "library", type("", (), {"cache_info": lambda: type("", (), {"currsize": 0})}))
         patch.setattr(cache_file, "kernel_libraries", list)
         patch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
+        patch.setattr(cache_file, "_KEPT", {})
         with pytest.raises(amp.AmpError, match="nothing has been compiled yet; call the model"):
             amp.save_cache()
     with pytest.raises(amp.AmpError, match=r"missing\.cache: cannot be read: No such file"):

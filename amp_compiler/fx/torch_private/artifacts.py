@@ -1,48 +1,8 @@
-"""What is private of torch's portable cache (`torch.compiler.save_cache_artifacts`), and of the code that it lacks."""
+"""Where the code stands that torch's portable cache (`torch.compiler.save_cache_artifacts`) leaves out."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-
-from torch.compiler import _cache
-
-KIND = "amp_compiler"
-"""Stands in the portable cache for what this package has added."""
-
-
-@functools.cache
-def _registered(put: Callable[[str, bytes], None]) -> None:
-    class Artifact(_cache.CacheArtifact):
-        def populate_cache(self) -> None:
-            put(self.key, self.content)
-
-        @staticmethod
-        def type() -> str:
-            return KIND
-
-    _cache.CacheArtifactFactory.register(Artifact)
-
-
-def register_artifacts(put: Callable[[str, bytes], None]) -> None:
-    """Let torch's portable cache hold files of ours; nothing is done where it does so already.
-
-    Args:
-        put: is given the name and the content of each when the cache is loaded.
-    """
-    if KIND not in _cache.CacheArtifactFactory._artifact_types:
-        _registered(put)
-
-
-def record_artifact(name: str, content: bytes) -> None:
-    """Put a file into the portable cache; they must have been registered.
-
-    Args:
-        name: as `put` will be given it.
-        content: of the file.
-    """
-    _cache.CacheArtifactManager.record_artifact(KIND, name, content)
 
 
 def kernel_folder() -> Path:

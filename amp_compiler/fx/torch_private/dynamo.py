@@ -425,9 +425,13 @@ def is_idle_checkpoint(function: type) -> bool:
     return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
 
 
-def tracer_around() -> str:
-    """What traces or transforms a call from outside, where Dynamo does not look; empty where nothing does."""
-    if transforms_here():
+def tracer_around(levels: bool = True) -> str:
+    """What traces or transforms a call from outside, where Dynamo does not look; empty where nothing does.
+
+    Args:
+        levels: as for `transforms_here`.
+    """
+    if transforms_here(levels):
         return "torch.func or forward_ad is around the call"
     if torch._C._get_tracing_state() is not None:
         return "a tracer (torch.jit.trace) is around the call"

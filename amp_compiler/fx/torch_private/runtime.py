@@ -75,11 +75,15 @@ def mode_around() -> TorchDispatchMode | None:
     return modes[-1] if modes else None
 
 
-def transforms_here() -> bool:
-    """Whether this call stands within a transform of torch.func, or a level of forward-mode differentiation."""
+def transforms_here(levels: bool = True) -> bool:
+    """Whether this call stands within a transform of torch.func, or a level of forward-mode differentiation.
+
+    Args:
+        levels: whether such a level counts, which is the process's: another thread may have opened it.
+    """
     within = getattr(torch._C._functorch, "peek_interpreter_stack", None)
     return (within is not None and within() is not None) or (
-        getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+        levels and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
     )
 
 

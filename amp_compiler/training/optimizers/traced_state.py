@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -52,21 +51,23 @@ def own_step(view: Optimizer) -> None:
     try:
         step(view)
     except Exception as cause:
-        if _calls_back(step, view):
+        if _needs_closure(step, view, cause):
             raise needs_closure(view) from cause
         raise
 
 
-def _calls_back(step: Callable[..., Any], view: Optimizer) -> bool:
-    """Whether a step that fails without a closure calls the one that it is given, before it fails of something else."""
+def _needs_closure(step: Callable[..., Any], view: Optimizer, failure: Exception) -> bool:
+    """Whether a step that fails without a closure calls the one that it is given, and then fails otherwise or not."""
     calls: list[None] = []
 
-    def closure() -> None:
+    def closure() -> Tensor:
         calls.append(None)
-        raise StopIteration
+        return torch.zeros(())
 
-    with contextlib.suppress(Exception):  # of either failure the first one is told
+    try:
         step(view, closure)
+    except Exception as second:  # noqa: BLE001  # of the user's own code
+        return bool(calls) and (type(second), str(second)) != (type(failure), str(failure))
     return bool(calls)
 
 
