@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import io
 import subprocess
@@ -24,6 +25,12 @@ def compiled(model: nn.Module) -> amp.CompiledModule:
 def step_of(model: nn.Module, optimizer: object = None, **options: object) -> amp.TrainingStep:
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
     return amp.training_step(model, lambda m, x: m(x).mean(), optimizer, dtype="bf16", backend="eager", **options)
+
+
+def test_a_level_of_forward_mode_that_another_thread_has_opened_stops_no_step():
+    step = step_of(nn.Linear(4, 2))
+    with torch.autograd.forward_ad.dual_level(), concurrent.futures.ThreadPoolExecutor(1) as threads:
+        assert torch.isfinite(threads.submit(step, X).result())
 
 
 def test_backward_on_the_loss_of_a_step():

@@ -42,7 +42,7 @@ def keep(file: Path) -> None:
 
 
 def save_cache(path: str | Path | None = None) -> bytes:
-    """Save what this process has compiled, so that another one need not: torch's cache artifacts, with ours in them.
+    """Save what this process has compiled, so that another one need not: torch's cache artifacts, and ours.
 
     Args:
         path: a file to write, as a whole or not at all.

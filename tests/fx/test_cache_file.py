@@ -89,6 +89,11 @@ def test_what_is_saved_is_loaded_from_bytes_and_from_a_file(content, tmp_path):
     assert (tmp_path / "joint_0.json.gz").exists()
 
 
+def test_torchs_own_portable_cache_holds_nothing_of_ours(content):
+    """A process that does not import this package could not load it."""
+    assert torch.compiler.save_cache_artifacts() is None
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
