@@ -7,6 +7,7 @@ import math
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_models import (
@@ -22,6 +23,7 @@ from onnx_models import (
 )
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model
 from amp_compiler.onnx.model.opset import raise_opset
@@ -201,3 +203,67 @@ def test_an_op_that_is_run_by_its_definition_gets_the_opset_of_that(opset):
     kept = convert_onnx(source, dtype="bf16", raise_opset=False)
     wanted = {16: "low"}.get(opset, "keep")
     assert kept.plan.nodes[1].precision == wanted
+
+
+REQUIRED = {  # attributes that have no default
+    "to": T.FLOAT, "axis": 1, "kernel_shape": [2, 2], "perm": [0, 1, 3, 2], "equation": "abcd,efgd->abcg",
+    "blocksize": 2, "num_groups": 1, "size": 3, "mode": "linear", "shape": [-1], "pads": [0] * 8,
+    "pooled_shape": [1, 1], "axes": [1],
+}  # fmt: skip
+
+
+LAYOUTS = [((2, 4, 4, 4),) * 2, ((4, 4),) * 2, ((4,),) * 2, ((2, 4, 4, 4), (4,)), ((2, 4, 4, 4), (4, 4, 2, 2))]
+
+
+def each_op(opset):
+    """A model of each op of an opset that takes and gives FP32, as far as ONNX Runtime runs one of some layouts."""
+    for name in sorted({schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}):
+        if not onnx.defs.has(name, opset, ""):
+            continue
+        schema = onnx.defs.get_schema(name, opset, "")
+        inputs = schema.inputs[: max(schema.min_input, 1)]
+        required = {key for key, attribute in schema.attributes.items() if attribute.required}
+        if schema.deprecated or not inputs or not required <= REQUIRED.keys():
+            continue
+        if not all("tensor(float)" in value.types for value in (*inputs, schema.outputs[0])):
+            continue
+        swept = node(name, [f"x{index}" for index, _ in enumerate(inputs)], ["o"], "swept")
+        swept.attribute.extend(h.make_attribute(key, REQUIRED[key]) for key in sorted(required))
+        nodes = [node("Relu", ["x"], ["x0"]), swept, node("Identity", ["o"], ["y"])]
+        for first, other in LAYOUTS:
+            values = [info("x", *first), *(info(value, *other) for value in swept.input[1:])]
+            graph = h.make_graph(nodes, "g", values, [h.make_empty_tensor_value_info("y")])
+            source = h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=8)
+            shapes = [first, *(other for _ in swept.input[1:])]
+            feeds = {
+                value.name: RNG.uniform(0.1, 0.9, shape).astype(np.float32)
+                for value, shape in zip(values, shapes, strict=True)
+            }
+            try:
+                source = onnx.shape_inference.infer_shapes(source, strict_mode=True)
+                run(source, feeds)
+            except Exception:  # noqa: BLE001  ONNX Runtime's errors share no other base class
+                continue
+            yield name, source, feeds
+            break
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rules", ["default", {"version": 1, "rules": [{"match": {}, "precision": "low"}]}])
+@pytest.mark.parametrize("opset", [7, *(pytest.param(later, marks=pytest.mark.slow) for later in range(8, 26))])
+def test_each_op_in_each_opset(opset, rules, dtype):
+    """Converted or refused in words, and within rounding of what it was."""
+    wrong, compared = [], 0
+    for name, source, feeds in each_op(opset):
+        try:
+            done = convert_onnx(source, dtype=dtype, rules=rules)
+            report = verify(source, done.model, [feeds], trace=False)
+        except OnnxError as error:
+            if "report this as a bug" in str(error):
+                wrong.append(f"{name}: {error}"[:300])
+            continue
+        compared += 1
+        if not name.startswith("Random") and not report.ok({"fp16": 5e-3, "bf16": 4e-2}[dtype]):
+            wrong.append(f"{name}: {report.largest_error:.3g}")
+    assert not wrong, "\n".join(wrong)
+    assert compared > 60
