@@ -88,15 +88,6 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
         for device, fits in (("cpu", recurrent.can_run), ("cuda", recurrent_network.takes))
     ),
     NativeOp(
-        op=torch.ops.aten.scaled_dot_product_attention.default,
-        device="cpu",
-        stage=FORWARD,
-        ready=_always,
-        fits=attention.takes_forward,
-        implementation=torch.ops.amp_compiler.attention.default,
-        gain="FP16, which is emulated: 16 bits are kept for the backward of what the kernel made, not FP32",
-    ),
-    NativeOp(
         op=attention.ATEN_BACKWARD,
         device="cpu",
         stage=JOINT,
