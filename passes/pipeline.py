@@ -398,7 +398,7 @@ SUBGRAPH = Pipeline(
 )
 LATE = Pipeline(
     "LATE",
-    ("native_ops", "keep_images_once", "remake_masks"),
+    ("native_ops", "keep_images_once"),
     "On each graph that Inductor has opened, forward and backward, before it makes code of it. That is inside of the"
     " compiler: no stage of ours, and no place for passes of your own; `TORCH_LOGS=post_grad_graphs` prints what comes"
     " out. Of a graph that stands in torch's cache nothing is made anew.",

@@ -28,7 +28,6 @@ from amp_compiler.ops.native import JOINT
 from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import LatePass
 from amp_compiler.passes.device.native_ops import sources
-from amp_compiler.passes.device.remake_masks import normalizes_on_gpu
 from amp_compiler.passes.pipeline import LATE
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
@@ -49,6 +48,7 @@ _GRADIENTS_IN_PLACE = {"reorder_for_locality": False}
 _SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
+_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -141,7 +141,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
     if on_gpu:
         options.update(_MERGED_LOOPS | _GRADIENTS_IN_PLACE)
-        options.update(_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {})
+        options.update(_SUMS_KEPT if graph_module.graph.find_nodes(op="call_function", target=_NORM_BACKWARD) else {})
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_inductor.inductor_option(name) is not None}
         options.update(known)
@@ -169,6 +169,7 @@ def _identity() -> str:
 def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
     low = (torch.bfloat16, torch.float16)
     return any(value.device.type == "cpu" and value.dtype in low for value in _values(graph_module))
+
 
 
 def _is_numbers_on_gpu(graph_module: fx.GraphModule) -> bool:
