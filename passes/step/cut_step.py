@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.alias import written_operands
-from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, results_of, splice_before
+from amp_compiler.fx.graph import copy_graph, results_of, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
@@ -57,9 +57,6 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         return double, norm
         graph before_check …; graph behind_check …
 
-    On a GPU every loop is a launch: there a single number that nothing needs before the check, such as what the loss
-    scale may become, is computed behind it, together with the others.
-
     Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
     a compiler to fuse, and so are those in the subgraphs that no kernel takes.
 
@@ -98,7 +95,6 @@ class _Cut:
         last = [node for node in nodes if node.target in self.kernels and node is not self.check]
         updates = [node for node in last if node.target is not COMMIT]
         readers = _readers(nodes, updates)
-        behind |= _late_numbers(nodes, behind - {self.check})
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
         parts = [node for item in items for node in item.users if node.target is operator.getitem]
@@ -159,35 +155,6 @@ def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Nod
             readers.add(node)
             written.update(written_operands(node))
     return readers
-
-
-def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:
-    """The single numbers on a GPU, made of such numbers alone, that are needed behind the check only."""
-    early = [node for node in nodes if node not in behind and _writes(node)]
-    written = {node.args[0] for node in early if not _is_own_copy(node.args[0])}
-    late: set[fx.Node] = set()
-    for node in reversed(nodes):
-        values = [node_tensor(one) for one in (node, *node.all_input_nodes)]
-        if (
-            isinstance(node.target, torch._ops.OpOverload)
-            and node not in behind
-            and all(user in behind or user in late for user in node.users)
-            and all(one is not None and one.device.type != "cpu" and is_single_number(one) for one in values)
-            and (not _writes(node) or _is_own_copy(node.args[0]))
-            and torch.Tag.nondeterministic_seeded not in node.target.tags
-            and written.isdisjoint(node.all_input_nodes)
-        ):
-            late.add(node)
-    return late
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _is_own_copy(value: Any) -> bool:
-    """Whether a value is a copy that one node alone reads, or writes."""
-    return isinstance(value, fx.Node) and value.target is torch.ops.aten.clone.default and len(value.users) == 1
 
 
 def _is_product(node: fx.Node) -> bool:
