@@ -16,7 +16,6 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.companding import filled, packed, unpacked
 from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -141,8 +140,7 @@ class ReduceGradients(InPlacePass):
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
     FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, rounded once to 16 bits that spend more of them on large numbers (`companding`);
-    again as many bytes. That second message leaves when the next bucket does.
+    in FP32, and gives all the sum, never rounded. That second message leaves when the next bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
@@ -304,7 +302,7 @@ class _Builder:
             def flat(tensors: list[Tensor], bucket: Bucket = bucket, fills: bool = adds_here) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
                 row = _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
-                missing = filled(-(-row.numel() // ranks)) * ranks - row.numel() if fills else 0
+                missing = -row.numel() % ranks if fills else 0
                 return F.pad(row, (0, missing)) if missing else row
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
@@ -329,13 +327,12 @@ class _Builder:
         return self.options.exchange and self.options.ranks > 2 and bucket.dtype.itemsize == 2
 
     def _given_to_all(self, place: fx.Node, message: fx.Node) -> fx.Node:
-        """The message that gives all ranks the sum of the parts that this one was given, rounded once or not at all."""
+        """The message that gives all ranks the FP32 sum of the parts that this one was given."""
         ranks = self.options.ranks
         arrived = call_before(place, _WAIT, [message], "update")
 
         def added(flat: Tensor) -> Tensor:
-            total = functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
-            return total if self.options.reduce_in_fp32 else packed(total)
+            return functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
 
         (part,) = trace_before(place, added, [arrived], "update")
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -346,8 +343,6 @@ class _Builder:
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
 
         def parts(whole: Tensor) -> list[Tensor]:
-            if self._adds_here(bucket) and not self.options.reduce_in_fp32:
-                whole = unpacked(whole.view(self.options.ranks, -1)).view(-1)
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
             count = sum(map(math.prod, ordered))
             cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)

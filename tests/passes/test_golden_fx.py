@@ -120,15 +120,11 @@ OPTIONS: dict[str, Any] = {
     "reduce_gradients/two_ranks_give_each_other_theirs": {
         **REDUCE, "group": "0", "broadcast_buffers": False, "ranks": 2, "exchange": True, "alone_bytes": 100
     },
-    "reduce_gradients/three_ranks_add_parts_and_round_once": {
+    "reduce_gradients/three_ranks_add_parts": {
         "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
         "bucket_bytes": 64, "shared": tuple(
             SharedGradient(name, torch.bfloat16, order) for name, order in (("a", (1, 0)), ("b", (0, 1)), ("c", (0,)))
         ),
-    },
-    "reduce_gradients/three_ranks_add_parts_and_never_round": {
-        "updated": ("a",), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
-        "reduce_in_fp32": True, "shared": (SharedGradient("a", torch.bfloat16, (0,)),),
     },
     "reduce_gradients/a_bucket_goes_between_the_messages_of_norms": {  # another rank makes that of `b` behind one more
         "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "bucket_bytes": 16, "shared": tuple(
