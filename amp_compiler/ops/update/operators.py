@@ -30,7 +30,6 @@ _SCHEMAS = (
     "grad_check(Tensor[] grads, Tensor inv_scale) -> (Tensor norm, Tensor nonfinite, Tensor flags)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
     "add_wide(Tensor[] parts) -> Tensor",
-    "spread_part(Tensor part, Tensor(a!) weight, int ranks, str group) -> ()",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
 )
@@ -73,20 +72,6 @@ def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> 
     """As `commit`, for a CPU."""
     if skip.item() == 0:  # looking at a tensor on a CPU waits for nothing
         torch._foreach_copy_(targets, values)
-
-
-def spread_part(part: Tensor, weight: Tensor, ranks: int, group: str) -> None:
-    """Begin to give all ranks this one's part of a weight, and it theirs, each at once to its place.
-
-    Args:
-        part: this rank's, of as many that have equal lengths, where it lies in the weight.
-        weight: dense; it is whole when `wait_tensor` has waited for it.
-        ranks: how many there are.
-        group: torch's name of their group.
-    """
-    rows = weight.as_strided((ranks, part.numel()), (part.numel(), 1))
-    for rank, row in enumerate(rows.unbind()):
-        torch.ops._c10d_functional.broadcast_.default(row, rank, group)
 
 
 def overflow(kind: str, arguments: Sequence[Any]) -> Tensor:
@@ -211,8 +196,6 @@ def _register() -> None:
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
     _LIBRARY.impl("add_wide", add_wide, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_wide", add_wide, lib=_LIBRARY)
-    _LIBRARY.impl("spread_part", spread_part, "CompositeExplicitAutograd")
-    torch.library.register_fake("amp_compiler::spread_part", lambda *_: None, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
     _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
@@ -223,7 +206,6 @@ _register()
 CHECK = torch.ops.amp_compiler.grad_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
 ADD_WIDE = torch.ops.amp_compiler.add_wide.default
-SPREAD = torch.ops.amp_compiler.spread_part.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.
 OPERATORS = {
