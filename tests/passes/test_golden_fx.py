@@ -154,7 +154,6 @@ OPTIONS: dict[str, Any] = {
     "recompute_cheap/a_cpu_is_left_alone": {},
     "recompute_cheap/no_time_is_spent_where_none_is_given": {"devices": ("cpu",), "least": 0, "most": 0.0},
     "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
-    "defer_gradients/sums_that_check_and_update_read": {"most_inner": 0, "kernels": KERNELS, "adds": True},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},
     "write_out_attention": {"low": DType.FLOAT16, "opset": 20},

@@ -19,7 +19,6 @@ from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
 from amp_compiler.ops.update.fused import FusedOptimizer, Update
 from amp_compiler.ops.update.sgd import SGD
-from amp_compiler.ops.update.wide_sum import add_wide
 
 FUSED: tuple[FusedOptimizer, ...] = (ADAM, SGD)
 *_FIRST, _LAST = (cls.__name__ for one in FUSED for cls in one.classes)
@@ -29,7 +28,6 @@ _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SCHEMAS = (
     "grad_check(Tensor[] grads, Tensor inv_scale) -> (Tensor norm, Tensor nonfinite, Tensor flags)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
-    "add_wide(Tensor[] parts) -> Tensor",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
 )
@@ -100,7 +98,6 @@ def _traceable(optimizer: FusedOptimizer, low: bool) -> Callable[..., None]:
 _OPENED: dict[str, Callable[..., Any]] = {
     "grad_check": reference.grad_check,
     "add_rows": add_rows,
-    "add_wide": add_wide,
     "commit": commit,
     **{one.operator(low): _traceable(one, low) for one in FUSED for low in (False, True)},
 }
@@ -194,8 +191,6 @@ def _register() -> None:
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
-    _LIBRARY.impl("add_wide", add_wide, "CompositeExplicitAutograd")
-    torch.library.register_fake("amp_compiler::add_wide", add_wide, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
     _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
@@ -205,7 +200,6 @@ _register()
 
 CHECK = torch.ops.amp_compiler.grad_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
-ADD_WIDE = torch.ops.amp_compiler.add_wide.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.
 OPERATORS = {
