@@ -323,8 +323,6 @@ FORWARD = Pipeline(
     "FORWARD",
     (
         "apply_plan",
-        "mark_backward",
-        "mark_math",
         "scale_products",
         "type_backward",
         "widen_math",
@@ -339,7 +337,6 @@ INFERENCE = Pipeline(
     "INFERENCE",
     (
         "apply_plan",
-        "mark_math",
         "scale_products",
         "widen_math",
         "native_ops",
@@ -415,7 +412,7 @@ ONNX_CAPTURE = Pipeline(
 )
 ONNX_EXPORT = Pipeline(
     "ONNX_EXPORT",
-    ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
+    ("apply_plan", "widen_math", "fold_stored_casts", "open_ends"),
     "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
 PIPELINES = (

@@ -79,12 +79,13 @@ KERNELS = (CHECK, COMMIT, *OPERATORS.values())
 OPTIONS: dict[str, Any] = {
     "name_modules": {"root": "model"},
     "apply_plan": lambda text: {"plan": planned(text)},
-    "mark_backward": {"plan": backward("linear", "fp32")},
+    "apply_plan/a_rule_lets_it_compute_in_fp32": {"plan": computing("gelu")},
+    "apply_plan/a_rule_gives_gradients_a_type": {"plan": backward("linear", "fp32")},
+    "apply_plan/no_gradients_are_asked_for": {"plan": backward("linear", "fp32"), "differentiable": False},
     "open_cells": {"low": torch.bfloat16},
     "open_cells/in_fp16": {"low": torch.float16},
     "type_backward": {"ops": RULES.ops},
     "type_backward/a_cast_of_its_own_for_weights_kept_low": {"ops": RULES.ops, "past_weights": False},
-    "mark_math": {"plan": computing("gelu")},
     "widen_math": {"ops": RULES.ops},
     "scale_products": {"plan": computing("linear", Fp8().short)},
     "scale_products/scales_of_steps_before_are_kept": {
