@@ -356,7 +356,6 @@ STEP = Pipeline(
         "native_ops",
         "synchronize_norms",
         "differentiate",
-        "restore_upcasts",
         "fold_loss_scale",
         "simplify_casts",
         "recompute_checkpoints",

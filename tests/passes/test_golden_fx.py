@@ -106,6 +106,7 @@ OPTIONS: dict[str, Any] = {
     "synchronize_norms": {"group": "0"},
     "synchronize_norms/a_rank_by_itself_is_left_alone": {},
     "differentiate": {"wrt": ("a",)},
+    "differentiate/a_wide_weight_is_cast_again": {"wrt": ("w_wide",)},
     "differentiate/what_the_loss_does_not_depend_on_has_none": {"wrt": ("a", "b")},
     "differentiate/a_typed_op_brings_its_own_types": {"wrt": ("a", "b")},
     "take_gradients": {"owners": {"w_master": "w"}},
