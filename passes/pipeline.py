@@ -389,7 +389,7 @@ DEVICE = Pipeline(
 )
 SUBGRAPH = Pipeline(
     "SUBGRAPH",
-    ("reshape_views", "two_matrices", "native_ops", "recompute_upcasts"),
+    ("reshape_views", "two_matrices", "native_ops"),
     "On each subgraph that a compiler is given.",
 )
 LATE = Pipeline(

@@ -18,7 +18,7 @@ from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx.checkpoints import recomputed_in
-from amp_compiler.fx.graph import is_single_number
+from amp_compiler.fx.graph import is_single_number, own_upcasts
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.fx.torch_private.dynamo import is_restart
@@ -49,6 +49,7 @@ _SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
 _NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -92,7 +93,7 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
         )
     regions = recomputed_in(list(graph_module.graph.nodes)) if torch.is_grad_enabled() else {}
-    for node in regions:
+    for node in (*regions, *_widened(graph_module.graph)):
         node.meta[Key.RECOMPUTED] = True
     options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
     for node in graph_module.graph.nodes:
@@ -115,6 +116,12 @@ def compile_graph(
         if is_restart(cause):
             raise
         raise _not_compiled(cause) from cause
+
+
+def _widened(graph: fx.Graph) -> list[fx.Node]:
+    """What widens a 16-bit value for one product, and copies of it: a backward makes them anew, rather than keep FP32."""
+    upcasts = own_upcasts(graph)
+    return [*upcasts, *(user for node in upcasts for user in node.users if user.target is _CONTIGUOUS)]
 
 
 def _not_compiled(cause: Exception) -> LoweringError:

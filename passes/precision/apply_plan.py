@@ -48,8 +48,8 @@ class ApplyPlan(InPlacePass):
 
     Running statistics that a norm reads through a cast and updates are written back by a `copy_` behind it.
 
-    What the plan says of arithmetic and gradients is noted on the nodes, for `type_backward` and `widen_math`: `math` where
-    a rule lets one compute in FP32, `backward=fp32` where one gives its gradients a type.
+    What the plan says of arithmetic and gradients is noted on the nodes, for `type_backward` and `widen_math`: `math`
+    where a rule lets one compute in FP32, `backward=fp32` where one gives its gradients a type.
 
     Left alone: a graph whose plan casts nothing and says nothing of its nodes; casts that the model wrote itself, which
     the plan only lists; gradients where none will be asked for.
