@@ -119,7 +119,7 @@ def compile_graph(
 
 
 def _widened(graph: fx.Graph) -> list[fx.Node]:
-    """What widens a 16-bit value for one product, and copies of it: a backward makes them anew, rather than keep FP32."""
+    """What widens a 16-bit value for one product, and copies of it: a backward makes them anew, not to keep FP32."""
     upcasts = own_upcasts(graph)
     return [*upcasts, *(user for node in upcasts for user in node.users if user.target is _CONTIGUOUS)]
 
