@@ -178,7 +178,6 @@ def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
     return any(value.device.type == "cpu" and value.dtype in low for value in _values(graph_module))
 
 
-
 def _is_numbers_on_gpu(graph_module: fx.GraphModule) -> bool:
     """Whether all values are single numbers, for each of which a kernel of its own would be too much."""
     values = _values(graph_module)
