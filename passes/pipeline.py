@@ -323,8 +323,6 @@ FORWARD = Pipeline(
     "FORWARD",
     (
         "apply_plan",
-        "mark_backward",
-        "mark_math",
         "scale_products",
         "type_backward",
         "widen_math",
@@ -339,7 +337,6 @@ INFERENCE = Pipeline(
     "INFERENCE",
     (
         "apply_plan",
-        "mark_math",
         "scale_products",
         "widen_math",
         "native_ops",
@@ -359,7 +356,6 @@ STEP = Pipeline(
         "native_ops",
         "synchronize_norms",
         "differentiate",
-        "restore_upcasts",
         "fold_loss_scale",
         "simplify_casts",
         "recompute_checkpoints",
@@ -393,12 +389,12 @@ DEVICE = Pipeline(
 )
 SUBGRAPH = Pipeline(
     "SUBGRAPH",
-    ("reshape_views", "two_matrices", "native_ops", "recompute_upcasts"),
+    ("reshape_views", "two_matrices", "native_ops"),
     "On each subgraph that a compiler is given.",
 )
 LATE = Pipeline(
     "LATE",
-    ("native_ops", "keep_images_once", "remake_masks"),
+    ("native_ops", "keep_images_once"),
     "On each graph that Inductor has opened, forward and backward, before it makes code of it. That is inside of the"
     " compiler: no stage of ours, and no place for passes of your own; `TORCH_LOGS=post_grad_graphs` prints what comes"
     " out. Of a graph that stands in torch's cache nothing is made anew.",
@@ -415,7 +411,7 @@ ONNX_CAPTURE = Pipeline(
 )
 ONNX_EXPORT = Pipeline(
     "ONNX_EXPORT",
-    ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
+    ("apply_plan", "widen_math", "fold_stored_casts", "open_ends"),
     "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
 PIPELINES = (

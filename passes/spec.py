@@ -53,7 +53,7 @@ SPECS: dict[str, Spec] = {
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "DEVICE": Spec(_STEP, modules=True),
-    "SUBGRAPH": Spec(_STEP | {Key.RECOMPUTED}),
+    "SUBGRAPH": Spec(_STEP),
 }
 
 

@@ -18,7 +18,7 @@ from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx.checkpoints import recomputed_in
-from amp_compiler.fx.graph import is_single_number
+from amp_compiler.fx.graph import is_single_number, own_upcasts
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.fx.torch_private.dynamo import is_restart
@@ -28,7 +28,6 @@ from amp_compiler.ops.native import JOINT
 from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import LatePass
 from amp_compiler.passes.device.native_ops import sources
-from amp_compiler.passes.device.remake_masks import normalizes_on_gpu
 from amp_compiler.passes.pipeline import LATE
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
@@ -49,6 +48,8 @@ _GRADIENTS_IN_PLACE = {"reorder_for_locality": False}
 _SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
+_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -92,7 +93,7 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
         )
     regions = recomputed_in(list(graph_module.graph.nodes)) if torch.is_grad_enabled() else {}
-    for node in regions:
+    for node in (*regions, *_widened(graph_module.graph)):
         node.meta[Key.RECOMPUTED] = True
     options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
     for node in graph_module.graph.nodes:
@@ -115,6 +116,12 @@ def compile_graph(
         if is_restart(cause):
             raise
         raise _not_compiled(cause) from cause
+
+
+def _widened(graph: fx.Graph) -> list[fx.Node]:
+    """What widens a 16-bit value for one product, and copies of it: a backward makes them anew, not to keep FP32."""
+    upcasts = own_upcasts(graph)
+    return [*upcasts, *(user for node in upcasts for user in node.users if user.target is _CONTIGUOUS)]
 
 
 def _not_compiled(cause: Exception) -> LoweringError:
@@ -141,7 +148,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
     if on_gpu:
         options.update(_MERGED_LOOPS | _GRADIENTS_IN_PLACE)
-        options.update(_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {})
+        options.update(_SUMS_KEPT if graph_module.graph.find_nodes(op="call_function", target=_NORM_BACKWARD) else {})
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_inductor.inductor_option(name) is not None}
         options.update(known)

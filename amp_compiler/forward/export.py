@@ -25,7 +25,7 @@ from amp_compiler.policy.unused import warn_of_unused
 
 EXPORT = Pipeline(  # INFERENCE without operators of this package, and without forms for its own compilation
     "EXPORT",
-    ("apply_plan", "mark_math", "widen_math", "legalize"),
+    ("apply_plan", "widen_math", "legalize"),
     "The plan carried out for a program of torch.export.",
 )
 

@@ -18,7 +18,6 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
     "all_gather_into_tensor": lambda ranks: float(ranks - 1),
     "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
-    "spread_part": lambda ranks: float(ranks - 1),
 }
 _NOT_HELD = (
     "amaxes",
@@ -28,8 +27,7 @@ _NOT_HELD = (
     "started",
     "rng",
     "step",
-    "part",
-)  # columns of single numbers, and of what lies in a weight
+)  # columns of single numbers
 
 
 @dataclass(frozen=True)

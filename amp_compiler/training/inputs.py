@@ -186,7 +186,6 @@ class TrainedWeights:
         norms: the messages of its forward and backward, in order.
         shared: what all ranks together have a gradient of.
         buckets: what of that is sent so that each rank gets a part.
-        alone: numbers of the buckets of one gradient, where such are sent by themselves.
         parts: number of those gradients; they stand first.
         amaxes: placeholders of what is kept for delayed scaling.
     """
@@ -201,7 +200,6 @@ class TrainedWeights:
     norms: tuple[str, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
     buckets: tuple[Bucket, ...] = ()
-    alone: tuple[int, ...] = ()
     parts: int = 0
     amaxes: tuple[str, ...] = ()
 
@@ -298,7 +296,6 @@ class TrainedWeights:
         weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
         sizes = [weights[one.name].meta["val"].numel() for one in split]
         self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32, alone_bytes), len(split)
-        self.alone = tuple(place for place, one in enumerate(self.buckets) if alone_bytes and len(one.gradients) == 1)
         order = in_order(graph_module.graph, split)
         self.updated = (*order, *(name for name in self.updated if name not in order))
         return self.buckets
@@ -343,7 +340,7 @@ class TrainedWeights:
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
         sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
         buckets = {id(parameters[name]): place for name, place in sent}
-        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets, self.alone)
+        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from amp_compiler.fx.graph import (
     torch_dtype,
 )
 from amp_compiler.fx.meta import Key, source_of
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import dtype_from_short
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -47,13 +48,19 @@ class ApplyPlan(InPlacePass):
 
     Running statistics that a norm reads through a cast and updates are written back by a `copy_` behind it.
 
-    Left alone: a graph whose plan casts nothing; casts that the model wrote itself, which the plan only lists.
+    What the plan says of arithmetic and gradients is noted on the nodes, for `type_backward` and `widen_math`: `math`
+    where a rule lets one compute in FP32, `backward=fp32` where one gives its gradients a type.
+
+    Left alone: a graph whose plan casts nothing and says nothing of its nodes; casts that the model wrote itself, which
+    the plan only lists; gradients where none will be asked for.
 
     Args:
         plan: the plan of this very graph.
+        differentiable: whether gradients will be asked for.
     """
 
     plan: PrecisionPlan
+    differentiable: bool = True
     name: ClassVar[str] = "apply_plan"
     exact: ClassVar[bool] = False
 
@@ -92,8 +99,31 @@ class ApplyPlan(InPlacePass):
                 graph.erase_node(node)
         if inserted:
             refresh(subject)
+        marked = _mark(graph, self.plan, self.differentiable)
         check_types(subject, self.plan)
-        return PassResult(subject, inserted)
+        return PassResult(subject, inserted or marked)
+
+
+def _mark(graph: fx.Graph, plan: PrecisionPlan, differentiable: bool) -> bool:
+    """Note what the plan says of arithmetic and gradients on the nodes; whether it says anything."""
+    planned = {node.name: node for node in plan.nodes if node.math or node.backward or node.backward_math}
+    types = {"low": torch_dtype(dtype_from_short(plan.dtype)), "fp32": torch.float32}
+    marked = False
+    for node in graph.nodes if planned else ():
+        verdict = planned.get(node.name) if node.op == "call_function" else None
+        if verdict is None:
+            continue
+        in_fp8 = Fp8.parse(verdict.math) is not None  # whose gradients `scale_products` makes
+        marks: dict[Key, Any] = {}
+        if verdict.math == "fp32" and verdict.precision != "fp32":
+            marks[Key.MATH] = verdict.math_rule
+        if verdict.backward_math == "fp32" and differentiable and not in_fp8:
+            marks[Key.BACKWARD_MATH] = verdict.math_rule
+        if verdict.backward and differentiable:
+            marks |= {Key.BACKWARD: types[verdict.backward], Key.BACKWARD_RULE: verdict.rule}
+        node.meta.update(marks)
+        marked |= bool(marks)
+    return marked
 
 
 def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:

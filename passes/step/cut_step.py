@@ -11,17 +11,16 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.alias import written_operands
-from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, results_of, splice_before
+from amp_compiler.fx.graph import copy_graph, results_of, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
-from amp_compiler.ops.update.operators import ADD_ROWS, ADD_WIDE, CHECK, COMMIT, GATHER, OPERATORS, decomposition
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.passes.base import FunctionalPass, PassResult
 
 BEFORE, BEHIND = "before_check", "behind_check"
-_OPENED = (CHECK, GATHER, ADD_ROWS, ADD_WIDE, COMMIT, *OPERATORS.values())
+_OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     one launch::
 
         before_check: forward, backward, sums of gradients       a graph
-        Product, WideSum, grad_check                              kernels
+        Product, grad_check                                      kernels
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
         messages with new weights, see `GatherWeights`            as they are, each behind its update
@@ -57,9 +56,6 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         return double, norm
         graph before_check …; graph behind_check …
 
-    On a GPU every loop is a launch: there a single number that nothing needs before the check, such as what the loss
-    scale may become, is computed behind it, together with the others.
-
     Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
     a compiler to fuse, and so are those in the subgraphs that no kernel takes.
 
@@ -73,7 +69,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Make the new graph; the given one stays as it is."""
-        checks = [node for node in subject.graph.nodes if node.target in (CHECK, GATHER)]
+        checks = [node for node in subject.graph.nodes if node.target is CHECK]
         if not self.kernels or len(checks) != 1:
             opened = open_operators(subject)
             return PassResult(opened, opened is not subject)
@@ -98,15 +94,13 @@ class _Cut:
         last = [node for node in nodes if node.target in self.kernels and node is not self.check]
         updates = [node for node in last if node.target is not COMMIT]
         readers = _readers(nodes, updates)
-        behind |= _late_numbers(nodes, behind - {self.check})
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
-        parts = [node for item in items for node in item.users if node.target is operator.getitem]
-        own = {self.check, *products, *items, *parts, *last, *readers}
+        own = {self.check, *products, *items, *last, *readers}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
-        for node in (*products, self.check, *items, *parts):
+        for node in (*products, self.check, *items):
             self._copy(node)
         self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in [node for node in nodes if node in updates or node in readers]:
@@ -161,38 +155,9 @@ def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Nod
     return readers
 
 
-def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:
-    """The single numbers on a GPU, made of such numbers alone, that are needed behind the check only."""
-    early = [node for node in nodes if node not in behind and _writes(node)]
-    written = {node.args[0] for node in early if not _is_own_copy(node.args[0])}
-    late: set[fx.Node] = set()
-    for node in reversed(nodes):
-        values = [node_tensor(one) for one in (node, *node.all_input_nodes)]
-        if (
-            isinstance(node.target, torch._ops.OpOverload)
-            and node not in behind
-            and all(user in behind or user in late for user in node.users)
-            and all(one is not None and one.device.type != "cpu" and is_single_number(one) for one in values)
-            and (not _writes(node) or _is_own_copy(node.args[0]))
-            and torch.Tag.nondeterministic_seeded not in node.target.tags
-            and written.isdisjoint(node.all_input_nodes)
-        ):
-            late.add(node)
-    return late
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _is_own_copy(value: Any) -> bool:
-    """Whether a value is a copy that one node alone reads, or writes."""
-    return isinstance(value, fx.Node) and value.target is torch.ops.aten.clone.default and len(value.users) == 1
-
-
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node writes a `Product`, another form of one, or a `WideSum`."""
-    return node.target in (Product, Product.zeros, WideSum) or node.op == "call_method"
+    """Whether a node writes a `Product`, or another form of one."""
+    return node.target in (Product, Product.zeros) or node.op == "call_method"
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -229,18 +194,9 @@ def _open(node: fx.Node) -> None:
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
     results = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
     if isinstance(traced.graph.output_node().args[0], (list, tuple)):
-        _replace_items(node, results)
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+            node.graph.erase_node(item)
     elif node.users:
         node.replace_all_uses_with(results[0])
     node.graph.erase_node(node)
-
-
-def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
-    """Put values in the place of the items of a result, of which one may be a list of results itself."""
-    for item in list(node.users):
-        value = results[item.args[1]]  # type: ignore[index]
-        if isinstance(value, (list, tuple)):
-            _replace_items(item, value)
-        elif item.users:
-            item.replace_all_uses_with(value)
-        node.graph.erase_node(item)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from amp_compiler.errors import BUG, AmpError, LoweringError, first_line
 from amp_compiler.fx.capture.errors import user_frame
 from amp_compiler.fx.checkpoints import checkpoint_of
-from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of, upcast_behind_inputs
 from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.runtime import autograd_sequence, function_sequence
@@ -34,7 +34,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
 
     The types of the backward follow from the casts in the forward: the adjoint of a cast is the cast back; a `typed_op`
     brings its own. No ambient autocast takes part. A 16-bit placeholder that only nodes with FP32 gradients read gets
-    an FP32 gradient. Tied weights are one placeholder and get one summed gradient; a placeholder that the loss does not
+    an FP32 gradient; one marked `wide` becomes the cast that it stands for, whose adjoint would have rounded that.
+    Tied weights are one placeholder and get one summed gradient; a placeholder that the loss does not
     depend on gets `None`.
 
     Before::
@@ -98,12 +99,16 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         kept = KeptGraph.of(subject.graph, [self.wrt, types], __name__)
         joint = kept.load() if kept is not None else None
         if joint is not None:
-            return PassResult(new_graph_module(torch.nn.Module(), joint), True)
-        traced, origins = self._traced(subject)
-        if kept is not None:
-            kept.store(traced.graph, origins)
-        # A graph remembers the names of erased nodes and numbers new ones behind them; one that was read knows none.
-        return PassResult(copy_graph(traced), True)
+            result = new_graph_module(torch.nn.Module(), joint)
+        else:
+            traced, origins = self._traced(subject)
+            if kept is not None:
+                kept.store(traced.graph, origins)
+            # A graph remembers the names of erased nodes and numbers new ones behind them, unless it was read.
+            result = copy_graph(traced)
+        if _restore_upcasts(result.graph):
+            result.recompile()
+        return PassResult(result, True)
 
     def _traced(self, subject: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
         """The joint graph, and for its nodes, by name, the place of the forward node that each was made for."""
@@ -285,3 +290,15 @@ def _drop_detach(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             graph.erase_node(node)
+
+
+def _restore_upcasts(graph: fx.Graph) -> bool:
+    """Replace the placeholders marked `wide` by the casts that they stand for; whether there were any."""
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    marked = [node for node in placeholders.values() if Key.WIDE in node.meta]
+    for node in marked:
+        cast = upcast_behind_inputs(graph, placeholders[node.meta[Key.WIDE]])
+        cast.meta[Key.PHASE] = "forward"
+        node.replace_all_uses_with(cast)
+        graph.erase_node(node)
+    return bool(marked)

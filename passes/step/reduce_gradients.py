@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -16,8 +16,6 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.companding import filled, packed, unpacked
-from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 MEGABYTE = 2**20
@@ -140,9 +138,8 @@ class ReduceGradients(InPlacePass):
         return loss, view_1
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
-    FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, rounded once to 16 bits that spend more of them on large numbers (`companding`);
-    again as many bytes. That second message leaves when the next bucket does.
+    FP32 and never rounded. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
+    in FP32, and gives all the sum, never rounded. That second message leaves when the next bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
@@ -304,7 +301,7 @@ class _Builder:
             def flat(tensors: list[Tensor], bucket: Bucket = bucket, fills: bool = adds_here) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
                 row = _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
-                missing = filled(-(-row.numel() // ranks)) * ranks - row.numel() if fills else 0
+                missing = -row.numel() % ranks if fills else 0
                 return F.pad(row, (0, missing)) if missing else row
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
@@ -329,15 +326,10 @@ class _Builder:
         return self.options.exchange and self.options.ranks > 2 and bucket.dtype.itemsize == 2
 
     def _given_to_all(self, place: fx.Node, message: fx.Node) -> fx.Node:
-        """The message that gives all ranks the sum of the parts that this one was given, rounded once or not at all."""
+        """The message that gives all ranks the FP32 sum of the parts that this one was given."""
         ranks = self.options.ranks
         arrived = call_before(place, _WAIT, [message], "update")
-
-        def added(flat: Tensor) -> Tensor:
-            total = functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
-            return total if self.options.reduce_in_fp32 else packed(total)
-
-        (part,) = trace_before(place, added, [arrived], "update")
+        (part,) = trace_before(place, lambda flat: wide_sum(flat.view(ranks, -1).unbind()), [arrived], "update")
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
         return call_before(place, target, [part, ranks, self.options.group], "update")
 
@@ -346,8 +338,6 @@ class _Builder:
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
 
         def parts(whole: Tensor) -> list[Tensor]:
-            if self._adds_here(bucket) and not self.options.reduce_in_fp32:
-                whole = unpacked(whole.view(self.options.ranks, -1)).view(-1)
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
             count = sum(map(math.prod, ordered))
             cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)
@@ -360,7 +350,7 @@ class _Builder:
             mine = dict(zip(kept, gradients, strict=True))
             came = dict(zip(names, parts(whole), strict=True))
             zeros = {name: torch.zeros_like(came[name]) for name in names if name not in mine}
-            return [ADD_WIDE([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
+            return [wide_sum([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
 
         sums = trace_before(
             self.output, added if self.exchanges else parts, [flat, *(own[name] for name in kept)], "update"
@@ -385,6 +375,11 @@ class _Builder:
         shapes = [list(node.meta["val"].shape) for node in part]
         parts = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
         return zip(part, parts, strict=True)
+
+
+def wide_sum(parts: Iterable[Tensor]) -> Tensor:
+    """The sum of at least two tensors in FP32, in their order."""
+    return functools.reduce(torch.add, (one.float() for one in parts))
 
 
 def _is_message(node: fx.Node) -> bool:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, results_of, trace_before
-from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
-from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order
+from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order, wide_sum
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,9 @@ class ShardUpdate(InPlacePass):
 
     The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts,
     one for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no
-    rank ever holds a whole sum; or all ranks give each other their parts of it, and the sum is FP32 and never rounded:
-    `add_wide`. `FuseUpdate` updates this rank's parts of masters and moments,
-    which are all it has, and `GatherWeights` gives all ranks the new 16-bit weights.
+    rank ever holds a whole sum; or all ranks give each other their parts of it, and the sum is FP32 and never rounded.
+    `FuseUpdate` updates this rank's parts of masters and moments, which are all it has, and `GatherWeights` gives all
+    ranks the new 16-bit weights.
 
     Before (`ranks=2`)::
 
@@ -108,7 +107,7 @@ class ShardUpdate(InPlacePass):
         def added(flat: Tensor) -> list[Tensor]:
             rows = flat.view(self.ranks, -1)
             each = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
-            return [ADD_WIDE(list(one.unbind())) for one in each]
+            return [wide_sum(one.unbind()) for one in each]
 
         if self.exchange:
             parts = trace_before(messages.output, added, [message], "update")

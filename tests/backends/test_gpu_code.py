@@ -6,66 +6,15 @@ import re
 
 import pytest
 import torch
-from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._triton import has_triton
 from written_for_gpu import an_h200, kernels, machine_code
 
-from amp_compiler.backends.inductor import _options
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ops.fp8 import Delayed, multiply, scaled
-from amp_compiler.passes.device import remake_masks
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton, which this platform lacks")
-
-aten = torch.ops.aten
-IMAGES, FILTERS, CHANNELS = (64, 64, 56, 56), (64, 64, 3, 3), (64,)
-
-
-def block(image, kernel, weight, shift, gradient):
-    """A convolution, a batch norm and a ReLU, with the norm's gradients, as a step's graph has them."""
-    data = aten.convolution.default(image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    normal, mean, scale = aten.native_batch_norm.default(data, weight, shift, None, None, True, 0.1, 1e-5)
-    relu = aten.relu.default(normal)
-    masked = aten.threshold_backward.default(gradient, relu, 0)
-    kept = (None, None, mean, scale, True, 1e-5, [True, True, True])
-    return relu, *aten.native_batch_norm_backward.default(masked, data, weight, *kept)
-
-
-def written_of_block(dtype):
-    with an_h200() as written:
-        images, filters = (torch.empty(one, dtype=dtype, device="cuda") for one in (IMAGES, FILTERS))
-        given = [images, filters, *(torch.empty(CHANNELS, device="cuda") for _ in range(2)), torch.empty_like(images)]
-        options = _options(make_fx(block)(*given), False)
-        with config.patch({name: value for name, value in options.items() if hasattr(config, name)}):
-            compile_fx_inner(make_fx(block, select_decomp_table())(*given), given)
-    return kernels(written[0])
-
-
-def sums_of_gradients(found):
-    """Kernels that sum masked gradients over channels, and how many images each reads."""
-    return {
-        name: len(re.findall(r"'in_ptr\d+': '\*(?:bf16|fp16)'", source))
-        for name, source in found.items()
-        if "reduction(" in source and " <= " in source
-    }
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-def test_what_a_mask_is_remade_of_compiles_for_a_gpu_and_reads_one_image_less(dtype, monkeypatch):
-    before = has_triton()  # remembered by torch, whatever has run before
-    remade = written_of_block(dtype)
-    assert has_triton() == before
-    sums = sums_of_gradients(remade)
-    assert sums and set(sums.values()) == {2}, "the gradient and the norm's data"
-    for name in remade:
-        if " <= " in remade[name]:
-            assert all(".target sm_90" in one for one in machine_code(name, remade[name]))
-    monkeypatch.setattr(remake_masks.RemakeMasks, "awaited", lambda self, graph: False)
-    assert set(sums_of_gradients(written_of_block(dtype)).values()) == {3}, "and the ReLU's result"
 
 
 def products(x, weight, gradient, way):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
@@ -17,7 +16,6 @@ from amp_compiler.fx.text import parse_fx
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import LatePass
-from amp_compiler.passes.device import remake_masks
 from amp_compiler.passes.pipeline import LATE
 
 
@@ -133,25 +131,6 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient(late):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_a_mask_is_found_in_the_gradient_of_a_batch_norm_as_inductor_opens_it(late, monkeypatch):
-    """As on a GPU, where the pass is run."""
-    results = []
-    for remade in (False, True):
-        monkeypatch.setattr(remake_masks, "normalizes_on_gpu", lambda graph, remade=remade: remade)
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2)]
-        model, x = nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
-        step = amp.training_step(
-            model, lambda m, x: m(x).float().square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16"
-        )
-        with torch._inductor.config.patch(force_disable_caches=True):
-            results.append([step(x), *(one.detach().clone() for one in model.parameters())])
-    assert late.count("remake_masks") == 1 and late.count("keep_images_once") == 2
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
 @pytest.mark.compiles
 @pytest.mark.parametrize("fails", [1, 2])
 def test_what_cannot_be_compiled_is_an_error_of_ours_in_the_first_backward_too(monkeypatch, fails):
@@ -186,11 +165,6 @@ def identity(text):
     return _options(parse_fx(text), False)[_LAST_PASS].uuid()
 
 
-NORM = """in x: bf16[2, 4, 8, 8]{at}
-in m: fp32[4]{at}
-norm: (bf16[2, 4, 8, 8]{at}, none, none) = aten.native_batch_norm_backward.default(x, x, None, None, None, m, m, True, 1e-05, [True, False, False])
-return x
-"""  # noqa: E501
 CONVOLUTION = """in x: bf16[2, 4, 8, 8]
 in w: bf16[4, 4, 3, 3]
 made: bf16[2, 4, 6, 6] = aten.convolution.default(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
@@ -207,14 +181,12 @@ return made
     [
         (ATTENTION, "attention_backward"),
         (CONVOLUTION, "keep_images_once"),
-        (NORM.format(at="@cuda"), "remake_masks"),
-        (NORM.format(at=""), None),
         ("in x: bf16[2]\nreturn x", None),
     ],
-    ids=["attention", "convolution", "norm on a GPU", "norm", "nothing"],
+    ids=["attention", "convolution", "nothing"],
 )
 def test_late_passes_run_where_a_graph_has_something_for_them(text, late):
-    known = ("attention_backward", "keep_images_once", "remake_masks")
+    known = ("attention_backward", "keep_images_once")
     found = [name for name in known if name in str(identity(text))]
     assert found == ([] if late is None else [late])
 

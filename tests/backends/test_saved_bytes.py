@@ -55,21 +55,7 @@ class Behind(nn.Module):
         self.fc, self.layer = nn.Linear(64, 64), layer
 
     def forward(self, x):
-        x = self.fc(x)
-        if isinstance(self.layer, nn.MultiheadAttention):
-            return self.layer(x, x, x, need_weights=False)[0]
-        return self.layer(x)[0]
-
-
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(64, 192)
-
-    def forward(self, x):
-        q, k, v = (one.unflatten(-1, (2, 32)).transpose(1, 2) for one in self.fc(x).chunk(3, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.layer(self.fc(x))[0]
 
 
 LAYERS = {
@@ -77,8 +63,6 @@ LAYERS = {
     "gru, two layers, both ways": lambda: Behind(nn.GRU(64, 64, 2, bidirectional=True)),
     "rnn": lambda: Behind(nn.RNN(64, 64)),
     "lstm": lambda: Behind(nn.LSTM(64, 64)),
-    "fused attention": Fused,
-    "attention of a module": lambda: Behind(nn.MultiheadAttention(64, 2, batch_first=True)),
 }
 
 
@@ -87,7 +71,6 @@ LAYERS = {
     [
         *((name, "eager") for name in LAYERS),
         pytest.param("gru", "inductor", marks=pytest.mark.slow),
-        pytest.param("attention of a module", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_what_layers_make_is_kept_in_16_bits(name, backend):

@@ -251,7 +251,7 @@ def test_stages_are_written_to_a_file(explain, tmp_path):
         ("make", ["--print-after", "fold_loss_scale", "--eval"], ["did not run", "STEP: leave out --eval"]),
         ("make", ["--print-after", "hoist_weight_casts"], ["did not run", "INFERENCE: give --eval"]),
         ("make", ["--print-after", "cut_step"], ["did not run", "give --backend inductor"]),
-        ("make", ["--print-after", "remake_masks"], ["did not run", "LATE: it runs inside of Inductor"]),
+        ("make", ["--print-after", "keep_images_once"], ["did not run", "LATE: it runs inside of Inductor"]),
         ("make", ["--print-after", "multiply_convolutions"], ["did not run", "give --backend inductor"]),
         ("make", ["--print-after", "place_casts", "--stop-after", "classify"], ["comes behind 'classify'"]),
         ("make", ["--skip", "simplify_casts"], ["--skip", "give --print-after as well"]),

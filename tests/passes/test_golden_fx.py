@@ -21,7 +21,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import StaticLossScale
-from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.pipeline import ONNX_PLAN
@@ -74,17 +74,18 @@ SPLIT = (  # of which another rank alone has a gradient of `d`
     Bucket(torch.bfloat16, (SharedGradient("c", torch.bfloat16, (0,)), SharedGradient("d", torch.bfloat16, (0, 1)))),
     Bucket(torch.bfloat16, (SharedGradient("a", torch.bfloat16, (0, 1)),)),
 )
-KERNELS = (CHECK, GATHER, COMMIT, *OPERATORS.values())
+KERNELS = (CHECK, COMMIT, *OPERATORS.values())
 # Options of the passes, by pass or by case; a function gets the text of the case.
 OPTIONS: dict[str, Any] = {
     "name_modules": {"root": "model"},
     "apply_plan": lambda text: {"plan": planned(text)},
-    "mark_backward": {"plan": backward("linear", "fp32")},
+    "apply_plan/a_rule_lets_it_compute_in_fp32": {"plan": computing("gelu")},
+    "apply_plan/a_rule_gives_gradients_a_type": {"plan": backward("linear", "fp32")},
+    "apply_plan/no_gradients_are_asked_for": {"plan": backward("linear", "fp32"), "differentiable": False},
     "open_cells": {"low": torch.bfloat16},
     "open_cells/in_fp16": {"low": torch.float16},
     "type_backward": {"ops": RULES.ops},
     "type_backward/a_cast_of_its_own_for_weights_kept_low": {"ops": RULES.ops, "past_weights": False},
-    "mark_math": {"plan": computing("gelu")},
     "widen_math": {"ops": RULES.ops},
     "scale_products": {"plan": computing("linear", Fp8().short)},
     "scale_products/scales_of_steps_before_are_kept": {
@@ -105,6 +106,7 @@ OPTIONS: dict[str, Any] = {
     "synchronize_norms": {"group": "0"},
     "synchronize_norms/a_rank_by_itself_is_left_alone": {},
     "differentiate": {"wrt": ("a",)},
+    "differentiate/a_wide_weight_is_cast_again": {"wrt": ("w_wide",)},
     "differentiate/what_the_loss_does_not_depend_on_has_none": {"wrt": ("a", "b")},
     "differentiate/a_typed_op_brings_its_own_types": {"wrt": ("a", "b")},
     "take_gradients": {"owners": {"w_master": "w"}},
@@ -115,21 +117,16 @@ OPTIONS: dict[str, Any] = {
     "gather_gradients": {"updated": ("a",), "gather": "use"},
     "gather_gradients/a_batch_before_the_last_is_added": {"updated": ("a",), "gather": "add"},
     "gather_gradients/one_batch_is_left_alone": {"updated": ("a",)},
-    "gather_gradients/on_a_gpu_of_several": {"updated": ("a",), "gather": "use", "ranks": 2},
     "reduce_gradients": {**REDUCE, "group": "0"},
     "reduce_gradients/all_in_fp32": {**REDUCE, "group": "0", "reduce_in_fp32": True, "broadcast_buffers": False},
     "reduce_gradients/two_ranks_give_each_other_theirs": {
         **REDUCE, "group": "0", "broadcast_buffers": False, "ranks": 2, "exchange": True, "alone_bytes": 100
     },
-    "reduce_gradients/three_ranks_add_parts_and_round_once": {
+    "reduce_gradients/three_ranks_add_parts": {
         "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
         "bucket_bytes": 64, "shared": tuple(
             SharedGradient(name, torch.bfloat16, order) for name, order in (("a", (1, 0)), ("b", (0, 1)), ("c", (0,)))
         ),
-    },
-    "reduce_gradients/three_ranks_add_parts_and_never_round": {
-        "updated": ("a",), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
-        "reduce_in_fp32": True, "shared": (SharedGradient("a", torch.bfloat16, (0,)),),
     },
     "reduce_gradients/a_bucket_goes_between_the_messages_of_norms": {  # another rank makes that of `b` behind one more
         "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "bucket_bytes": 16, "shared": tuple(
@@ -146,9 +143,6 @@ OPTIONS: dict[str, Any] = {
     },
     "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
     "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
-    "gather_weights/parts_are_given_from_where_they_lie": {
-        "groups": (replace(SGD, masters=("a", "b"), ranks=2, in_place=True),), "group": "0"
-    },
     "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},
     "fuse_update/parts_of_masters_and_a_norm_over_all_ranks": {
         **UPDATE, "updated": ("a", "b"), "groups": (replace(SGD, ranks=2), replace(SGD, masters=("b",))),
@@ -158,13 +152,10 @@ OPTIONS: dict[str, Any] = {
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},
     "fuse_update/batches_that_have_weights": {**UPDATE, "groups": (SGD,), "weighs": True},
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},
-    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
-    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
     "recompute_cheap": {"devices": ("cpu",), "least": 0, "most": 10.0},
     "recompute_cheap/a_cpu_is_left_alone": {},
     "recompute_cheap/no_time_is_spent_where_none_is_given": {"devices": ("cpu",), "least": 0, "most": 0.0},
     "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
-    "defer_gradients/sums_that_check_and_update_read": {"most_inner": 0, "kernels": KERNELS, "adds": True},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},
     "write_out_attention": {"low": DType.FLOAT16, "opset": 20},

@@ -60,7 +60,7 @@ def test_the_numbers_are_near_and_the_graph_is_legal(case: str) -> None:
 
 def test_every_pass_stands_in_a_pipeline() -> None:
     assert {Path(path).parent.name for path in CASES.values()} == set(PASSES)
-    assert {*ONNX_CAPTURE.names, *ONNX_EXPORT.names} == {*PASSES, "apply_plan", "mark_math", "widen_math"}
+    assert {*ONNX_CAPTURE.names, *ONNX_EXPORT.names} == {*PASSES, "apply_plan", "widen_math"}
 
 
 def test_a_row_that_a_mask_hides_whole_is_zeros() -> None:

@@ -178,7 +178,6 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         share = {"all_reduce": 2.0, "all_to_all_single": 1.0, "all_gather_into_tensor": self.size}
-        share["spread_part"] = self.size
         name = func._schema.name.rpartition("::")[2]
         if name in share:
             sent = share[name] * (self.size - 1) / self.size * args[0].numel() * args[0].element_size()
