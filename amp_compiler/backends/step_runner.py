@@ -47,11 +47,6 @@ def most_inner(kernels: Kernels) -> int:
     return cpu_update.most_inner() if kernels.get(CHECK) is cpu_update.grad_check else 0
 
 
-def adds_sums(kernels: Kernels) -> bool:
-    """Whether the kernels add a gradient that is a `WideSum` where they read it."""
-    return kernels.get(CHECK) is cpu_update.grad_check
-
-
 def run_cut_step(
     cut: fx.GraphModule, examples: Sequence[Any], build: Build, kernels: Kernels
 ) -> Callable[..., Sequence[Any]]:

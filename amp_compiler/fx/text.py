@@ -39,7 +39,6 @@ from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
@@ -47,7 +46,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "typed_op": typed_op,
     "Product": Product,
     "Product.zeros": Product.zeros,
-    "WideSum": WideSum,
     "complete_norm": complete_norm,
 }
 _NAMES: dict[Any, str] = {function: name for name, function in _FUNCTIONS.items()}

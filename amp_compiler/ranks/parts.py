@@ -77,14 +77,6 @@ class Parts:
         missing = size - part.numel()
         return torch.nn.functional.pad(part, (0, missing)) if missing else part.clone()
 
-    def lies(self, parameter: Tensor) -> bool:
-        """Whether every rank's part lies as such in a weight, where nothing has to be filled up."""
-        return parameter.is_contiguous() and parameter.numel() % self.count == 0
-
-    def place(self, parameter: Tensor) -> Tensor:
-        """This rank's part of such a weight, [size], where it lies."""
-        return parameter.detach().view(self.count, -1)[self.rank]
-
     def zeros(self, parameter: Tensor) -> Tensor:
         """New FP32 state of this rank's part of a weight."""
         return torch.zeros(self.size(parameter), dtype=torch.float32, device=parameter.device)

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
-from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
+from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.unwrap import refuse_spread
@@ -341,7 +341,7 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
-    sizes = reduction.bucket_bytes, reduction.in_fp32 and not reduction.exchange, reduction.alone_bytes
+    sizes = reduction.bucket_bytes, reduction.in_fp32
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
@@ -350,9 +350,6 @@ def _reduction_options(
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
-        "exchange": reduction.exchange,
-        "alone_bytes": reduction.alone_bytes,
-        "rank": reduction.rank,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
 
@@ -388,7 +385,7 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
+        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels)
 

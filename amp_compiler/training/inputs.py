@@ -186,7 +186,6 @@ class TrainedWeights:
         norms: the messages of its forward and backward, in order.
         shared: what all ranks together have a gradient of.
         buckets: what of that is sent so that each rank gets a part.
-        alone: numbers of the buckets of one gradient, where such are sent by themselves.
         parts: number of those gradients; they stand first.
         amaxes: placeholders of what is kept for delayed scaling.
     """
@@ -201,7 +200,6 @@ class TrainedWeights:
     norms: tuple[str, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
     buckets: tuple[Bucket, ...] = ()
-    alone: tuple[int, ...] = ()
     parts: int = 0
     amaxes: tuple[str, ...] = ()
 
@@ -277,7 +275,6 @@ class TrainedWeights:
         parts: Parts,
         most_bytes: int,
         in_fp32: bool,
-        alone_bytes: int,
     ) -> tuple[Bucket, ...]:
         """What is sent by `ShardUpdate`, in front of which the ranks agree on what they have a gradient of.
 
@@ -288,7 +285,6 @@ class TrainedWeights:
             parts: which weights are split.
             most_bytes: as for `buckets_of`.
             in_fp32: as for `buckets_of`.
-            alone_bytes: as for `buckets_of`.
         """
         self._agree(graph_module, agree)
         names = self.inputs.of_parts(parts)
@@ -297,8 +293,7 @@ class TrainedWeights:
             return ()
         weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
         sizes = [weights[one.name].meta["val"].numel() for one in split]
-        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32, alone_bytes), len(split)
-        self.alone = tuple(place for place, one in enumerate(self.buckets) if alone_bytes and len(one.gradients) == 1)
+        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32), len(split)
         order = in_order(graph_module.graph, split)
         self.updated = (*order, *(name for name in self.updated if name not in order))
         return self.buckets
@@ -343,7 +338,7 @@ class TrainedWeights:
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
         sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
         buckets = {id(parameters[name]): place for name, place in sent}
-        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets, self.alone)
+        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:

@@ -15,13 +15,12 @@ from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, res
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
-from amp_compiler.ops.update.operators import ADD_ROWS, ADD_WIDE, CHECK, COMMIT, GATHER, OPERATORS, decomposition
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, GATHER, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.passes.base import FunctionalPass, PassResult
 
 BEFORE, BEHIND = "before_check", "behind_check"
-_OPENED = (CHECK, GATHER, ADD_ROWS, ADD_WIDE, COMMIT, *OPERATORS.values())
+_OPENED = (CHECK, GATHER, ADD_ROWS, COMMIT, *OPERATORS.values())
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     one launch::
 
         before_check: forward, backward, sums of gradients       a graph
-        Product, WideSum, grad_check                              kernels
+        Product, grad_check                                       kernels
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
         messages with new weights, see `GatherWeights`            as they are, each behind its update
@@ -191,8 +190,8 @@ def _is_own_copy(value: Any) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node writes a `Product`, another form of one, or a `WideSum`."""
-    return node.target in (Product, Product.zeros, WideSum) or node.op == "call_method"
+    """Whether a node writes a `Product`, or another form of one."""
+    return node.target in (Product, Product.zeros) or node.op == "call_method"
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -1,4 +1,4 @@
-"""`DeferGradients`: gradients that the update makes itself: products, added rows, and sums of what ranks have made."""
+"""`DeferGradients`: gradients that the update makes itself: products and added rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import is_view, lies_in_input
 from amp_compiler.fx.graph import results_of, schema_argument
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.update.operators import ADD_ROWS, ADD_WIDE, CHECK, OPERATORS
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, OPERATORS
 from amp_compiler.ops.update.product import Product, pays
-from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 _GRADIENTS = 1  # place among the arguments of every update operator
@@ -28,7 +27,6 @@ class DeferGradients(InPlacePass):
     """Leave a gradient that only the check and an update read, and that is smaller as factors and rows, to the update.
 
     Such a gradient is written as a `Product`, which lies nowhere in memory: the update's loops make it panel by panel.
-    An FP32 sum of what several ranks have made is written as a `WideSum`, which is added where it is read.
 
     Before::
 
@@ -52,12 +50,10 @@ class DeferGradients(InPlacePass):
     Args:
         most_inner: largest number of inner elements with which products are made fast; 0 where no kernel takes them.
         kernels: the operators that a kernel runs.
-        adds: whether these kernels take a `WideSum`.
     """
 
     most_inner: int = 0
     kernels: tuple[Any, ...] = ()
-    adds: bool = False
     name: ClassVar[str] = "defer_gradients"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
@@ -68,13 +64,9 @@ class DeferGradients(InPlacePass):
         taken = set(self.kernels).intersection(OPERATORS.values())
         updates = [node for node in graph.nodes if node.target in taken]
         checks = graph.find_nodes(op="call_function", target=CHECK)
-        if not updates or len(checks) != 1:
+        if not updates or len(checks) != 1 or self.most_inner <= 0:
             return PassResult(subject, False)
-        gradients: list[ProductGradient | SumGradient] = []
-        if self.most_inner > 0:
-            gradients += product_gradients(graph, checks[0], updates, self.most_inner)
-        if self.adds:
-            gradients += sum_gradients(graph, checks[0], updates)
+        gradients = product_gradients(graph, checks[0], updates, self.most_inner)
         for one in gradients:
             with graph.inserting_before(checks[0]):
                 deferred = one.emit(graph)
@@ -140,42 +132,6 @@ class ProductGradient:
         for node in nodes:
             node.meta = {"val": value, Key.PHASE: "update"}
         return nodes[-1]
-
-
-@dataclass(frozen=True)
-class SumGradient:
-    """A gradient, made by `add_wide`, that a step need not make."""
-
-    gradient: fx.Node
-
-    @property
-    def nodes(self) -> tuple[fx.Node, ...]:
-        """Those that need not run."""
-        return (self.gradient,)
-
-    def emit(self, graph: fx.Graph) -> fx.Node:
-        """Write it as a `WideSum`, at the place where the graph inserts."""
-        node = graph.call_function(WideSum, self.gradient.args)
-        node.meta = {"val": self.gradient.meta["val"], Key.PHASE: "update"}
-        return node
-
-
-def sum_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node]) -> list[SumGradient]:
-    """The sums that nothing but the check and an update needs.
-
-    Args:
-        graph: the step graph.
-        check: its `grad_check` node.
-        updates: its update nodes that take a `WideSum`.
-    """
-    readers = {check, graph.output_node(), *updates}
-    sums = graph.find_nodes(op="call_function", target=ADD_WIDE)
-    returned = {_source(result) for result in results_of(graph) if result not in sums}
-    return [
-        SumGradient(node)
-        for node in sums
-        if readers.issuperset(node.users) and returned.isdisjoint(map(_source, node.all_input_nodes))
-    ]
 
 
 def product_gradients(

@@ -23,7 +23,7 @@ from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL
 from amp_compiler.passes.step.gather_gradients import is_sum, sums_of
 from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
-from amp_compiler.passes.step.update_group import PART, UpdateGroup
+from amp_compiler.passes.step.update_group import UpdateGroup
 
 MASTER = "master"  # column of the parts of masters
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -261,7 +261,7 @@ class _Builder:
         lists: list[Any] = [masters, [gradients[name] for name in group.masters]]
         for column, used in group.columns:
             if column == "low_weights":
-                lists.append(self._low_weights(index, group))
+                lists.append([self.placeholders[name] for name in group.low_weights])
             else:
                 dtype = None if column == "compensation" else group.moment
                 lists.append([self._state(index, column, n, m, dtype) for n, m in enumerate(masters)] if used else [])
@@ -272,13 +272,6 @@ class _Builder:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags]
-
-    def _low_weights(self, index: int, group: UpdateGroup) -> list[fx.Node]:
-        if not group.in_place:
-            return [self.placeholders[name] for name in group.low_weights]
-        weights: list[Any] = [node_tensor(self.placeholders[name]) for name in group.masters]
-        values = [weight.new_empty(part_of(weight, group.ranks)) for weight in weights]
-        return [self._placeholder((PART, index, number), value) for number, value in enumerate(values)]
 
     def _trace(
         self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, trace_before
-from amp_compiler.ops.update.operators import FUSED, OPERATORS, SPREAD
+from amp_compiler.ops.update.operators import OPERATORS
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
-
-_LOW_WEIGHTS = {  # place of the 16-bit copies among the arguments of the updates that have masters
-    one.name: [parameter.name for parameter in one.parameters(low=False)].index("low_weights") for one in FUSED
-}
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,6 @@ class GatherWeights(InPlacePass):
         wait_tensor_1: bf16[4] = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
         view: bf16[4] = aten.view.default(wait_tensor_1, [4])
         copy_: bf16[4] = aten.copy_.default(w, view)
-
-    Of a group that is updated in place (`UpdateGroup.in_place`) the update has rounded this rank's part into the weight
-    itself, and every part is sent from where it lies to where it belongs::
-
-        sgd_update = amp_compiler.sgd_update.default([master_0_0], [wait_tensor], [], [part_0_0], hyper_0_0, …)
-        spread_part = amp_compiler.spread_part.default(part_0_0, w, 2, "0")
-        wait_tensor_1: bf16[4] = _c10d_functional.wait_tensor.default(w)
 
     Left alone: groups whose masters each rank has whole, see `ShardUpdate`.
 
@@ -82,12 +71,7 @@ class GatherWeights(InPlacePass):
         subject.recompile()
         return PassResult(subject, True)
 
-    def _sent(self, group: UpdateGroup, update: fx.Node, weights: list[fx.Node]) -> fx.Node | None:
-        if group.in_place:
-            parts: Any = update.args[_LOW_WEIGHTS[group.kind]]
-            for part, weight in reversed(list(zip(parts, weights, strict=True))):
-                call_before(update.next, SPREAD, [part, weight, group.ranks, self.group], "update")
-            return None
+    def _sent(self, group: UpdateGroup, update: fx.Node, weights: list[fx.Node]) -> fx.Node:
         dtype = weights[0].meta["val"].dtype
 
         def flat(*masters: Tensor) -> Tensor:
@@ -98,12 +82,8 @@ class GatherWeights(InPlacePass):
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
         return call_before(packed.next, target, [packed, group.ranks, self.group], "update")
 
-    def _written(self, group: UpdateGroup, message: fx.Node | None, weights: list[fx.Node]) -> None:
+    def _written(self, group: UpdateGroup, message: fx.Node, weights: list[fx.Node]) -> None:
         output, wait = weights[0].graph.output_node(), torch.ops._c10d_functional.wait_tensor.default
-        if message is None:
-            for weight in weights:
-                call_before(output, wait, [weight], "update")
-            return
         flat = call_before(output, wait, [message], "update")
         values = [node.meta["val"] for node in weights]
         sizes = [part_of(value, group.ranks) for value in values]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-PART = "part"  # column of this rank's parts of 16-bit weights, where they lie
-
 
 @dataclass(frozen=True)
 class UpdateGroup:
@@ -25,8 +23,6 @@ class UpdateGroup:
         moment: type of the moments; `None` for that of the masters.
         ranks: over how many ranks masters and moments are split, see `ShardUpdate`; `masters` are then the placeholders
             of the 16-bit weights that these are of.
-        in_place: whether the update of such a group writes this rank's parts of the 16-bit weights where they lie, from
-            where all ranks are given them, see `GatherWeights`.
     """
 
     kind: str
@@ -39,4 +35,3 @@ class UpdateGroup:
     storage: int | None = None
     moment: torch.dtype | None = None
     ranks: int = 1
-    in_place: bool = False

@@ -21,7 +21,6 @@ from test_cpu_update import by_reference, hyper, number
 
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
 
 INNERS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 70)
 SIDES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -320,7 +319,6 @@ def test_a_gradient_is_made_as_an_update_reads_it(transposed):
     products = [product(*shape) for shape in ((1, 1, 1), (5, 17, 33), (33, 65, 513), (70, 64, 700), (9, 3, 8193))]
     if not transposed:
         products.append(products[3].plus_rows(torch.randn(6, 700), torch.tensor([1, 1, 0, 2, 9, 63]), 9))
-        products.append(WideSum([random(7, 5), random(7, 5)]))
     for gradient in products:
         weight = torch.randn(gradient.shape)
         weight = weight.t().contiguous().t() if transposed else weight

@@ -288,17 +288,6 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
         yield x
 
 
-@contextlib.contextmanager
-def sums_in_messages() -> Iterator[None]:
-    """Within it steps are made as for a group that does not go through gloo: messages add, in the type of gradients."""
-    known = Ranks.uses_gloo
-    Ranks.uses_gloo = lambda self, device: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Ranks.uses_gloo = known  # type: ignore[method-assign]
-
-
 def told(run: Callable[[], Any]) -> str:
     try:
         run()

@@ -21,7 +21,6 @@ constexpr int64_t kPackedTogether = 1 << 19;  // elements of packed factors that
 struct Row {
   int64_t count, grad_type, low_type;
   int64_t grad, weight, first, second, largest, low, step, product;
-  int64_t others, added;  // addresses of what is added to the gradient in fp32, each typed as it; their number
 };
 
 // What a check of some elements finds.
@@ -50,32 +49,12 @@ void with_types(int64_t grad_type, int64_t low_type, const Body& body) {
   return low(0.0f);
 }
 
-// The sum of a gradient and the others in fp32, in their order.
-inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* line) {
-  with_types(tensor.grad_type, kNone, [&](auto grad, auto) {
-    using G = decltype(grad);
-    const int64_t* others = reinterpret_cast<const int64_t*>(tensor.others);
-    const auto at = [&](int64_t address) { return reinterpret_cast<const G*>(address) + start; };
-    widen(at(tensor.grad), line, count, 1.0f);
-    for (int64_t k = 0; k < tensor.added; ++k) add_to(line, at(others[k]), count);
-  });
-}
-
 // The chunks of [start, end) of a tensor whose gradient lies in memory.
 template <class Body>
 void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
   const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
-  if (tensor.added == 0) {
-    for (; start < end; start += kChunk)
-      body(Chunk{row, start, std::min(kChunk, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
-    return;
-  }
-  alignas(64) float line[kChunk];
-  for (; start < end; start += kChunk) {
-    const int64_t count = std::min(kChunk, end - start);
-    add_wide(tensor, start, count, line);
-    body(Chunk{row, start, count, reinterpret_cast<int64_t>(line), kFloat}, finding);
-  }
+  for (; start < end; start += kChunk)
+    body(Chunk{row, start, std::min(kChunk, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
 }
 
 // A part of a product that one thread makes.

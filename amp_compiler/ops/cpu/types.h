@@ -47,11 +47,6 @@ void widen(const G* __restrict grads, float* __restrict out, int64_t count, floa
   for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
 }
 
-template <class G>
-void add_to(float* __restrict line, const G* __restrict grads, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) line[i] += load(grads[i]);
-}
-
 template <class L>
 void narrow(const float* __restrict weights, L* __restrict low_weights, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(weights[i], low_weights + i);
@@ -67,14 +62,6 @@ inline void widen<Half>(const Half* __restrict grads, float* __restrict out, int
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) _mm256_storeu_ps(out + i, _mm256_mul_ps(load_eight(grads + i), _mm256_set1_ps(coef)));
   for (; i < count; ++i) out[i] = load(grads[i]) * coef;
-}
-
-template <>
-inline void add_to<Half>(float* __restrict line, const Half* __restrict grads, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(line + i, _mm256_add_ps(_mm256_loadu_ps(line + i), load_eight(grads + i)));
-  for (; i < count; ++i) line[i] += load(grads[i]);
 }
 
 template <>

@@ -25,10 +25,9 @@ from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
 from amp_compiler.ops.update.fused import MOST_STATES, FusedOptimizer, Update
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
 
 Tensors = Sequence[Tensor]
-Gradient = Tensor | Product | WideSum
+Gradient = Tensor | Product
 Gradients = Sequence[Gradient]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
 _TAKEN = "give masters and moments in fp32, gradients in fp32, bf16 or fp16, all on the CPU"
@@ -45,8 +44,6 @@ _COLUMNS = (
     "low",
     "step",
     "product",
-    "others",
-    "added",
 )
 _CACHED = 64
 
@@ -108,7 +105,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def made_gradient(gradient: Product | WideSum, weight: Tensor) -> Tensor:
+def made_gradient(gradient: Product, weight: Tensor) -> Tensor:
     """A gradient as an update of this weight reads it, to the bit: FP32, and lying as the weight does.
 
     Elsewhere a product may be summed in another order. Here SGD with a rate of -1 adds it to zeros.
@@ -145,8 +142,6 @@ def _threads() -> int:
 
 def _dense(grad: Gradient) -> Gradient:
     """A gradient whose elements can be read one after another, in whatever order."""
-    if isinstance(grad, WideSum):
-        return grad if grad.lies_like() else grad.tensor()
     return grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous()
 
 
@@ -173,20 +168,14 @@ def _scalar(number: float) -> Tensor:
 
 def _set_gradients(table: Any, grads: Gradients) -> None:
     """Enter the gradients into a table; they must outlive its use."""
-    for column, row in zip(
-        ("grad", "product", "others", "added"), zip(*map(_places, grads), strict=True), strict=False
-    ):
+    for column, row in zip(("grad", "product"), zip(*map(_places, grads), strict=True), strict=False):
         table[:, _COLUMNS.index(column)] = row
     table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
 
 
-def _places(grad: Gradient) -> tuple[int, int, int, int]:
-    """Addresses of a gradient, of how it is made as a product, and of what is added to it; and how many these are."""
-    if isinstance(grad, Product):
-        return 0, grad.fields.ctypes.data, 0, 0
-    if isinstance(grad, WideSum):
-        return grad.given[0].data_ptr(), 0, grad.others.ctypes.data, len(grad.others)
-    return grad.data_ptr(), 0, 0, 0
+def _places(grad: Gradient) -> tuple[int, int]:
+    """Addresses of a gradient, and of how it is made as a product."""
+    return (0, grad.fields.ctypes.data) if isinstance(grad, Product) else (grad.data_ptr(), 0)
 
 
 def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Gradient], float]:
@@ -198,9 +187,7 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
     result: list[Gradient] = []
     squares = 0.0
     for grad, master in zip(grads, masters, strict=True):
-        if isinstance(grad, WideSum):
-            result += [grad] if grad.lies_like(master) else laid_out_like([grad.tensor()], [master])
-        elif not isinstance(grad, Product):
+        if not isinstance(grad, Product):
             result += laid_out_like([grad], [master])
         elif master.is_contiguous():
             result.append(grad)
@@ -214,8 +201,6 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
 
 
 def _type(tensor: Gradient) -> int:
-    if isinstance(tensor, WideSum):
-        return _type(tensor.given[0])
     code, place = TYPES.get(tensor.dtype), tensor.left if isinstance(tensor, Product) else tensor
     if code is None or not place.is_cpu:
         raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}", hint=_TAKEN)

@@ -19,7 +19,6 @@ from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
 from amp_compiler.ops.update.fused import FusedOptimizer, Update
 from amp_compiler.ops.update.sgd import SGD
-from amp_compiler.ops.update.wide_sum import add_wide
 
 FUSED: tuple[FusedOptimizer, ...] = (ADAM, SGD)
 *_FIRST, _LAST = (cls.__name__ for one in FUSED for cls in one.classes)
@@ -31,8 +30,6 @@ _SCHEMAS = (
     "gather_check(Tensor(a!)[] sums, Tensor[] grads, Tensor inv_scale, bool last)"
     " -> (Tensor norm, Tensor nonfinite, Tensor flags, Tensor[] totals)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
-    "add_wide(Tensor[] parts) -> Tensor",
-    "spread_part(Tensor part, Tensor(a!) weight, int ranks, str group) -> ()",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
 )
@@ -77,20 +74,6 @@ def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> 
         torch._foreach_copy_(targets, values)
 
 
-def spread_part(part: Tensor, weight: Tensor, ranks: int, group: str) -> None:
-    """Begin to give all ranks this one's part of a weight, and it theirs, each at once to its place.
-
-    Args:
-        part: this rank's, of as many that have equal lengths, where it lies in the weight.
-        weight: dense; it is whole when `wait_tensor` has waited for it.
-        ranks: how many there are.
-        group: torch's name of their group.
-    """
-    rows = weight.as_strided((ranks, part.numel()), (part.numel(), 1))
-    for rank, row in enumerate(rows.unbind()):
-        torch.ops._c10d_functional.broadcast_.default(row, rank, group)
-
-
 def overflow(kind: str, arguments: Sequence[Any]) -> Tensor:
     """fp32 []: 1 where an update of weights without masters would make a number that its type cannot hold, else 0.
 
@@ -118,7 +101,6 @@ _OPENED: dict[str, Callable[..., Any]] = {
     "grad_check": reference.grad_check,
     "gather_check": reference.gather_check,
     "add_rows": add_rows,
-    "add_wide": add_wide,
     "commit": commit,
     **{one.operator(low): _traceable(one, low) for one in FUSED for low in (False, True)},
 }
@@ -221,10 +203,6 @@ def _register() -> None:
     torch.library.register_fake("amp_compiler::gather_check", _gather_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
-    _LIBRARY.impl("add_wide", add_wide, "CompositeExplicitAutograd")
-    torch.library.register_fake("amp_compiler::add_wide", add_wide, lib=_LIBRARY)
-    _LIBRARY.impl("spread_part", spread_part, "CompositeExplicitAutograd")
-    torch.library.register_fake("amp_compiler::spread_part", lambda *_: None, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
     _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
@@ -235,8 +213,6 @@ _register()
 CHECK = torch.ops.amp_compiler.grad_check.default
 GATHER = torch.ops.amp_compiler.gather_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
-ADD_WIDE = torch.ops.amp_compiler.add_wide.default
-SPREAD = torch.ops.amp_compiler.spread_part.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.
 OPERATORS = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
-from amp_compiler.passes.step.update_group import PART, UpdateGroup
+from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.ranks.parts import UNSPLIT, Parts
 from amp_compiler.training.optimizers.state import laid_out, retyped
 from amp_compiler.training.optimizers.traced import TracedGroup, bind_traced, check_traceable
@@ -188,8 +188,6 @@ class BoundGroup:
             return self.hyper
         if column == "started":
             return self.started
-        if column == PART and self.parts is not None:
-            return self.parts.place(self.parameters[number])
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
         place = parameter.data_ptr(), parameter.stride()
@@ -325,7 +323,6 @@ def bind(
     stored: Mapping[int, Storage] | None = None,
     parts: Parts | None = None,
     buckets: Mapping[int, int] | None = None,
-    alone: Collection[int] = (),
 ) -> list[BoundGroup | TracedGroup]:
     """Split the parameters that have gradients into update groups.
 
@@ -336,7 +333,6 @@ def bind(
         stored: how a 16-bit parameter without a master is stored, by `id`.
         parts: those that are split over the ranks.
         buckets: number of the bucket that the gradient of such a one was sent in, by `id`.
-        alone: number of the buckets whose weights are updated in place, where they can be.
 
     Returns:
         One group per optimizer group, device, type, presence of a 16-bit copy, storage, bucket and, with dampening,
@@ -366,9 +362,7 @@ def bind(
                     alike.setdefault((*place, begun), []).append(parameter)
             for some in alike.values():
                 split = parts if id(some[0]) in buckets else None
-                one = _bind_part(optimizer, index, some, masters, low_weights, stored.get(id(some[0])), split)
-                in_place = split is not None and buckets[id(some[0])] in alone and all(map(split.lies, some))
-                bound.append(replace(one, spec=replace(one.spec, in_place=in_place)))
+                bound.append(_bind_part(optimizer, index, some, masters, low_weights, stored.get(id(some[0])), split))
     return bound
 
 
