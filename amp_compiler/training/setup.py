@@ -39,7 +39,7 @@ from amp_compiler.training.build import PARALLEL, StepState, check_parameters
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
-from amp_compiler.training.reporting.events import events_on
+from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, weight_storage
@@ -178,7 +178,7 @@ def set_up(
         enabled=enabled,
         device=device,
         low=low,
-        state=StepState(kept, graphs, events_on(device)),
+        state=StepState(kept, graphs, Events(device)),
         group=process_group,
         coordinator=coordinator,
         reduction=reduction,
