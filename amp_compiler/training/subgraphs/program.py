@@ -45,7 +45,7 @@ class SubgraphProgram:
         """
         batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
         computed = self.step.forward_and_backward(batch, self._options.optimizers)
-        computed = self.step.completed(self.step.hooked(computed, self._options), self._options.gather)
+        computed = self.step.completed(computed, self._options.gather)
         if self._decide is not None:
             computed = self.step.shared(computed, self._decide, self._options.gather)
         with building():
