@@ -12,7 +12,7 @@ from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
-from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -29,7 +29,7 @@ def kernels_for(step: fx.GraphModule) -> Kernels:
         step: as `FuseUpdate` makes it.
     """
     updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
-    checks = [node for node in step.graph.nodes if node.target in (CHECK, GATHER)]
+    checks = step.graph.find_nodes(op="call_function", target=CHECK)
     devices = {leaf.meta["val"].device.type for node in updates or checks for leaf in node.all_input_nodes}
     if not updates and devices == {"cpu"}:  # gradients are only gathered: a compiler checks them in the loops that add
         return {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from amp_compiler.ops import attention, recurrent, recurrent_network
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.layout import is_dense
-from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, GATHER, OPERATORS, commit_on_cpu
+from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, OPERATORS, commit_on_cpu
 
 FORWARD = "forward"  # before autograd, whose backward of the new operator then stands in the graph
 JOINT = "joint"  # a graph that holds a backward, made by us or by a compiler
@@ -72,7 +72,7 @@ _ON_CPU = {
     COMMIT: (_always, commit_on_cpu),
     **{OPERATORS[one.name]: (_loops_take, cpu_update.FUNCTIONS[one.operator(low=False)]) for one in FUSED},
 }
-_ON_CUDA = {CHECK: _always, GATHER: _walks_over, COMMIT: _always, **dict.fromkeys(OPERATORS.values(), _walks_over)}
+_ON_CUDA = {CHECK: _always, COMMIT: _always, **dict.fromkeys(OPERATORS.values(), _walks_over)}
 NATIVE_OPS: tuple[NativeOp, ...] = (
     *(
         NativeOp(

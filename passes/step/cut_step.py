@@ -15,12 +15,12 @@ from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, res
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
-from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, GATHER, OPERATORS, decomposition
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.base import FunctionalPass, PassResult
 
 BEFORE, BEHIND = "before_check", "behind_check"
-_OPENED = (CHECK, GATHER, ADD_ROWS, COMMIT, *OPERATORS.values())
+_OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Make the new graph; the given one stays as it is."""
-        checks = [node for node in subject.graph.nodes if node.target in (CHECK, GATHER)]
+        checks = subject.graph.find_nodes(op="call_function", target=CHECK)
         if not self.kernels or len(checks) != 1:
             opened = open_operators(subject)
             return PassResult(opened, opened is not subject)
@@ -100,12 +100,11 @@ class _Cut:
         behind |= _late_numbers(nodes, behind - {self.check})
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
-        parts = [node for item in items for node in item.users if node.target is operator.getitem]
-        own = {self.check, *products, *items, *parts, *last, *readers}
+        own = {self.check, *products, *items, *last, *readers}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
-        for node in (*products, self.check, *items, *parts):
+        for node in (*products, self.check, *items):
             self._copy(node)
         self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in [node for node in nodes if node in updates or node in readers]:
@@ -228,18 +227,9 @@ def _open(node: fx.Node) -> None:
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
     results = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
     if isinstance(traced.graph.output_node().args[0], (list, tuple)):
-        _replace_items(node, results)
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+            node.graph.erase_node(item)
     elif node.users:
         node.replace_all_uses_with(results[0])
     node.graph.erase_node(node)
-
-
-def _replace_items(node: fx.Node, results: Sequence[Any]) -> None:
-    """Put values in the place of the items of a result, of which one may be a list of results itself."""
-    for item in list(node.users):
-        value = results[item.args[1]]  # type: ignore[index]
-        if isinstance(value, (list, tuple)):
-            _replace_items(item, value)
-        elif item.users:
-            item.replace_all_uses_with(value)
-        node.graph.erase_node(item)

@@ -16,11 +16,10 @@ from amp_compiler.fx.alias import lies_in_input
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS, overflow
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
 from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL
-from amp_compiler.passes.step.gather_gradients import is_sum, sums_of
 from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
 from amp_compiler.passes.step.update_group import UpdateGroup
@@ -77,8 +76,7 @@ class FuseUpdate(InPlacePass):
         clip_norm: largest global norm, `None` for no clipping.
         divisor: what gradients are divided by besides the scale: of how many batches, and ranks, they are the sums.
         weighs: whether batches have weights, whose sum then is the divisor.
-        gather: `"add"` updates nothing but buffers, `"use"` updates; sums that `GatherGradients` left to be made are
-            made together with the check. Empty where no batches are gathered.
+        gather: `"add"` updates nothing but buffers, `"use"` updates; empty where no batches are gathered.
         skips_overflow: see above; without it the update stores the largest finite number there.
         parts: how many of the gradients, the first ones, are this rank's parts of sums.
         group: torch's name of the group of ranks; empty for one process.
@@ -132,12 +130,8 @@ class _Builder:
         state = self._scale_state()
         gradients_of_outputs = self.outputs[options.results + len(options.buffers) :]
         gradients: dict[str, fx.Node] = dict(zip(options.updated, gradients_of_outputs, strict=True))
-        at_once = bool(options.gather) and not any(is_sum(node) for node in self.placeholders.values())
         inverse = self._inverse(state)
-        if at_once:
-            check, gradients = self._gathered_at_once(gradients, inverse)
-            norm, nonfinite, flags = (self._item(check, index) for index in range(3))
-        elif options.parts:
+        if options.parts:
             norm, nonfinite, flags = self._checked_together(list(gradients.values()), inverse)
         elif self._looks_at_gradients():
             check = self._call(CHECK, [list(gradients.values()), inverse])
@@ -218,17 +212,6 @@ class _Builder:
         if self.options.clip_norm is None:
             return inverse * 1.0
         return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
-
-    def _gathered_at_once(self, gradients: dict[str, fx.Node], inverse: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
-        """`GatherGradients` by the operator that also checks them: where loops are launches, one for all."""
-        last, sums = (
-            self.options.gather == "use",
-            [self._placeholder(*one) for one in sums_of(self.placeholders, gradients)],
-        )
-        check = self._call(GATHER, [sums, list(gradients.values()), inverse, last])
-        total_sums = self._item(check, 3) if last else None
-        totals = sums if total_sums is None else [self._item(total_sums, number) for number in range(len(sums))]
-        return check, dict(zip(gradients, totals, strict=True))
 
     def _skipped_too(
         self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node, nonfinite: fx.Node

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from amp_compiler.fx.graph import call_before, node_tensor, results_of, trace_before
+from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -34,19 +33,16 @@ class GatherGradients(InPlacePass):
         zero_ = aten.zero_.default(sum_w_0)
         return loss, add
 
-    Left alone: a step of one batch; gradients on a GPU that no other rank has a part of, which `FuseUpdate` gathers
-    and checks at once.
+    Left alone: a step of one batch.
 
     Args:
         updated: the weight of each gradient at the end of the graph's outputs.
         gather: `"add"` adds the gradients to the sums; `"use"` adds the sums to the gradients, and clears them; empty
             for neither.
-        ranks: how many processes have a part of the gradients.
     """
 
     updated: tuple[str, ...]
     gather: str = ""
-    ranks: int = 1
     name: ClassVar[str] = "gather_gradients"
     exact: ClassVar[bool] = False
 
@@ -58,15 +54,15 @@ class GatherGradients(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
+        if not self.gather:
+            return PassResult(subject, False)
         graph = subject.graph
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        shared = self.ranks > 1 and self.gather == "use"
-        if not self.gather or not (shared or any(_is_on_cpu(placeholders[name]) for name in self.updated)):
-            return PassResult(subject, False)
         outputs, output = results_of(graph), graph.output_node()
         first, last = len(outputs) - len(self.updated), list(placeholders.values())[-1]
         totals = []
-        for (key, value), gradient in zip(sums_of(placeholders, self.updated), outputs[first:], strict=True):
+        for number, (name, gradient) in enumerate(zip(self.updated, outputs[first:], strict=True)):
+            key, value = (_SUM, name, number), torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
             with graph.inserting_after(last):
                 last = graph.placeholder("_".join(map(str, key)))
             last.meta = {"val": value, Key.STATE: key}
@@ -78,24 +74,3 @@ class GatherGradients(InPlacePass):
         output.args = ((*outputs[:first], *totals),)
         subject.recompile()
         return PassResult(subject, True)
-
-
-def sums_of(placeholders: Mapping[str, fx.Node], weights: Iterable[str]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Mark and example value of the FP32 sum of every weight's gradients.
-
-    Args:
-        placeholders: of the graph, by name.
-        weights: their names.
-    """
-    for number, name in enumerate(weights):
-        yield (_SUM, name, number), torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
-
-
-def is_sum(placeholder: fx.Node) -> bool:
-    """Whether a placeholder is such a sum."""
-    return Key.STATE in placeholder.meta and placeholder.meta[Key.STATE][0] == _SUM
-
-
-def _is_on_cpu(node: fx.Node) -> bool:
-    tensor = node_tensor(node)
-    return tensor is None or tensor.device.type == "cpu"

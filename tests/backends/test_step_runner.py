@@ -11,7 +11,7 @@ from amp_compiler.backends import inductor
 from amp_compiler.backends.step_runner import kernels_for, run_cut_step
 from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.text import parse_fx
-from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE, CutStep
 
 GATHERS = """
@@ -45,17 +45,6 @@ return norm, mul
 """
 
 
-AT_ONCE = """
-in x: bf16[4]
-in inverse: fp32[]
-in total: fp32[4]  # state=sum/w/0
-neg: bf16[4] = aten.neg.default(x)
-check: (fp32[], fp32[], u8[1], ()) = amp_compiler.gather_check.default([total], [neg], inverse, False)
-norm: fp32[] = getitem(check, 0)
-return norm, total
-"""
-
-
 def on(device, text):
     return parse_fx(text.strip() if device == "cpu" else _on_cuda(text))
 
@@ -69,15 +58,10 @@ def _on_cuda(text):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("text", [GATHERS, AT_ONCE, UPDATES], ids=["gathers", "gathers at once", "updates"])
+@pytest.mark.parametrize("text", [GATHERS, UPDATES], ids=["gathers", "updates"])
 def test_kernels_check_commit_and_update_on_a_gpu(text):
     kernels = kernels_for(on("cuda", text))
-    assert {CHECK, GATHER, COMMIT, *OPERATORS.values()} == set(kernels)
-
-
-def test_sums_with_gaps_are_left_to_the_compiler():
-    text = _on_cuda(AT_ONCE).replace("total: fp32[4]@cuda", "total: fp32[4]{2}@cuda")
-    assert "{2}" in text and kernels_for(parse_fx(text)) == {}
+    assert {CHECK, COMMIT, *OPERATORS.values()} == set(kernels)
 
 
 def test_on_a_cpu_a_compiler_checks_gradients_that_are_only_gathered():
@@ -116,19 +100,3 @@ def test_nothing_is_asked_of_a_symbolic_size():
         assert not is_single_number(torch.empty(unknown, device="cuda"))
         assert is_single_number(torch.empty((), device="cuda")) and not is_single_number(torch.empty(2, 1))
     assert not environment.guards
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_where_no_kernel_gathers_a_compiler_does(last):
-    """The operator is opened into torch calls, its list of results too."""
-    text = AT_ONCE.replace("False", str(last))
-    if last:
-        text = text.replace("u8[1], ()", "u8[1], (fp32[4])").replace("norm: ", "totals: (fp32[4]) = getitem(check, 3)\nnow: fp32[4] = getitem(totals, 0)\nnorm: ")  # fmt: skip # noqa: E501
-        text = text.replace("return norm, total", "return norm, now")
-    opened = CutStep(())(on("cpu", text)).subject
-    assert not opened.graph.find_nodes(op="call_function", target=GATHER)
-    x, inverse, total = torch.tensor([1.0, 2, 3, 4]).bfloat16(), torch.tensor(0.5), torch.full((4,), 10.0)
-    norm, result = opened(x, inverse, total)
-    expected = torch.tensor([9.0, 8, 7, 6])
-    assert torch.equal(result, expected) and float(norm) == pytest.approx(float(expected.norm()) / 2)
-    assert torch.equal(total, torch.zeros(4) if last else expected)

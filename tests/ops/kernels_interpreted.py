@@ -150,25 +150,6 @@ def test_adam_with_other_numbers(beta1, decay, decoupled):
     assert_both_agree("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
 
 
-@pytest.mark.parametrize("last", FLAGS)
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-def test_gradients_are_gathered_and_checked_at_once(bad, last):
-    shapes = ((5, 3, 3, 3), (64, 16, 3, 3), (7, 130, 1, 1), (0, 4, 3, 3), (BLOCK + 1,), (), (0,), (5000,), (4096,))
-    grads = tensors(shapes, FLOATS)
-    grads[1] = grads[1].contiguous(memory_format=torch.channels_last)
-    if bad is not None:
-        grads[-1][7] = bad
-    sums = tensors(shapes, [torch.float32])
-    sums[2] = sums[2].contiguous(memory_format=torch.channels_last)  # a weight of that layout
-    kept, scale = copies(sums), torch.tensor(0.25)
-    expected = OPS.gather_check(kept, grads, scale, last)
-    found = kernels.gather_check(sums, grads, scale, last)
-    assert_same_bits([kept, expected[3], expected[2]], [sums, found[3], found[2]])
-    assert len(found[3]) == (len(shapes) if last else 0) and torch.equal(found[1], expected[1])
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0, equal_nan=True)
-    assert not last or not any(one.any() for one in sums)
-
-
 MOMENTA = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
 
 

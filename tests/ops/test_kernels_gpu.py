@@ -73,20 +73,6 @@ def test_grad_check(bad):
     assert torch.equal(got[1].cpu(), expected[1]) and torch.equal(got[2].cpu(), expected[2])
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_gradients_are_gathered_and_checked(last):
-    shapes = [*((size,) for size in SIZES), (64, 32, 3, 3), (5, 7, 1, 1)]
-    grads = [torch.randn(shape).to(GRADS[i % 3]) for i, shape in enumerate(shapes)]
-    grads[-2] = grads[-2].contiguous(memory_format=torch.channels_last)
-    sums = [torch.randn(shape) for shape in shapes]
-    on_device = move(sums, "cuda")
-    expected = OPS.gather_check(sums, grads, torch.tensor(0.25), last)
-    got = OPS.gather_check(on_device, move(grads, "cuda"), torch.tensor(0.25, device="cuda"), last)
-    assert_same_bits([sums, expected[3]], [on_device, got[3]])
-    torch.testing.assert_close(got[0].cpu(), expected[0], rtol=1e-6, atol=0)
-    assert torch.equal(got[2].cpu(), expected[2]) and len(got[3]) == (len(shapes) if last else 0)
-
-
 @pytest.mark.parametrize("blocks", [1, 1000, 5000, 20000])
 def test_grad_check_of_many_blocks(blocks):
     """The last sum is one program, as wide as the blocks fill; 20,000 blocks are several rounds of the widest."""

@@ -21,7 +21,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import StaticLossScale
-from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.pipeline import ONNX_PLAN
@@ -74,7 +74,7 @@ SPLIT = (  # of which another rank alone has a gradient of `d`
     Bucket(torch.bfloat16, (SharedGradient("c", torch.bfloat16, (0,)), SharedGradient("d", torch.bfloat16, (0, 1)))),
     Bucket(torch.bfloat16, (SharedGradient("a", torch.bfloat16, (0, 1)),)),
 )
-KERNELS = (CHECK, GATHER, COMMIT, *OPERATORS.values())
+KERNELS = (CHECK, COMMIT, *OPERATORS.values())
 # Options of the passes, by pass or by case; a function gets the text of the case.
 OPTIONS: dict[str, Any] = {
     "name_modules": {"root": "model"},
@@ -115,7 +115,6 @@ OPTIONS: dict[str, Any] = {
     "gather_gradients": {"updated": ("a",), "gather": "use"},
     "gather_gradients/a_batch_before_the_last_is_added": {"updated": ("a",), "gather": "add"},
     "gather_gradients/one_batch_is_left_alone": {"updated": ("a",)},
-    "gather_gradients/on_a_gpu_of_several": {"updated": ("a",), "gather": "use", "ranks": 2},
     "reduce_gradients": {**REDUCE, "group": "0"},
     "reduce_gradients/all_in_fp32": {**REDUCE, "group": "0", "reduce_in_fp32": True, "broadcast_buffers": False},
     "reduce_gradients/a_bucket_goes_between_the_messages_of_norms": {  # another rank makes that of `b` behind one more
@@ -139,8 +138,6 @@ OPTIONS: dict[str, Any] = {
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},
     "fuse_update/batches_that_have_weights": {**UPDATE, "groups": (SGD,), "weighs": True},
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},
-    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
-    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
     "recompute_cheap": {"devices": ("cpu",), "least": 0, "most": 10.0},
     "recompute_cheap/a_cpu_is_left_alone": {},
     "recompute_cheap/no_time_is_spent_where_none_is_given": {"devices": ("cpu",), "least": 0, "most": 0.0},

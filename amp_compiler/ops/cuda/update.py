@@ -90,20 +90,6 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return partials.sum().sqrt(), flags.any().float(), flags
 
 
-def gather_check(
-    sums: Tensors, grads: Tensors, inv_scale: Tensor, last: bool
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """See `reference.gather_check`: added by torch, then checked in one launch."""
-    totals = [torch.empty_like(one) for one in sums] if last else []
-    if grads:
-        torch._foreach_add_(list(sums), list(grads))
-    checked = grad_check(sums, inv_scale)
-    if totals:
-        torch._foreach_copy_(totals, list(sums))
-        torch._foreach_zero_(list(sums))
-    return *checked, totals
-
-
 def update(optimizer: FusedOptimizer, args: Update) -> None:
     """See `reference.update`."""
     device, code = args.skip.device, _device_code()

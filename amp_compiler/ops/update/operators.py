@@ -27,8 +27,6 @@ FUSED_NAMES = f"{', '.join(_FIRST)} or {_LAST}"  # of the torch classes, for mes
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SCHEMAS = (
     "grad_check(Tensor[] grads, Tensor inv_scale) -> (Tensor norm, Tensor nonfinite, Tensor flags)",
-    "gather_check(Tensor(a!)[] sums, Tensor[] grads, Tensor inv_scale, bool last)"
-    " -> (Tensor norm, Tensor nonfinite, Tensor flags, Tensor[] totals)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
@@ -99,7 +97,6 @@ def _traceable(optimizer: FusedOptimizer, low: bool) -> Callable[..., None]:
 
 _OPENED: dict[str, Callable[..., Any]] = {
     "grad_check": reference.grad_check,
-    "gather_check": reference.gather_check,
     "add_rows": add_rows,
     "commit": commit,
     **{one.operator(low): _traceable(one, low) for one in FUSED for low in (False, True)},
@@ -154,12 +151,6 @@ def _grad_check_fake(grads: Sequence[Tensor], inv_scale: Tensor) -> tuple[Tensor
     return norm, torch.empty_like(norm), inv_scale.new_empty(len(grads), dtype=torch.uint8)
 
 
-def _gather_check_fake(
-    sums: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: Tensor, last: bool
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    return *_grad_check_fake(grads, inv_scale), [torch.empty_like(one) for one in sums] if last else []
-
-
 def _on_cuda(name: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         from amp_compiler.ops.cuda import update as kernels  # needs Triton, which machines without CUDA may lack
@@ -198,9 +189,6 @@ def _register() -> None:
     _LIBRARY.impl("grad_check", reference.grad_check, "CPU")
     _LIBRARY.impl("grad_check", _on_cuda("grad_check"), "CUDA")
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
-    _LIBRARY.impl("gather_check", reference.gather_check, "CPU")
-    _LIBRARY.impl("gather_check", _on_cuda("gather_check"), "CUDA")
-    torch.library.register_fake("amp_compiler::gather_check", _gather_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
@@ -211,7 +199,6 @@ def _register() -> None:
 _register()
 
 CHECK = torch.ops.amp_compiler.grad_check.default
-GATHER = torch.ops.amp_compiler.gather_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.

@@ -39,31 +39,6 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return torch.stack(sums).sum().sqrt(), flags.any().float(), flags.to(torch.uint8)
 
 
-def gather_check(
-    sums: Tensors, grads: Tensors, inv_scale: Tensor, last: bool
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Add the gradients of a batch to those of the batches before, and check what that makes.
-
-    Args:
-        sums: n tensors fp32: of the batches before.
-        grads: n tensors of any float types, shaped as the sums.
-        inv_scale: as for `grad_check`.
-        last: whether this batch is the last of its step.
-
-    Returns:
-        As `grad_check`, of the new sums; and these sums where it is the last batch, whose `sums` are zero from here
-        on. Else they stand in `sums`, and there are no others.
-    """
-    totals = [one + grad.float() for one, grad in zip(sums, grads, strict=True)]
-    norm, nonfinite, flags = grad_check(totals, inv_scale)
-    for one, total in zip(sums, totals, strict=True):
-        if last:
-            one.zero_()
-        else:
-            one.copy_(total)
-    return norm, nonfinite, flags, totals if last else []
-
-
 def step_numbers(optimizer: FusedOptimizer, steps: Tensors, hyper: Tensor) -> Tensor:
     """The numbers of the coming step, computed in fp64 and rounded once.
 
