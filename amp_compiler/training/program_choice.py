@@ -31,7 +31,6 @@ from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.subgraphs.program import SubgraphProgram
 from amp_compiler.training.subgraphs.step import Decide, SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
@@ -108,7 +107,7 @@ class ProgramChoice:
 
     def run(
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str
-    ) -> tuple[StepProgram | SubgraphProgram, StepOutput]:
+    ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
         Args:
@@ -138,12 +137,12 @@ class ProgramChoice:
                 step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
-        program = self._subgraph_program(step, spec, gather, leaves)
-        output = self._guarded(lambda: program(leaves))
-        return program, replace(output, inputs=leaves)
+        computed = self._computed(step, spec, gather, leaves)
+        output = self._guarded(lambda: step.finish(computed))
+        return step, replace(output, inputs=leaves)
 
     def flush(
-        self, count: int, last: tuple[StepProgram | SubgraphProgram, StepOutput] | None
+        self, count: int, last: tuple[StepProgram | SubgraphStep, StepOutput] | None
     ) -> tuple[StepProgram, StepOutput] | None:
         """Update the weights by the gradients that were gathered, which are zero behind it.
 
@@ -330,10 +329,11 @@ class ProgramChoice:
         batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
         return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
-    def _subgraph_program(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> SubgraphProgram:
+    def _computed(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> Made:
+        """What forward and backward give in subgraphs; with several ranks, of all that any of them has."""
         options, coordinator = self.options(gather, leaves), self._setup.coordinator
         if coordinator is None or options.reduction is None:
-            return SubgraphProgram(step, spec, options, self._detector.owners)
+            return step.prepare(leaves, spec, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
                 f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
@@ -343,9 +343,7 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = SubgraphProgram(step, spec, options, self._detector.owners, self._decide(leaves, gather))
-        program.prepare(leaves)
-        return program
+        return step.prepare(leaves, spec, options, self._detector.owners, self._decide(leaves, gather))
 
     def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup

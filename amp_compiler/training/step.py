@@ -35,7 +35,7 @@ from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
 from amp_compiler.training.step_hooks import PostHooks, hooks_behind, refuse_hooks_before
-from amp_compiler.training.subgraphs.program import SubgraphProgram
+from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
@@ -273,7 +273,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
 
     def _note(
         self,
-        program: StepProgram | SubgraphProgram,
+        program: StepProgram | SubgraphStep,
         output: StepOutput,
         leaves: list[Any],
         spec: Any,
@@ -284,7 +284,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if self._coordinator is not None:
             self._coordinator.values.left()
         # Only now: a call that failed decides nothing.
-        if isinstance(program, SubgraphProgram) and self._choice.note(program.step) and self._setup.speaks:
+        if isinstance(program, SubgraphStep) and self._choice.note(program) and self._setup.speaks:
             logger.warning("the training step runs %s", program.execution)
         if torch.is_anomaly_enabled() and isinstance(program, StepProgram) and not self._told_of_anomalies:
             self._told_of_anomalies = True
@@ -319,7 +319,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if not self._keeps_parts:
             output.gradients = output.gradients[program.update.report.parts :]
 
-    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphProgram, StepOutput, list[Any], Any]:
+    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphStep, StepOutput, list[Any], Any]:
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()

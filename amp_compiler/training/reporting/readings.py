@@ -24,7 +24,7 @@ from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.inspection import StepInspection
 from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
-from amp_compiler.training.subgraphs.program import SubgraphProgram
+from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.subgraphs.trials import SubgraphStepTrials
 
 _GATHERED = (
@@ -46,12 +46,12 @@ class StepReadings(StepInspection):
     _state: StepState
     _held: HeldScale
     _watch: StuckWatch
-    _last: tuple[StepProgram | SubgraphProgram, StepOutput, float | None] | None
+    _last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None
     _leaves: list[Any]
     _optimizers: tuple[torch.optim.Optimizer, ...]
     _spec: Any
 
-    def _seen(self) -> tuple[StepProgram | SubgraphProgram, StepOutput, Tensor]:
+    def _seen(self) -> tuple[StepProgram | SubgraphStep, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", hint="call it with a batch first")
         program, output, constant = self._last
@@ -60,7 +60,7 @@ class StepReadings(StepInspection):
             return program, output, output.scale
         return program, output, state.clone() if constant is None else torch.full_like(state, constant)
 
-    def _divisor(self, program: StepProgram | SubgraphProgram) -> float:
+    def _divisor(self, program: StepProgram | SubgraphStep) -> float:
         """What its gradients are the sum of, in batches or their weights."""
         samples = self._state.kept.samples
         return program.update.report.divisor if samples is None or self._gathered else samples.divisor
@@ -212,7 +212,7 @@ class StepReadings(StepInspection):
                 report = replace(report, rule=proved.rule, cure=proved.message)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
-            trials = SubgraphStepTrials(program.step, batch, self._optimizers, scale)
+            trials = SubgraphStepTrials(program, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
             if cure and report.repeated:

@@ -15,20 +15,22 @@ from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.forward.subgraphs import Subgraphs, plan_of
+from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.program import StepProgram
+from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.replay import SubgraphReplay
 from amp_compiler.training.subgraphs.update import Made, update_graph
@@ -39,7 +41,7 @@ Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGra
 
 
 class SubgraphStep:
-    """Makes the programs of a loss that is no one graph.
+    """Runs a loss that is no one graph; behind a call, it tells of it what a `StepProgram` tells of itself.
 
     Forward and backward run in the subgraphs that Dynamo gives, each planned and rewritten, with autograd between them.
     Then one graph checks the gradients and updates the weights, as in a step that is one graph.
@@ -50,7 +52,12 @@ class SubgraphStep:
         cause: why it could not be taken as one graph.
         state: the tensors that steps share.
         enabled: mixed precision; without it the loss runs as it is written.
+
+    Attributes:
+        update: the program of the last call's update.
     """
+
+    update: StepProgram
 
     def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
         self.model, self.state, self.cause = model, state, cause
@@ -76,6 +83,66 @@ class SubgraphStep:
             return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
 
         return run_or_replay
+
+    def prepare(
+        self, leaves: Sequence[Any], spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
+    ) -> Made:
+        """Run forward and backward, and have the update's program ready.
+
+        Args:
+            leaves: the batch.
+            spec: its tree.
+            options: what to build an update for.
+            owners: which parameters stand in which group of which optimizer.
+            decide: gives what all ranks have a gradient of, see `shared`; `None` for one process.
+
+        Raises:
+            CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
+            LoweringError: a subgraph, or the update, cannot be compiled.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), spec)
+        computed = self.completed(self.forward_and_backward(batch, options.optimizers), options.gather)
+        if decide is not None:
+            computed = self.shared(computed, decide, options.gather)
+        with building():
+            self.update = self.update_for(computed, options, owners)
+        return computed
+
+    def finish(self, computed: Made) -> StepOutput:
+        """Run the update.
+
+        Args:
+            computed: what `prepare` gave.
+        """
+        output = self.update(computed.given())
+        return replace(output, loss=computed.loss, aux=computed.aux)
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The plans of all subgraphs of the last call together; `None` where there is none."""
+        subgraphs = () if self.subgraphs is None else self.subgraphs.last
+        return replace(plan_of(subgraphs), notes=self.update.report.notes) if subgraphs else None
+
+    @property
+    def stages(self) -> Stages:
+        """The text of every subgraph, and of the update, behind each pass."""
+        stages = Stages()
+        for stage in [*stages_of(() if self.subgraphs is None else self.subgraphs.last), *self.update.stages]:
+            stages.note(stage.name, stage.text)
+        return stages
+
+    @property
+    def execution(self) -> str:
+        """How the last call ran and why, in words."""
+        subgraphs, cause = self.subgraphs, self.cause
+        if subgraphs is None or not (subgraphs.last or subgraphs.autocast):
+            how = f"as they are written, in {'FP32' if subgraphs is None else 'the types of the model'}"
+        elif subgraphs.autocast:
+            how = f"under torch.autocast, for {subgraphs.autocast}"
+        else:
+            how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
+        where = f" ({cause.where})" if cause.where else ""
+        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
@@ -167,8 +234,8 @@ class SubgraphStep:
         """Those that it runs under."""
         return self._settings.rules
 
-    def plan(self) -> PrecisionPlan:
-        """The plans of all subgraphs together.
+    def whole_plan(self) -> PrecisionPlan:
+        """The plans of all subgraphs that there are together.
 
         Raises:
             AmpError: it runs in plain FP32.

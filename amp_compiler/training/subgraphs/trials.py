@@ -65,7 +65,7 @@ class SubgraphStepTrials:
         """
         if self._step.subgraphs is None:
             return Cure(message="it runs in FP32 (enabled=False): no rule fixes it, the model or its data have to")
-        first = Trial(self._step.plan(), nodes)
+        first = Trial(self._step.whole_plan(), nodes)
         try:
             with autocast_off():
                 return spoilt_inputs(nodes, {}) or find_cure(self._step.rules, first, self._tried)
@@ -75,4 +75,4 @@ class SubgraphStepTrials:
     def _tried(self, rules: RuleSet) -> Trial:
         other = self._step.under(rules)
         nodes, _ = other.replayed(*self._given)
-        return Trial(other.plan(), nodes)
+        return Trial(other.whole_plan(), nodes)
