@@ -69,7 +69,7 @@ def write(
         RankError: another rank failed, or did not come.
     """
     path, partial = folder / str(number), folder / f"{number}{PARTIAL}"
-    rank, size = _place(ranks)
+    rank, size = place(ranks)
 
     def begin() -> None:
         with _named(folder):
@@ -175,11 +175,12 @@ def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path,
     if places[0] == "none":
         return None
     path = folder / places[0].partition(" ")[0]
-    rank, size = _place(ranks)
+    rank, size = place(ranks)
     return path, each(ranks, lambda: _checked(path, rank, size))[rank]
 
 
-def _place(ranks: Ranks | None) -> tuple[int, int]:
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
 

@@ -96,7 +96,7 @@ def save_checkpoint(
 
     check_equal(checkpoint_folder.each(ranks, prepare), _SAME)
     own = {"steps": saved, "random": _random_state(next(iter(named.values())).device)}
-    if _rank(ranks) == 0:
+    if checkpoint_folder.place(ranks)[0] == 0:
         own["extra"] = extra
     return checkpoint_folder.write(Path(folder), number, {"steps": about}, own, keep, ranks)
 
@@ -156,8 +156,9 @@ def load_checkpoint(
     checkpoint_folder.each(ranks, prepare)
     for one in named.values():
         one.place()
-    if len(files) == _size(ranks):
-        _set_random_state(files[_rank(ranks)]["random"], next(iter(named.values())).device)
+    rank, size = checkpoint_folder.place(ranks)
+    if len(files) == size:
+        _set_random_state(files[rank]["random"], next(iter(named.values())).device)
     return Checkpoint(int(path.name), path, files[0]["extra"])
 
 
@@ -184,14 +185,6 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
     }
     every = set().union(*owned.values())
     return {name: StepContents(one, every - owned[name]) for name, one in named.items()}, ranks
-
-
-def _rank(ranks: Ranks | None) -> int:
-    return 0 if ranks is None else ranks.rank
-
-
-def _size(ranks: Ranks | None) -> int:
-    return 1 if ranks is None else ranks.size
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -128,7 +128,7 @@ class StepContents:
         state = owner.state.get(tensor, {})
         if MASTER in state and tensor.dtype is torch.float32:
             MasterWeights.take_in(tensor, state)
-        self._weights.follow(tensor, state)
+        self._weights.masters.follow(tensor, state)
         if MASTER in state:
             return self._shared(state[MASTER], tensor, state, MASTER)
         return tensor.detach().float() if self._has_master(tensor) else tensor.detach()

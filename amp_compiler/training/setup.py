@@ -35,14 +35,14 @@ from amp_compiler.training.arguments import (
     check_uneven,
     shapes_of_batch,
 )
-from amp_compiler.training.build import PARALLEL, StepState, check_parameters
+from amp_compiler.training.build import PARALLEL, StepState
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
 from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
-from amp_compiler.training.weights import WeightState, weight_storage
+from amp_compiler.training.weights import WeightState, check_parameters, weight_storage
 
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
 

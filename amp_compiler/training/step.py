@@ -297,7 +297,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if program.update.found_anew:
             program.update.settle(kept.low_weights)
             for group in program.update.compiled.groups:
-                kept.weights.settle(group.parameters, group.optimizer.state)
+                kept.weights.masters.settle(group.parameters, group.optimizer.state)
         if self._gathered:
             kept.sums.note(program.update.trained)
         else:
