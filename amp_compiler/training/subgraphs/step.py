@@ -11,28 +11,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
-from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
-from amp_compiler.fx.capture.generators import generators_kept, random_state, set_random_state
+from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.tracing import building
-from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
-from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
-from amp_compiler.training.subgraphs.replay import SubgraphReplay
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.subgraphs.weights import LowReads
 from amp_compiler.training.weights import is_stored_low, widened
@@ -67,8 +62,6 @@ class SubgraphStep:
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
         self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
-        self._replay: SubgraphReplay | None = None
-        self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.subgraphs = self._new_subgraphs() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
@@ -77,12 +70,7 @@ class SubgraphStep:
         return Subgraphs(self.model, self._settings, name_of(self.model), self._around)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        noting = run if self._low_reads is None else self._low_reads.around(graph_module, run)
-
-        def run_or_replay(*inputs: Any) -> Any:
-            return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
-
-        return run_or_replay
+        return run if self._low_reads is None else self._low_reads.around(graph_module, run)
 
     def prepare(
         self, leaves: Sequence[Any], spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
@@ -150,8 +138,7 @@ class SubgraphStep:
         Raises:
             AmpError: what the model's own code raised, or Dynamo, or a backend.
         """
-        self.note_random_state()
-        drawn = self._drawn
+        drawn = random_state(self._device)
         try:
             computed = self._run(batch, optimizers)
             if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
@@ -182,74 +169,9 @@ class SubgraphStep:
             + ("; loss_fn is called as loss_fn(model, *batch)" if isinstance(error, TypeError) else ""),
         )
 
-    def replayed(
-        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
-    ) -> tuple[tuple[NonfiniteNode, ...], Made]:
-        """Run forward and backward once more, node by node, from the random numbers' state that was noted last.
-
-        Args:
-            batch: arguments of the loss function behind the model.
-            optimizers: what is trained.
-            scale: the loss scale, FP32 scalar.
-
-        Returns:
-            The nodes that made something that is not finite, and all that was made.
-
-        Raises:
-            AmpError: it runs in plain FP32, or not even in subgraphs.
-        """
-        if self.subgraphs is None:
-            raise self.cause
-        if self.subgraphs.autocast:
-            raise CaptureError(
-                f"the step runs under torch.autocast, where no node can be looked into: {self.subgraphs.autocast}",
-                hint="do what the warning of the logger 'amp_compiler' says",
-            )
-        self._replay = SubgraphReplay()
-        try:
-            with generators_kept():
-                set_random_state(self._device, self._drawn)
-                computed = self._run(batch, optimizers, scale)
-            return self._replay.origins(plan_of(self.subgraphs.made)), computed
-        except AmpError:
-            raise
-        except Exception as error:  # the model's own code may raise anything
-            raise self._failed(error) from error
-        finally:
-            self._replay = None
-
-    def note_random_state(self) -> None:
-        """Let `replayed` draw what a call would draw now."""
-        self._drawn = random_state(self._device)
-
-    def under(self, rules: RuleSet) -> SubgraphStep:
-        """The same under other rules, to be run node by node."""
-        settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
-        other = SubgraphStep(self.model, settings, self.cause, self.state, enabled=True)
-        other._drawn = self._drawn
-        return other
-
-    @property
-    def rules(self) -> RuleSet:
-        """Those that it runs under."""
-        return self._settings.rules
-
-    def whole_plan(self) -> PrecisionPlan:
-        """The plans of all subgraphs that there are together.
-
-        Raises:
-            AmpError: it runs in plain FP32.
-        """
-        if self.subgraphs is None:
-            raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
-        return plan_of(self.subgraphs.made)
-
-    def _run(
-        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
-    ) -> Made:
-        if scale is None:
-            samples, scale = self.state.kept.samples, self.state.kept.scale().scale
-            scale = scale if samples is None else scale * samples.weight
+    def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
+        samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+        scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
             self._buffers.watched() as take_written,
