@@ -50,13 +50,13 @@ class StepContents:
 
     def about(self) -> dict[str, Any]:
         """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
-        samples, parts = self._kept.samples, self._weights.parts
-        split = [parameter for parameter in self._module.parameters() if parameter in parts]
+        samples = self._kept.samples
+        split = {key: value for key, value in self._values().items() if value in self._weights.parts}
         return {
             **self._kind(),
             "step": self._step.state_dict(),
             "samples": None if samples is None else samples.state(),
-            "split": {self._names[id(parameter)]: list(parameter.shape) for parameter in split},
+            "split": {key.removeprefix(f"{ROOT}."): list(value.shape) for key, value in split.items()},
         }
 
     def _kind(self) -> dict[str, Any]:
