@@ -1,9 +1,9 @@
 """A folder of checkpoints, of which each is whole or is not there.
 
 A checkpoint is written into `<number>.partial` and gets its name, `<number>`, by one rename when all of it is on the
-disk. What a killed run leaves under the other name is never read, and goes when the next checkpoint is written. Each rank
-writes one file by `torch.save`. The file `checkpoint.json` beside them has the length and the checksum of every other
-one, which are compared before any is read.
+disk. What a killed run leaves under the other name is never read, and goes when the next checkpoint is written. Each
+rank writes one file by `torch.save`. The file `checkpoint.json` beside them has the length and the checksum of every
+other one, which are compared before any is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`amp.save_checkpoint` and `amp.load_checkpoint`: what a training step goes on from.
 
-A checkpoint says the same whoever writes it: the FP32 value of each weight that is trained, its master where it has one,
-and the optimizer's state, by name. Of a weight whose update is split each rank writes its part, of all else the first
-one writes all; so any number of ranks goes on from what any other has written.
+A checkpoint says the same whoever writes it: the FP32 value of each weight that is trained, its master where it has
+one, and the optimizer's state, by name. Of a weight whose update is split each rank writes its part, of all else the
+first one writes all; so any number of ranks goes on from what any other has written.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Save what a training step goes on from: the folder `number` in `folder`, with a file of `torch.save` of each rank.
+    """Save what a training step goes on from: the folder `number` in `folder`, with a file for each rank.
 
     It holds weights in FP32, buffers, the optimizer's state and hyperparameters, loss scale with its counters, random
     state of each rank, and gradients that were gathered so far. With several ranks all of them call it, and each writes

@@ -6,7 +6,6 @@ in the same few processes, because starting one takes longer than most scenarios
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import tempfile
@@ -21,7 +20,6 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.training.program import StepProgram
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together

@@ -11,7 +11,7 @@ _EVERY = 8  # steps: what looks at the flag runs beside the graph, and a run tha
 
 
 class PinnedCopy:
-    """A copy of one flag of a CUDA device to the host, under way or done: pinned memory, and an event behind the copy."""
+    """A copy of one flag from a CUDA device, under way or done: to pinned memory, with an event behind it."""
 
     def __init__(self) -> None:
         self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
