@@ -107,7 +107,7 @@ def test_a_hook_before_the_update_is_refused_and_changes_nothing(register):
     hang_up = optimizer.register_step_pre_hook if register == "of the optimizer" else register_optimizer_step_pre_hook
     handle = hang_up(lambda *_: None)
     try:
-        with pytest.raises(amp.AmpError, match="SGD has hooks that run before its steps.*clip by clip_norm="):
+        with pytest.raises(amp.AmpError, match=r"SGD has hooks that run before its steps.*clip by clip_norm="):
             step(X, Y)
     finally:
         handle.remove()
