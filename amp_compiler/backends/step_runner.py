@@ -29,7 +29,7 @@ def kernels_for(step: fx.GraphModule) -> Kernels:
         step: as `FuseUpdate` makes it.
     """
     updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
-    checks = [node for node in step.graph.nodes if node.target is CHECK]
+    checks = step.graph.find_nodes(op="call_function", target=CHECK)
     devices = {leaf.meta["val"].device.type for node in updates or checks for leaf in node.all_input_nodes}
     if not updates and devices == {"cpu"}:  # gradients are only gathered: a compiler checks them in the loops that add
         return {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
 
 from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials, Tried
-from amp_compiler.diagnose.subgraph_trials import SubgraphTrials
+from amp_compiler.diagnose.subgraph_trials import StepSubgraphTrials, SubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -114,5 +116,11 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
         return step._trials(batch).report(step.loss_scale)
     except (HookError, OptimizerError):
         raise
-    except CaptureError as cause:
-        return step._find_in_subgraphs(batch, cause)
+    except CaptureError as error:
+        if not step._setup.enabled:
+            raise
+        cause = error
+    with step._in_fp32() as module:
+        start = Backward(itemgetter(0), float(step.loss_scale))
+        report = StepSubgraphTrials(Tried(module, batch, {}, step._settings, start), cause).report()
+    return replace(report, parameters=tuple(name.partition(".")[2] for name in report.parameters))

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.diagnose.subgraph_replay import SubgraphReplay
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
@@ -28,7 +29,6 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.reporting.nonfinite import described, in_order
-from amp_compiler.training.subgraphs.replay import SubgraphReplay
 
 OUTPUT = "the output"
 

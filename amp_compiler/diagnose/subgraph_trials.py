@@ -11,14 +11,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried
+from amp_compiler.diagnose.subgraph_replay import SubgraphReplay
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.errors import name_of, user_frame
 from amp_compiler.fx.capture.export import twin
 from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.ir.nonfinite import LOSS
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.subgraphs.replay import SubgraphReplay
 
 
 class SubgraphTrials(ModelTrials):
@@ -28,6 +29,8 @@ class SubgraphTrials(ModelTrials):
         tried: model, batch and options.
         cause: why it is no one graph.
     """
+
+    _goes_on = False  # to the backward of what is not finite
 
     def __init__(self, tried: Tried, cause: CaptureError) -> None:
         super().__init__(tried)
@@ -45,12 +48,9 @@ class SubgraphTrials(ModelTrials):
             with autocast_off(), generators_kept(model), _buffers_kept(model):
                 with torch.set_grad_enabled(self._backward is not None):
                     output, _ = subgraphs(self._tried.args, self._tried.kwargs)
-                results = tuple(
-                    f"{OUTPUT}{pytree.keystr(path)}"
-                    for path, one in pytree.tree_flatten_with_path(output)[0]
-                    if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
-                )
-                parameters = () if results or self._backward is None else self._spoilt(self._backward.start(output))
+                results = self._results(output)
+                backward = self._backward if self._goes_on or not results else None
+                parameters = () if backward is None else self._spoilt(backward.start(output))
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -60,7 +60,25 @@ class SubgraphTrials(ModelTrials):
                 hint="call the model itself with this batch first",
             ) from error
         plan = plan_of(subgraphs.made)
-        return Observed(plan, replay.origins(plan), (), results, parameters, {})
+        nodes = replay.origins(plan)
+        return Observed(plan, nodes, nodes, results, parameters, {})
+
+    def _results(self, output: Any) -> tuple[str, ...]:
+        """What the model returned that is not finite, in words."""
+        return tuple(
+            f"{OUTPUT}{pytree.keystr(path)}"
+            for path, one in pytree.tree_flatten_with_path(output)[0]
+            if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
+        )
+
+
+class StepSubgraphTrials(SubgraphTrials):
+    """Those of a training step: the loss as a module, which returns it with what goes with it."""
+
+    _goes_on = True
+
+    def _results(self, output: Any) -> tuple[str, ...]:
+        return () if bool(torch.isfinite(output[0])) else (LOSS,)
 
 
 @contextmanager

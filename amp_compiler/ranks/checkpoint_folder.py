@@ -1,8 +1,9 @@
 """A folder of checkpoints, of which each is whole or is not there.
 
 A checkpoint is written into `<number>.partial` and gets its name, `<number>`, by one rename when all of it is on the
-disk. What a killed run leaves under the other name is never read, and goes when the next checkpoint is written. The
-file `checkpoint.json` in it has the length and the checksum of every other file, which are compared before any is read.
+disk. What a killed run leaves under the other name is never read, and goes when the next checkpoint is written. Each
+rank writes one file by `torch.save`. The file `checkpoint.json` beside them has the length and the checksum of every
+other one, which are compared before any is read.
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.ranks.ranks import Ranks, check_equal
 
 Made = TypeVar("Made")
 ABOUT = "checkpoint.json"
 PARTIAL = ".partial"
-VERSION = 1
+VERSION = 2
 _CHUNK = 2**24  # bytes that are read at once
 _DAMAGED = "copy it anew from where it is whole, or delete the folder: the checkpoint before it is then the newest"
+_ROOM = "see that there is room, and that all ranks may write there"
+_PLAIN = "pass as `extra`, and have as extra state of modules, what can be pickled"
 _SEEN = "give all ranks one folder that all of them see, such as on a network's file system"
 
 
@@ -42,7 +47,7 @@ def write(
     folder: Path,
     number: int,
     about: Mapping[str, Any],
-    save: Callable[[Path], None],
+    own: Any,
     keep: int | None,
     ranks: Ranks | None,
 ) -> Path:
@@ -52,7 +57,7 @@ def write(
         folder: of checkpoints.
         number: of the new one.
         about: plain values to be kept with it.
-        save: writes it into a folder of its own; all ranks call it.
+        own: what this rank writes.
         keep: how many stay, of those up to this number; `None` for all.
         ranks: the processes; `None` for one.
 
@@ -64,7 +69,7 @@ def write(
         RankError: another rank failed, or did not come.
     """
     path, partial = folder / str(number), folder / f"{number}{PARTIAL}"
-    rank, size = _place(ranks)
+    rank, size = place(ranks)
 
     def begin() -> None:
         with _named(folder):
@@ -78,8 +83,7 @@ def write(
                 partial.mkdir(parents=True)
 
     each(ranks, begin)
-    save(partial)
-    files = {name: one for own in each(ranks, lambda: _sums(partial, rank, size)) for name, one in own.items()}
+    files = dict(each(ranks, lambda: _saved(partial / f"rank-{rank}.pt", own)))
 
     def end() -> None:
         if rank == 0:
@@ -104,6 +108,38 @@ def _finish(partial: Path, path: Path, contents: Mapping[str, Any]) -> None:
     _sync(partial)
     partial.rename(path)
     _sync(path.parent)
+
+
+def _saved(file: Path, own: Any) -> tuple[str, list[int]]:
+    """Write what a rank has into a file; gives its name, length and checksum."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)  # of a rank that does not see what the first one made
+        with file.open("wb") as opened:
+            torch.save(own, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        return file.name, list(_sum(file))
+    except (OSError, RuntimeError) as cause:  # the latter of torch's writer
+        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_ROOM) from cause
+    except Exception as cause:  # pickling raises whatever it likes
+        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_PLAIN) from cause
+
+
+def read(folder: Path, ranks: int) -> list[Any]:
+    """What each rank wrote into a checkpoint; tensors are read from the disk when they are used.
+
+    Args:
+        folder: of the checkpoint.
+        ranks: how many wrote it.
+
+    Raises:
+        AmpError: a file cannot be read.
+    """
+    files = [folder / f"rank-{rank}.pt" for rank in range(ranks)]
+    try:
+        return [torch.load(file, map_location="cpu", mmap=True, weights_only=False) for file in files]
+    except Exception as cause:  # unpickling raises whatever it likes
+        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder), hint=_DAMAGED) from cause
 
 
 def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path, dict[str, Any]] | None:
@@ -139,11 +175,12 @@ def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path,
     if places[0] == "none":
         return None
     path = folder / places[0].partition(" ")[0]
-    rank, size = _place(ranks)
+    rank, size = place(ranks)
     return path, each(ranks, lambda: _checked(path, rank, size))[rank]
 
 
-def _place(ranks: Ranks | None) -> tuple[int, int]:
+def place(ranks: Ranks | None) -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
     return (0, 1) if ranks is None else (ranks.rank, ranks.size)
 
 
@@ -161,7 +198,7 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
     if version != VERSION:
         hint = "load it with the version of amp_compiler that wrote it"
         raise AmpError(f"is of version {version}, and this one reads {VERSION}", where=str(file), hint=hint)
-    for name in (one for one in files if _owner(one) % size == rank):
+    for name in sorted(files)[rank::size]:
         with _named(path / name, _DAMAGED):
             length, checksum = _sum(path / name)
         if [length, checksum] != files[name]:
@@ -169,17 +206,6 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
             what = f"has {length} bytes with the checksum {checksum:08x}, and {were} were written"
             raise AmpError(what, where=str(path / name), hint=_DAMAGED)
     return about
-
-
-def _sums(folder: Path, rank: int, size: int) -> dict[str, list[int]]:
-    """Length and checksum of the files of a folder that this rank wrote."""
-    with _named(folder):
-        return {one.name: list(_sum(one)) for one in folder.iterdir() if _owner(one.name) % size == rank}
-
-
-def _owner(name: str) -> int:
-    """The rank that wrote a file: DCP calls them `__<rank>_<number>.distcp`, and `.metadata` the first one's."""
-    return int(name.split("_")[2]) if name.startswith("__") else 0
 
 
 def _checksum(contents: Mapping[str, Any]) -> int:

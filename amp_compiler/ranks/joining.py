@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import Settings
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import RoundingState
 from amp_compiler.ranks.coordinator import SAVING, RankCoordinator, begin
@@ -18,7 +18,6 @@ from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.values import RankValues
 
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
-ALONE_BYTES = 2**20  # of a gradient that goes by itself, from where it lies
 
 
 def join_ranks(
@@ -51,7 +50,6 @@ def join_ranks(
         What the ranks do together at each call, and how gradients are summed.
     """
     section: dict[str, Any] = settings.rules.reduce
-    device = device_of(model.parameters())
     options = {
         **options,
         "backend": settings.runs_on.name,
@@ -63,18 +61,14 @@ def join_ranks(
     ranks.broadcast([rounding.tensor])
     values = RankValues(model, root, optimizers, scale, rounding, broadcast_buffers)
     coordinator = RankCoordinator(ranks, values, parts)
-    bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(device)
     if parts is not None:
         for one in optimizers:
             parts.whole_on_save(one, functools.partial(coordinator.join, SAVING))
     return coordinator, Reduction(
         ranks.name,
         ranks.size,
-        bucket_bytes,
+        int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20),
         section.get("precision") == "fp32",
         broadcast_buffers,
         parts is not None,
-        exchange,
-        min(ALONE_BYTES, bucket_bytes) if exchange else 0,
-        ranks.rank,
     )

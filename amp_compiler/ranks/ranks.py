@@ -46,10 +46,6 @@ class Ranks:
         """Whether this is the rank that speaks for all of them."""
         return self.rank == 0
 
-    def uses_gloo(self, device: torch.device) -> bool:
-        """Whether tensors of a device are sent by gloo."""
-        return f"{device.type}:gloo" in dist.get_backend_config(self.group)
-
     def numbers(self, number: int) -> tuple[int, ...]:
         """One whole number of each rank, in their order; all wait for all.
 

@@ -19,9 +19,6 @@ class Reduction:
         in_fp32: whether sums are made in FP32 of what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
         shards: whether masters, moments and the update are split over the ranks.
-        exchange: as for `ShardUpdate`.
-        alone_bytes: as for `buckets_of`.
-        rank: which of them this process is.
         agree: `agree(gradients, norms, buffers)` gives what all of them have a gradient of, by that of which this one
             has, the messages of its forward and backward, and the buffers that it writes.
         agree_on_parts: as for `StepInputs.split`.
@@ -33,8 +30,5 @@ class Reduction:
     in_fp32: bool
     broadcast_buffers: bool
     shards: bool = False
-    exchange: bool = False
-    alone_bytes: int = 0
-    rank: int = 0
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, norms, buffers: gradients
     agree_on_parts: Callable[[dict[str, bool]], Mapping[str, bool]] = lambda reads: reads

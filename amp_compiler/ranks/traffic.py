@@ -16,7 +16,6 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: float(ranks - 1),
-    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
 }
 _NOT_HELD = (
@@ -106,9 +105,7 @@ def _messages(graph: fx.Graph, ranks: int) -> Iterator[tuple[str, int, int]]:
         short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
             size = bytes_of(node.args[0].meta["val"])
-            # Of two ranks that give each other all they have:
-            halves = short == "all_to_all_single" and 0 in node.args[1]
-            yield short, 2 * size if halves else size, among.get(node.args[-1], ranks)
+            yield short, size, among.get(node.args[-1], ranks)
 
 
 def bytes_of(value: Tensor) -> int:

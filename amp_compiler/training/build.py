@@ -29,6 +29,7 @@ from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
+from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
@@ -39,7 +40,7 @@ from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
 from amp_compiler.training.reporting.events import Events, Places
-from amp_compiler.training.weights import check_types
+from amp_compiler.training.weights import check_parameters
 
 PARALLEL = (
     "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
@@ -131,6 +132,23 @@ def begin_step(
     low = low_of(model, batch, options) if options.enabled else None
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         return begin(model, capture_once(model, batch, low), options, stages)
+
+
+def begin_gradients(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
+) -> tuple[fx.GraphModule, TrainedWeights, Begun]:
+    """Forward and backward for a batch as one graph, which takes the loss scale: all that stands before the update.
+
+    Raises:
+        CaptureError: the loss is no one graph.
+    """
+    begun, options = begin_step(model, batch, options, stages)
+    first = options.settings.pipelines["STEP"].stop_after("sum_gradients")
+    joint, weights = run_step_passes(model, begun, options, state, first)
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if node.name == SCALE:
+            node.meta[Key.STATE] = _SCALE
+    return joint, weights, begun
 
 
 def low_of(model: LossModule, batch: Any, options: StepOptions) -> torch.dtype:
@@ -341,7 +359,7 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
-    sizes = reduction.bucket_bytes, reduction.in_fp32 and not reduction.exchange, reduction.alone_bytes
+    sizes = reduction.bucket_bytes, reduction.in_fp32
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
@@ -350,9 +368,6 @@ def _reduction_options(
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
-        "exchange": reduction.exchange,
-        "alone_bytes": reduction.alone_bytes,
-        "rank": reduction.rank,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
 
@@ -395,19 +410,6 @@ def _compile(
 
 def _values(step: fx.GraphModule) -> list[Any]:
     return [node.meta["val"] for node in step.graph.find_nodes(op="placeholder")]
-
-
-def check_parameters(
-    model: LossModule, optimizers: Sequence[torch.optim.Optimizer], low: torch.dtype, enabled: bool
-) -> None:
-    """Refuse parameters of types that a step cannot train; see `training.weights.check_types`.
-
-    Raises:
-        AmpError: names the first of them.
-    """
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    named = ((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
-    check_types(named, owned, low, enabled)
 
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings, reduction: Reduction | None = None) -> str:

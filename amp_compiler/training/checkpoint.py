@@ -1,9 +1,8 @@
-"""`amp.save_checkpoint` and `amp.load_checkpoint`: what a training step goes on from, by torch.distributed.checkpoint.
+"""`amp.save_checkpoint` and `amp.load_checkpoint`: what a training step goes on from.
 
-A checkpoint says the same whoever writes it: under `model.<name>` the FP32 value of each weight that is trained, its
-master where it has one, and under `optimizer.state.<name>.<key>` the optimizer's state, in the shapes of the
-parameters. Which rank held what of them, and whether the weights themselves were in 16 bits, is not in it; so any
-number of ranks goes on from what any other has written.
+A checkpoint says the same whoever writes it: the FP32 value of each weight that is trained, its master where it has
+one, and the optimizer's state, by name. Of a weight whose update is split each rank writes its part, of all else the
+first one writes all; so any number of ranks goes on from what any other has written.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from amp_compiler.errors import AmpError
@@ -51,7 +49,7 @@ def save_checkpoint(
     extra: Any = None,
     keep: int | None = None,
 ) -> Path:
-    """Save what a training step goes on from: the folder `number` in `folder`, written by torch.distributed.checkpoint.
+    """Save what a training step goes on from: the folder `number` in `folder`, with a file for each rank.
 
     It holds weights in FP32, buffers, the optimizer's state and hyperparameters, loss scale with its counters, random
     state of each rank, and gradients that were gathered so far. With several ranks all of them call it, and each writes
@@ -71,9 +69,6 @@ def save_checkpoint(
         AmpError: there is a checkpoint of that number, a file cannot be written, or an argument is wrong. With several
             ranks, on each of them.
 
-    Source:
-        https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
-
     Example:
         >>> import tempfile, torch, amp_compiler as amp
         >>> model = torch.nn.Linear(4, 1)
@@ -86,9 +81,7 @@ def save_checkpoint(
         (0, {'epoch': 3})
     """
     named, ranks = _joined(steps, SAVING_ALL)
-    from amp_compiler.ranks import dcp  # here: few need it, and importing it takes a third of a second
-
-    state: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     about: dict[str, Any] = {}
 
     def prepare() -> dict[str, Any]:
@@ -97,20 +90,15 @@ def save_checkpoint(
         if keep is not None and (type(keep) is not int or keep < 1):
             raise AmpError(f"keep={keep!r}", hint="pass a whole number from 1 on, or None to keep all")
         for name, one in named.items():
-            own = one.saved()
-            state.update({"steps": {**state.get("steps", {}), name: own}} if name else own)
-            about[name] = one.about()
+            saved[name], about[name] = one.saved(), one.about()
         shared = sorted(f"{name} {entry}".strip() for name, one in named.items() for entry in one.entries())
         return {"number": number, "keep": keep, "entries": shared}
 
     check_equal(checkpoint_folder.each(ranks, prepare), _SAME)
-    own = _random_state(next(iter(named.values())).device)
-    state.setdefault("ranks", {}).setdefault(str(_rank(ranks)), {})["random"] = own
-    if _rank(ranks) == 0:
-        state["extra"] = (extra,)
-    return checkpoint_folder.write(
-        Path(folder), number, {"steps": about}, lambda path: dcp.save(state, path, ranks), keep, ranks
-    )
+    own = {"steps": saved, "random": _random_state(next(iter(named.values())).device)}
+    if checkpoint_folder.place(ranks)[0] == 0:
+        own["extra"] = extra
+    return checkpoint_folder.write(Path(folder), number, {"steps": about}, own, keep, ranks)
 
 
 def load_checkpoint(
@@ -122,8 +110,8 @@ def load_checkpoint(
     may be new or have trained before. torch's random state is taken over where there are as many ranks as there were.
 
     Warning:
-        A checkpoint can run code: torch.distributed.checkpoint unpickles its metadata and `extra`, and checksums find
-        damage, not an attacker. Load only checkpoints that you trust.
+        A checkpoint can run code: its files are pickles, and checksums find damage, not an attacker. Load only
+        checkpoints that you trust.
 
     Args:
         steps: a step, or those of one training by name, as they were saved.
@@ -137,9 +125,6 @@ def load_checkpoint(
         AmpError: there is none of that number, a file is damaged, or it is the checkpoint of another model, optimizer
             or kind of weights. With several ranks, on each of them.
 
-    Source:
-        https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
-
     Example:
         >>> import tempfile, torch, amp_compiler as amp
         >>> model = torch.nn.Linear(4, 1)
@@ -150,13 +135,11 @@ def load_checkpoint(
         None
     """
     named, ranks = _joined(steps, LOADING_ALL)
-    from amp_compiler.ranks import dcp
-
     chosen = checkpoint_folder.choose(Path(folder), number, ranks)
     if chosen is None:
         return None
     path, about = chosen
-    wanted: dict[str, Any] = {"extra": None}
+    files: list[Any] = []  # of each rank
 
     def prepare() -> None:
         if sorted(about["steps"]) != sorted(named):
@@ -166,27 +149,21 @@ def load_checkpoint(
             raise AmpError(
                 f"holds {was}, not {now}", where=str(path), hint="pass to it what was saved: a step, or a dict of them"
             )
-        contents = dcp.contents(path)
+        files.extend(checkpoint_folder.read(path, about["ranks"]))
         for name, one in named.items():
-            wanted.update(one.wanted(contents, about["steps"][name], about["ranks"], str(path)))
-        for entry, keys in contents.paths.items():
-            if keys[:3] == ("ranks", str(_rank(ranks)), "random") and about["ranks"] == _size(ranks):
-                wanted[entry] = torch.empty(*contents.tensors[entry][0], dtype=torch.uint8)
+            one.check([file["steps"][name] for file in files], about["steps"][name], str(path))
 
     checkpoint_folder.each(ranks, prepare)
-    dcp.load(wanted, path, ranks)
     for one in named.values():
-        one.place(wanted)
-    _set_random_state(wanted, _rank(ranks), next(iter(named.values())).device)
-    return Checkpoint(int(path.name), path, wanted["extra"][0])
+        one.place()
+    rank, size = checkpoint_folder.place(ranks)
+    if len(files) == size:
+        _set_random_state(files[rank]["random"], next(iter(named.values())).device)
+    return Checkpoint(int(path.name), path, files[0]["extra"])
 
 
 def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | None]:
     """The steps by name, once all ranks call the same."""
-    if not dist.is_available():
-        raise AmpError(
-            f"{called} needs torch.distributed.checkpoint, which this torch lacks", hint="install another torch"
-        )
     named = {"": steps} if isinstance(steps, TrainingStep) else steps
     if not isinstance(named, Mapping) or not named or not all(isinstance(one, TrainingStep) for one in named.values()):
         raise AmpError(
@@ -207,15 +184,7 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         for name, one in named.items()
     }
     every = set().union(*owned.values())
-    return {name: StepContents(one, name, every - owned[name]) for name, one in named.items()}, ranks
-
-
-def _rank(ranks: Ranks | None) -> int:
-    return 0 if ranks is None else ranks.rank
-
-
-def _size(ranks: Ranks | None) -> int:
-    return 1 if ranks is None else ranks.size
+    return {name: StepContents(one, every - owned[name]) for name, one in named.items()}, ranks
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
@@ -224,10 +193,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return {**random_state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else random_state
 
 
-def _set_random_state(loaded: Mapping[str, Any], rank: int, device: torch.device) -> None:
-    entries = {kind: f"ranks.{rank}.random.{kind}" for kind in ("cpu", "cuda")}
-    kinds = {kind: loaded[entry] for kind, entry in entries.items() if entry in loaded}
-    if "cpu" in kinds:
-        torch.set_rng_state(kinds["cpu"])
-    if "cuda" in kinds and device.type == "cuda":
-        torch.cuda.set_rng_state(kinds["cuda"], device)
+def _set_random_state(saved: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(saved["cpu"])
+    if "cuda" in saved and device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"], device)

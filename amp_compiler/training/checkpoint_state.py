@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,6 @@ from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.weights import MASTER, MasterWeights
 
 if TYPE_CHECKING:
-    from amp_compiler.ranks.dcp import Contents, Slice
     from amp_compiler.training.step import TrainingStep
 
 _OTHER = "give the step the model, optimizer, dtype and rules that it was saved with"
@@ -25,17 +25,17 @@ _SHOWN = 3  # of what differs
 class StepContents:
     """One step, as a checkpoint has it.
 
-    Its entries are nested dicts: `model` and `outside` (see `training.outside`) by name, `optimizer`, and `ranks` with
-    what each rank has of its own. Values other than tensors stand in a tuple, which DCP takes as a whole.
+    Each rank writes nested dicts: `model` (with `outside`, see `training.outside`), `state` and `param_groups` of the
+    optimizers, by name, and what it has of its own, `buffers` and `sums`. What all ranks have alike the first one
+    writes; of a weight that is split each writes its part.
 
     Args:
         step: the step.
-        name: in the checkpoint; empty for the only one.
         others: `id` of parameters that other steps of the same checkpoint train, and so have there.
     """
 
-    def __init__(self, step: TrainingStep, name: str, others: set[int]) -> None:
-        self._step, self._name, self._others = step, name, others
+    def __init__(self, step: TrainingStep, others: set[int]) -> None:
+        self._step, self._others = step, others
         self._module, self._optimizers = step._module, step._optimizers
         self._kept = step._state.kept
         self._weights = self._kept.weights
@@ -51,10 +51,12 @@ class StepContents:
     def about(self) -> dict[str, Any]:
         """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
         samples = self._kept.samples
+        split = {key: value for key, value in self._values().items() if value in self._weights.parts}
         return {
             **self._kind(),
             "step": self._step.state_dict(),
             "samples": None if samples is None else samples.state(),
+            "split": {key.removeprefix(f"{ROOT}."): list(value.shape) for key, value in split.items()},
         }
 
     def _kind(self) -> dict[str, Any]:
@@ -79,37 +81,33 @@ class StepContents:
             yield from (f"{self._names[id(parameter)]} {key}" for key in state)
 
     def saved(self) -> dict[str, Any]:
-        """All entries, of this rank.
+        """What this rank writes.
 
         Raises:
             AmpError: gradients were gathered by a step in subgraphs.
         """
-        step = self._step
+        step, parts = self._step, self._weights.parts
         if step._gathered and step._choice.subgraph_step is not None:
             what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in subgraphs"
             raise AmpError(what, hint="save behind the last of them")
-        entries: dict[str, Any] = {}
-        seen, own_buffers = set(), self._own_buffers()
-        for key, value in self._values().items():
-            head, _, name = key.partition(".")
-            if self._rank and key in own_buffers.get("buffers", ()):
-                continue  # they are the first rank's for any other number of ranks
-            if isinstance(value, Tensor):
-                seen.add(id(value))
-                entries.setdefault(head, {})[name] = self._value(value)
-            else:
-                entries.setdefault(head, {})[name] = (value,)
-        states: dict[str, Any] = {}
-        for parameter, state in self._states():
-            own = {
-                key: self._shared(value, parameter, state, key) if isinstance(value, Tensor) else (value,)
+        values = {key: value for key, value in self._values().items() if not self._rank or value in parts}
+        seen = {id(value) for value in values.values()}
+        states = {
+            self._names[id(parameter)]: {
+                key: self._shared(value, parameter, state, key) if isinstance(value, Tensor) else value
                 for key, value in state.items()
                 if key != MASTER or id(parameter) not in seen
             }
-            states[self._names[id(parameter)]] = own
-        entries["optimizer"] = {"state": states, "param_groups": (self._groups(),)}
-        entries["ranks"] = {str(self._rank): {**own_buffers, **self._sums()}}
-        return entries
+            for parameter, state in self._states()
+            if not self._rank or parameter in parts
+        }
+        return {
+            "model": {key: self._value(one) if isinstance(one, Tensor) else one for key, one in values.items()},
+            "state": states,
+            "param_groups": self._groups(),
+            "buffers": self._own_buffers(),
+            "sums": self._sums(),
+        }
 
     def _values(self) -> dict[str, Any]:
         """Parameters, buffers and extra state of the models, but what other steps have; the tensors themselves."""
@@ -122,7 +120,7 @@ class StepContents:
             for group in optimizer.param_groups:
                 yield from ((p, optimizer.state[p]) for p in group["params"] if optimizer.state.get(p))
 
-    def _value(self, tensor: Tensor) -> Any:
+    def _value(self, tensor: Tensor) -> Tensor:
         """What a weight or buffer goes on from: its master where it has one."""
         owner = self._owners.get(id(tensor))
         if owner is None:
@@ -130,7 +128,7 @@ class StepContents:
         state = owner.state.get(tensor, {})
         if MASTER in state and tensor.dtype is torch.float32:
             MasterWeights.take_in(tensor, state)
-        self._weights.follow(tensor, state)
+        self._weights.masters.follow(tensor, state)
         if MASTER in state:
             return self._shared(state[MASTER], tensor, state, MASTER)
         return tensor.detach().float() if self._has_master(tensor) else tensor.detach()
@@ -138,30 +136,15 @@ class StepContents:
     def _has_master(self, parameter: Tensor) -> bool:
         return parameter.dtype in LOW_TYPES and not self._weights.storage.low
 
-    def _shared(self, value: Tensor, parameter: Tensor, state: dict[str, Any], column: str) -> Any:
-        """A state; where the ranks share it, this one's elements."""
+    def _shared(self, value: Tensor, parameter: Tensor, state: dict[str, Any], column: str) -> Tensor:
+        """A state; where the ranks share it, this one's part."""
         if parameter not in self._weights.parts or not value.dim():
             return value.detach()
-        return self._slice(self._weights.parts.held(state, column, parameter).detach(), parameter)
-
-    def _slice(self, part: Tensor, parameter: Tensor) -> Slice:
-        from amp_compiler.ranks.dcp import Slice  # here: importing it takes a third of a second
-
-        start = min(self._rank * part.numel(), parameter.numel())
-        return Slice(part[: parameter.numel() - start], parameter.shape, start)
+        return self._weights.parts.held(state, column, parameter).detach()
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         return [
-            [
-                {
-                    **{
-                        key: value.detach().cpu() if isinstance(value, Tensor) else value
-                        for key, value in group.items()
-                    },
-                    "params": [self._names[id(p)] for p in group["params"]],
-                }
-                for group in one.param_groups
-            ]
+            [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
             for one in self._optimizers
         ]
 
@@ -171,14 +154,14 @@ class StepContents:
         if reduction is None or reduction.broadcast_buffers:
             return {}
         names = {id(buffer) for buffer in self._module.buffers()}
-        return {"buffers": {key: value for key, value in self._values().items() if id(value) in names}}
+        return {key: value for key, value in self._values().items() if id(value) in names}
 
-    def _sums(self) -> dict[str, Any]:
+    def _sums(self) -> dict[str, Tensor]:
         """Gradients that were gathered so far, of which each rank has its own."""
         if not self._step._gathered:
             return {}
         held = [p for group in self._groups_of() for p in group if id(p) in self._kept.sums.gathered]
-        return {"sums": {self._names[id(p)]: self._kept.sums.get(p) for p in held}}
+        return {self._names[id(p)]: self._kept.sums.get(p) for p in held}
 
     def _groups_of(self) -> Iterator[list[Tensor]]:
         for one in self._optimizers:
@@ -186,38 +169,31 @@ class StepContents:
 
     # What is loaded
 
-    def wanted(self, contents: Contents, about: Mapping[str, Any], ranks: int, where: str) -> dict[str, Any]:
-        """Where to everything that a checkpoint has of this step is to be read, by the names of its entries.
+    def check(self, files: Sequence[Mapping[str, Any]], about: Mapping[str, Any], where: str) -> None:
+        """Take what a checkpoint has of this step, to be placed; nothing is changed.
 
         Args:
-            contents: what it holds.
+            files: what each rank wrote.
             about: as `about` gave it.
-            ranks: how many wrote it.
             where: its folder, for errors.
 
         Raises:
             AmpError: it is another model, another optimizer or another kind of weights, or there are other ranks while
                 gradients are gathered.
         """
-        before = ("steps", self._name) if self._name else ()
-        paths = {keys[len(before) :]: entry for entry, keys in contents.paths.items() if keys[: len(before)] == before}
-        self._masters: dict[int, tuple[Tensor, Tensor]] = {}  # of each parameter that has one, with what is read for it
-        self._about, self._paths = about, paths
-        self._check_kind(about, where)
-        goals = {key: self._target(value) for key, value in self._values().items()}
-        model = {f"{keys[0]}.{keys[1]}": e for keys, e in paths.items() if keys[0] in (ROOT, "outside")}
-        differ = [f"only the step has {key}" for key in goals.keys() - model.keys()]
-        differ += [f"only the checkpoint has {key}" for key in model.keys() - goals.keys()]
-        for key in goals.keys() & model.keys():
-            differ += self._misfits(key, goals[key], contents.tensors.get(model[key]))
+        self._files, self._about = files, about
+        self._check_kind(where)
+        own, saved = self._values(), files[0]["model"]
+        differ = [f"only the step has {key}" for key in own.keys() - saved.keys()]
+        differ += [f"only the checkpoint has {key}" for key in saved.keys() - own.keys()]
+        for key in own.keys() & saved.keys():
+            differ += self._misfits(key, own[key])
         _refuse(differ, where)
-        own = {entry: goals[key] for key, entry in model.items()}
-        own |= self._states_wanted(contents)
-        own[paths["optimizer", "param_groups"]] = None
-        return own | self._own_wanted(contents, ranks, where)
+        self._check_gathered(where)
 
-    def _check_kind(self, about: Mapping[str, Any], where: str) -> None:
-        own, saved = self._kind(), about["step"]
+    def _check_kind(self, where: str) -> None:
+        own, about = self._kind(), self._about
+        saved = about["step"]
         self._step._scale_config.matching(saved).load_state_dict(saved, self.device)  # raises where it does not fit
         if about["master"] != own["master"]:
             what = (
@@ -235,57 +211,24 @@ class StepContents:
         differ += [f"only the step's optimizer has {name}" for name in names[1] - names[0]]
         _refuse(differ or ["the parameters stand in other groups of the optimizer, or in another order"], where)
 
-    def _target(self, value: Any) -> Any:
-        """Where to the value of a weight or buffer is read."""
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._owners or not (self._has_master(value) or value in self._weights.parts):
-            return value.detach()
-        if id(value) not in self._masters:
-            split = value in self._weights.parts
-            master = self._weights.parts.zeros(value) if split else empty_laid_out_like(value, torch.float32)
-            self._masters[id(value)] = value, master
-        master = self._masters[id(value)][1]
-        return self._slice(master, value) if value in self._weights.parts else master
-
-    def _misfits(self, key: str, goal: Any, saved: tuple[torch.Size, torch.dtype] | None) -> Iterable[str]:
-        if goal is None or saved is None:
-            return [] if goal is None and saved is None else [f"{key} is a tensor in one of them only"]
-        part = goal if isinstance(goal, Tensor) else goal.part
-        if goal.shape != saved[0]:
-            return [f"{key} is of shape {list(saved[0])} there and of {list(goal.shape)} here"]
-        widened = self._weights.storage.low and saved[1] in LOW_TYPES and part.dtype is torch.float32
-        if part.dtype != saved[1] and not widened:  # before the first call all weights are FP32
-            return [f"{key} is {_short(saved[1])} there and {_short(part.dtype)} here"]
+    def _misfits(self, key: str, own: Any) -> Iterable[str]:
+        saved = self._files[0]["model"][key]
+        if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
+            return [] if type(own) is type(saved) else [f"{key} is a tensor in one of them only"]
+        shape = torch.Size(self._about["split"].get(key.removeprefix(f"{ROOT}."), saved.shape))
+        if own.shape != shape:
+            return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]
+        wanted = torch.float32 if self._is_made_of_master(own) else own.dtype
+        widened = self._weights.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
+        if wanted != saved.dtype and not widened:  # before the first call all weights are FP32
+            return [f"{key} is {_short(saved.dtype)} there and {_short(wanted)} here"]
         return []
 
-    def _states_wanted(self, contents: Contents) -> dict[str, Any]:
-        by_name = {self._names[id(p)]: p for group in self._groups_of() for p in group}
-        wanted: dict[str, Any] = {}
-        self._loaded: dict[int, dict[str, str]] = {}  # entries of each parameter's state
-        self._parts: dict[str, Tensor] = {}  # what of them the ranks share, filled up
-        for keys, entry in self._paths.items():
-            if keys[:2] != ("optimizer", "state"):
-                continue
-            parameter = by_name[keys[2]]
-            self._loaded.setdefault(id(parameter), {})[keys[3]] = entry
-            wanted[entry] = self._state_target(entry, parameter, contents.tensors.get(entry))
-        return wanted
+    def _is_made_of_master(self, value: Tensor) -> bool:
+        return id(value) in self._owners and (self._has_master(value) or value in self._weights.parts)
 
-    def _state_target(self, entry: str, parameter: Tensor, saved: tuple[torch.Size, torch.dtype] | None) -> Any:
-        if saved is None:
-            return None
-        shape, dtype = saved
-        if shape != parameter.shape or not shape:
-            return torch.empty(shape, dtype=dtype, device=parameter.device if shape else "cpu")
-        if parameter not in self._weights.parts:
-            return empty_laid_out_like(parameter, dtype)
-        part = self._parts[entry] = self._weights.parts.zeros(parameter).to(dtype)
-        return self._slice(part, parameter)
-
-    def _own_wanted(self, contents: Contents, ranks: int, where: str) -> dict[str, Any]:
-        """What this rank has of its own: buffers where there are as many ranks, gathered gradients."""
-        about, step = self._about, self._step
+    def _check_gathered(self, where: str) -> None:
+        about, step, ranks = self._about, self._step, len(self._files)
         if about["gathered"] and (ranks != self._size or about["accumulate"] != step._accumulate):
             raise AmpError(
                 f"it was saved behind {about['gathered']} of {about['accumulate']} gathered batches on {ranks} rank(s),"
@@ -299,72 +242,77 @@ class StepContents:
                 where=where,
                 hint="make the step with uneven='weight', or save behind the last of the batches",
             )
-        own, kinds = {}, ["sums"] if ranks != self._size else ["sums", "buffers"]
-        for keys, entry in self._paths.items():
-            if keys[:2] == ("ranks", str(self._rank)) and keys[2] in kinds:
-                size, dtype = contents.tensors[entry]
-                own[entry] = torch.empty(size, dtype=dtype, device=self.device)
-        return own
 
-    def place(self, loaded: Mapping[str, Any]) -> None:
-        """Take over what was read; all ranks come.
-
-        Args:
-            loaded: what `wanted` gave, filled.
-        """
-        step, parts = self._step, self._weights.parts
+    def place(self) -> None:
+        """Take over what `check` was given."""
+        step = self._step
+        masters: dict[int, Tensor] = {}  # of each parameter that has one
+        values, own = self._module.state_dict(), {}
+        if len(self._files) == self._size:
+            own = self._files[self._rank]["buffers"]
         with torch.no_grad():
-            for parameter, master in self._masters.values():
-                low = master.to(parameter.dtype)
-                parameter.copy_(parts.whole(low, parameter) if parameter in parts else low)
-            self._place_module(loaded)
-        for number, optimizer in enumerate(self._optimizers):
-            groups = loaded[self._paths["optimizer", "param_groups"]][0][number]
-            optimizer.load_state_dict(self._state_dict(optimizer, groups, loaded))
+            for key, value in self._values().items():
+                saved = self._joined(key.removeprefix(f"{ROOT}."), [one["model"].get(key) for one in self._files])
+                if isinstance(value, Tensor) and self._is_made_of_master(value):
+                    if id(value) not in masters:
+                        masters[id(value)] = self._laid_out(saved, value)
+                        value.copy_(saved.to(value.dtype))
+                else:
+                    values[key] = own.get(key, saved)
+            self._module.load_state_dict(values)
+        for optimizer, groups in zip(self._optimizers, self._files[0]["param_groups"], strict=True):
+            optimizer.load_state_dict(self._state_dict(optimizer, groups, masters))
         step.load_state_dict(self._about["step"])
-        self._place_sums(loaded)
+        self._place_sums()
 
-    def _place_module(self, loaded: Mapping[str, Any]) -> None:
-        values = self._module.state_dict()
-        placed = {id(master) for _, master in self._masters.values()}
-        own: dict[str, Any] = {}
-        for keys, entry in self._paths.items():
-            value = loaded.get(entry)
-            if keys[:3] == ("ranks", str(self._rank), "buffers") and value is not None:
-                own[keys[3]] = value
-            elif keys[0] in (ROOT, "outside") and isinstance(value, Tensor) and id(value) not in placed:
-                values[".".join(keys)] = value  # which may be read in its place already
-            elif keys[0] in (ROOT, "outside") and isinstance(value, tuple):
-                values[".".join(keys)] = value[0]
-        values.update(own)
-        self._module.load_state_dict(values)
+    def _joined(self, name: str, saved: Sequence[Any]) -> Any:
+        """What the ranks saved of one thing of a parameter: the first one's, or all parts of what they share."""
+        if name not in self._about["split"] or not isinstance(saved[0], Tensor) or not saved[0].dim():
+            return saved[0]
+        shape = self._about["split"][name]
+        return torch.cat(list(saved))[: prod(shape)].view(shape)
 
-    def _state_dict(self, optimizer: torch.optim.Optimizer, groups: Any, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    def _laid_out(self, saved: Tensor, parameter: Tensor) -> Tensor:
+        """A master or state as the step keeps it, in memory of its own; of what the ranks share, this one's part."""
+        if saved.shape != parameter.shape or not saved.dim():
+            return saved.to(parameter.device if saved.dim() else "cpu", copy=True)
+        if parameter in self._weights.parts:
+            return self._weights.parts.of(saved).to(parameter.device)
+        return empty_laid_out_like(parameter, saved.dtype).copy_(saved)
+
+    def _state_dict(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], masters: Mapping[int, Tensor]
+    ) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes; of what the ranks share, their parts."""
         state: dict[int, dict[str, Any]] = {}
-        numbered, number = [], 0
+        numbered: list[dict[str, Any]] = []
+        number = 0
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             numbered.append({**saved, "params": list(range(number, number + len(group["params"])))})
             for parameter in group["params"]:
-                own = {key: self._read(entry, loaded) for key, entry in self._loaded.get(id(parameter), {}).items()}
-                if id(parameter) in self._masters:
-                    own[MASTER] = self._masters[id(parameter)][1]
+                own = self._state_of(parameter)
+                if id(parameter) in masters:
+                    own[MASTER] = masters[id(parameter)]
                 if own:
                     state[number] = own
                 number += 1
         return {"state": state, "param_groups": numbered}
 
-    def _read(self, entry: str, loaded: Mapping[str, Any]) -> Any:
-        if entry in self._parts:
-            return self._parts[entry]
-        return loaded[entry] if isinstance(loaded[entry], Tensor) else loaded[entry][0]
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        name = self._names[id(parameter)]
+        found: dict[str, Any] = {}
+        for key in self._files[0]["state"].get(name, {}):
+            value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])
+            found[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
+        return found
 
-    def _place_sums(self, loaded: Mapping[str, Any]) -> None:
+    def _place_sums(self) -> None:
         step, sums, gathered = self._step, self._kept.sums, set()
+        saved = self._files[self._rank]["sums"] if len(self._files) == self._size else {}
         for parameter in (p for group in self._groups_of() for p in group):
-            entry = self._paths.get(("ranks", str(self._rank), "sums", self._names[id(parameter)]))
-            if entry is not None:
-                sums.get(parameter).copy_(loaded[entry])
+            own = saved.get(self._names[id(parameter)])
+            if own is not None:
+                sums.get(parameter).copy_(own)
                 gathered.add(id(parameter))
             elif parameter in sums:
                 sums.get(parameter).zero_()

@@ -275,7 +275,6 @@ class TrainedWeights:
         parts: Parts,
         most_bytes: int,
         in_fp32: bool,
-        alone_bytes: int,
     ) -> tuple[Bucket, ...]:
         """What is sent by `ShardUpdate`, in front of which the ranks agree on what they have a gradient of.
 
@@ -286,7 +285,6 @@ class TrainedWeights:
             parts: which weights are split.
             most_bytes: as for `buckets_of`.
             in_fp32: as for `buckets_of`.
-            alone_bytes: as for `buckets_of`.
         """
         self._agree(graph_module, agree)
         names = self.inputs.of_parts(parts)
@@ -295,7 +293,7 @@ class TrainedWeights:
             return ()
         weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
         sizes = [weights[one.name].meta["val"].numel() for one in split]
-        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32, alone_bytes), len(split)
+        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32), len(split)
         order = in_order(graph_module.graph, split)
         self.updated = (*order, *(name for name in self.updated if name not in order))
         return self.buckets

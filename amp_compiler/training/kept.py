@@ -42,4 +42,4 @@ class KeptTensors:
             state: the optimizer's state of it; empty where it has none.
         """
         self.low_weights.follow(parameter)
-        self.weights.follow(parameter, state)
+        self.weights.masters.follow(parameter, state)

@@ -31,7 +31,6 @@ from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.subgraphs.program import SubgraphProgram
 from amp_compiler.training.subgraphs.step import Decide, SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
@@ -107,8 +106,8 @@ class ProgramChoice:
             graph.programs.clear()
 
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
-    ) -> tuple[StepProgram | SubgraphProgram, StepOutput]:
+        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str
+    ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
         Args:
@@ -116,7 +115,6 @@ class ProgramChoice:
             leaves: the batch, flat.
             spec: its tree.
             gather: as for `GatherGradients`.
-            hooked: whether an optimizer has hooks that run before its steps.
 
         Raises:
             CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
@@ -124,7 +122,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        step = self.subgraph_step or self._step_apart(hooked)
+        step = self.subgraph_step or self._step_apart()
         if step is None:
             try:
                 loss, aux = self._frontend()(*batch)
@@ -139,12 +137,12 @@ class ProgramChoice:
                 step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
-        program = self._subgraph_program(step, spec, gather, leaves)
-        output = self._guarded(lambda: program(leaves))
-        return program, replace(output, inputs=leaves)
+        computed = self._computed(step, spec, gather, leaves)
+        output = self._guarded(lambda: step.finish(computed))
+        return step, replace(output, inputs=leaves)
 
     def flush(
-        self, count: int, last: tuple[StepProgram | SubgraphProgram, StepOutput] | None
+        self, count: int, last: tuple[StepProgram | SubgraphStep, StepOutput] | None
     ) -> tuple[StepProgram, StepOutput] | None:
         """Update the weights by the gradients that were gathered, which are zero behind it.
 
@@ -196,9 +194,9 @@ class ProgramChoice:
 
         return decide
 
-    def _step_apart(self, hooked: bool) -> SubgraphStep | None:
+    def _step_apart(self) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
-        cause = _why_apart(hooked)
+        cause = _why_apart()
         if cause is None:
             return None
         if cause.what not in self._apart:
@@ -331,10 +329,11 @@ class ProgramChoice:
         batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
         return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
-    def _subgraph_program(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> SubgraphProgram:
+    def _computed(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> Made:
+        """What forward and backward give in subgraphs; with several ranks, of all that any of them has."""
         options, coordinator = self.options(gather, leaves), self._setup.coordinator
         if coordinator is None or options.reduction is None:
-            return SubgraphProgram(step, spec, options, self._detector.owners)
+            return step.prepare(leaves, spec, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
                 f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
@@ -344,9 +343,7 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = SubgraphProgram(step, spec, options, self._detector.owners, self._decide(leaves, gather))
-        program.prepare(leaves)
-        return program
+        return step.prepare(leaves, spec, options, self._detector.owners, self._decide(leaves, gather))
 
     def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup
@@ -390,7 +387,7 @@ class ProgramChoice:
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
 
 
-def _why_apart(hooked: bool) -> CaptureError | None:
+def _why_apart() -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
@@ -400,10 +397,5 @@ def _why_apart(hooked: bool) -> CaptureError | None:
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
             hint="leave them out: a step keeps no more than it needs",
-        )
-    if hooked:
-        return CaptureError(
-            "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
-            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

@@ -35,14 +35,14 @@ from amp_compiler.training.arguments import (
     check_uneven,
     shapes_of_batch,
 )
-from amp_compiler.training.build import PARALLEL, StepState, check_parameters
+from amp_compiler.training.build import PARALLEL, StepState
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
-from amp_compiler.training.reporting.events import events_on
+from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
-from amp_compiler.training.weights import WeightState, weight_storage
+from amp_compiler.training.weights import WeightState, check_parameters, weight_storage
 
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
 
@@ -92,14 +92,6 @@ class StepSetup:
     def speaks(self) -> bool:
         """Whether notices are this process's to give: of several ranks the first one gives them."""
         return self.coordinator is None or self.coordinator.ranks.is_first
-
-    @property
-    def between(self) -> str:
-        """What is done to gradients behind the backward of a call, inside of its graph."""
-        accumulates = "accumulate=" if self.accumulate > 1 else ""
-        clips = "clip_norm=" if self.clip_norm is not None else ""
-        ranks = "the sum over the ranks" if self.coordinator is not None else ""
-        return accumulates or clips or ranks
 
 
 def set_up(
@@ -178,7 +170,7 @@ def set_up(
         enabled=enabled,
         device=device,
         low=low,
-        state=StepState(kept, graphs, events_on(device)),
+        state=StepState(kept, graphs, Events(device)),
         group=process_group,
         coordinator=coordinator,
         reduction=reduction,

@@ -34,8 +34,8 @@ from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
-from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
-from amp_compiler.training.subgraphs.program import SubgraphProgram
+from amp_compiler.training.step_hooks import PostHooks, hooks_behind, refuse_hooks_before
+from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
@@ -273,7 +273,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
 
     def _note(
         self,
-        program: StepProgram | SubgraphProgram,
+        program: StepProgram | SubgraphStep,
         output: StepOutput,
         leaves: list[Any],
         spec: Any,
@@ -284,7 +284,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if self._coordinator is not None:
             self._coordinator.values.left()
         # Only now: a call that failed decides nothing.
-        if isinstance(program, SubgraphProgram) and self._choice.note(program.step) and self._setup.speaks:
+        if isinstance(program, SubgraphStep) and self._choice.note(program) and self._setup.speaks:
             logger.warning("the training step runs %s", program.execution)
         if torch.is_anomaly_enabled() and isinstance(program, StepProgram) and not self._told_of_anomalies:
             self._told_of_anomalies = True
@@ -297,7 +297,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if program.update.found_anew:
             program.update.settle(kept.low_weights)
             for group in program.update.compiled.groups:
-                kept.weights.settle(group.parameters, group.optimizer.state)
+                kept.weights.masters.settle(group.parameters, group.optimizer.state)
         if self._gathered:
             kept.sums.note(program.update.trained)
         else:
@@ -319,13 +319,11 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if not self._keeps_parts:
             output.gradients = output.gradients[program.update.report.parts :]
 
-    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphProgram, StepOutput, list[Any], Any]:
+    def _run(self, batch: tuple[Any, ...]) -> tuple[StepProgram | SubgraphStep, StepOutput, list[Any], Any]:
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        before = hooks_before(self._optimizers)
-        if before:
-            check_hooks(self._optimizers, self._setup.between)
+        refuse_hooks_before(self._optimizers)
         leaves, spec = self._flat(batch)
         self._look()
         if self._coordinator is not None:
@@ -334,7 +332,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._state.kept.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
-        program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
+        program, output = self._choice.run(batch, leaves, spec, gather)
         return program, output, leaves, spec
 
     def _look(self) -> None:

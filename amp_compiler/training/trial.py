@@ -23,10 +23,9 @@ from amp_compiler.ir.nonfinite import INPUT, LOSS, SHOWN, NonfiniteNode, Nonfini
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.passes.pipeline import Stages
-from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
+from amp_compiler.training.build import StepOptions, StepState, begin_gradients
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.reporting.nonfinite import described, in_order
 from amp_compiler.training.weights import as_stored
@@ -35,7 +34,6 @@ _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients 
 _NO_POWER_OF_TWO, _IN_PROPORTION = 1.37, 0.05  # a gradient with another loss scale, and how near it has to be
 _ALL_FP32 = ({"match": {}, "precision": "fp32"},)
 _LEFT = 1e-3  # the part of the gradients that FP32 has which an advised loss scale may leave at zero
-_LAST_BEFORE_UPDATE = "sum_gradients"
 
 
 class StepTrials:
@@ -192,15 +190,9 @@ class StepTrials:
 
     def _build(self, rules: RuleSet) -> _Joint:
         options = replace(self._options, settings=replace(self._options.settings, rules=rules))
-        stages = Stages()
         kept = generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch)
         with autocast_off(), building(), kept, as_stored(self._model.parameters(), options.optimizers):
-            begun, options = begin_step(self._model, self._batch, options, stages)
-            first = options.settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
-            joint, weights = run_step_passes(self._model, begun, options, self._state, first)
-            for node in joint.graph.find_nodes(op="placeholder"):
-                if node.name == SCALE:
-                    node.meta[Key.STATE] = ("scale", "scale", 0)
+            joint, weights, begun = begin_gradients(self._model, self._batch, options, self._state, Stages())
             # Now, as the weights are stored as this plan has them in here alone.
             leaves, scales = begun.leaves, _scales(joint.graph)
             pairs = zip(

@@ -147,12 +147,14 @@ def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Opt
                 state[parameter].update(entries)
 
 
-def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch.dtype, enabled: bool) -> None:
+def check_parameters(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], low: torch.dtype, enabled: bool
+) -> None:
     """Refuse parameters of types that a step cannot train.
 
     Args:
-        named: parameters with their names.
-        owned: `id` of the parameters of the optimizers; others may have any type.
+        model: the loss as a module.
+        optimizers: checked optimizers; parameters that are not theirs may have any type.
         low: the step's 16-bit type.
         enabled: whether mixed precision is on.
 
@@ -160,8 +162,9 @@ def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch
         AmpError: a parameter is neither FP32, complex64 nor 16-bit, is in 16 bits with mixed precision off, or in
             another 16-bit type than the step's.
     """
-    for name, parameter in named:
-        kind = str(parameter.dtype).removeprefix("torch.")
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for path, parameter in model.named_parameters():
+        name, kind = path.partition(".")[2], str(parameter.dtype).removeprefix("torch.")
         if id(parameter) not in owned or parameter.dtype in (torch.float32, torch.complex64):
             continue
         if parameter.dtype not in LOW_TYPES:
@@ -260,8 +263,23 @@ class MasterWeights:
                 same = torch.stack([master.to(low).float() == parameter for low in LOW_TYPES]).any(0)
                 parameter.copy_(torch.where(same, master, parameter))
 
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Bring a master, where there is one, to what was written into its parameter.
+
+        Args:
+            parameter: where and as it was.
+            state: the optimizer's state of it.
+        """
+        if MASTER in state and self.has(parameter):
+            self.get(parameter, state)
+
     def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note that the update has just written these parameters together with their masters."""
+        """Note that the update has just written these parameters together with their masters.
+
+        Args:
+            parameters: of one optimizer.
+            states: its state.
+        """
         for parameter in parameters:
             if id(parameter) in self._marks and MASTER in states.get(parameter, {}):
                 self._marks[id(parameter)] = _mark(parameter, states[parameter][MASTER])
@@ -300,22 +318,3 @@ class WeightState:
         self.masters = MasterWeights(self.parts)
         for optimizer in optimizers:
             keep_state_types(optimizer)
-
-    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Bring what is kept beside a parameter to what was written into it.
-
-        Args:
-            parameter: where and as it was.
-            state: the optimizer's state of it.
-        """
-        if MASTER in state and self.masters.has(parameter):
-            self.masters.get(parameter, state)
-
-    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note that the update has just written these parameters and their masters.
-
-        Args:
-            parameters: of one optimizer.
-            states: its state.
-        """
-        self.masters.settle(parameters, states)

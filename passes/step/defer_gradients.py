@@ -1,4 +1,4 @@
-"""`DeferGradients`: gradients that the update makes itself: products, added rows, and sums of what ranks have made."""
+"""`DeferGradients`: gradients that the update makes itself: products and added rows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DeferGradients(InPlacePass):
         taken = set(self.kernels).intersection(OPERATORS.values())
         updates = [node for node in graph.nodes if node.target in taken]
         checks = graph.find_nodes(op="call_function", target=CHECK)
-        if not updates or len(checks) != 1 or self.most_inner == 0:
+        if not updates or len(checks) != 1 or self.most_inner <= 0:
             return PassResult(subject, False)
         gradients = product_gradients(graph, checks[0], updates, self.most_inner)
         for one in gradients:

@@ -54,18 +54,17 @@ class GatherGradients(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        graph = subject.graph
-        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
         if not self.gather:
             return PassResult(subject, False)
+        graph = subject.graph
+        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
         outputs, output = results_of(graph), graph.output_node()
         first, last = len(outputs) - len(self.updated), list(placeholders.values())[-1]
         totals = []
         for number, (name, gradient) in enumerate(zip(self.updated, outputs[first:], strict=True)):
-            key = (_SUM, name, number)
+            key, value = (_SUM, name, number), torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
             with graph.inserting_after(last):
                 last = graph.placeholder("_".join(map(str, key)))
-            value = torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
             last.meta = {"val": value, Key.STATE: key}
             totals += trace_before(output, lambda a, b: a + b.float(), [last, gradient], "update")
             if self.gather == "add":

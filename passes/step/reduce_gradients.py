@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import readers
@@ -19,7 +17,6 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 MEGABYTE = 2**20
-_GIVE: Any = torch.ops._c10d_functional.all_to_all_single.default
 _REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
 _WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 
@@ -83,7 +80,7 @@ class Bucket:
 
 
 def buckets_of(
-    shared: Sequence[SharedGradient], sizes: Sequence[int], most_bytes: int, in_fp32: bool, alone_bytes: int = 0
+    shared: Sequence[SharedGradient], sizes: Sequence[int], most_bytes: int, in_fp32: bool
 ) -> tuple[Bucket, ...]:
     """The buckets, in the order in which they become full; one holds gradients of one type.
 
@@ -92,16 +89,12 @@ def buckets_of(
         sizes: number of elements of each.
         most_bytes: a bucket that has reached them is full.
         in_fp32: sum in FP32 also what is made in 16 bits.
-        alone_bytes: a gradient that has them is sent by itself, from where it lies; 0 where all are packed.
     """
     full: list[Bucket] = []
     filling: dict[torch.dtype, list[SharedGradient]] = {}
     held: dict[torch.dtype, int] = {}
     for one, size in zip(shared, sizes, strict=True):
         dtype = torch.float32 if in_fp32 else one.dtype
-        if 0 < alone_bytes <= size * dtype.itemsize:
-            full.append(Bucket(dtype, (one,)))
-            continue
         filling.setdefault(dtype, []).append(one)
         held[dtype] = held.get(dtype, 0) + size * dtype.itemsize
         if held[dtype] >= most_bytes:
@@ -137,10 +130,6 @@ class ReduceGradients(InPlacePass):
         view_1: bf16[4] = aten.view.default(wait_tensor, [4])
         return loss, view_1
 
-    With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
-    FP32 and never rounded. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, never rounded. That second message leaves when the next bucket does.
-
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
 
@@ -152,13 +141,9 @@ class ReduceGradients(InPlacePass):
         group: torch's name of the group of ranks; empty for one process.
         shared: what all ranks together have a gradient of, the same on each. What this one lacks counts as zero.
         bucket_bytes: a bucket that has reached them is sent.
-        reduce_in_fp32: sum in FP32 also what is made in 16 bits, and round no sum.
+        reduce_in_fp32: sum in FP32 also what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
         parts: how many of the gradients, the first ones, `ShardUpdate` has summed.
-        ranks: number of ranks.
-        rank: which of them this one is.
-        exchange: whether gradients are exchanged and added here.
-        alone_bytes: as for `buckets_of`, where two ranks exchange them.
     """
 
     updated: tuple[str, ...]
@@ -171,10 +156,6 @@ class ReduceGradients(InPlacePass):
     reduce_in_fp32: bool = False
     broadcast_buffers: bool = True
     parts: int = 0
-    ranks: int = 1
-    rank: int = 0
-    exchange: bool = False
-    alone_bytes: int = 0
     name: ClassVar[str] = "reduce_gradients"
     exact: ClassVar[bool] = False
 
@@ -264,16 +245,13 @@ class _Builder:
     def __init__(self, options: ReduceGradients, graph: fx.Graph) -> None:
         self.options, self.graph, self.messages = options, graph, Messages(graph)
         self.weights, self.output, self.first = self.messages.weights, self.messages.output, self.messages.place
-        self.exchanges = options.exchange and options.ranks == 2
 
     def build(self) -> None:
         options, outputs = self.options, results_of(self.graph)
         behind = options.results + len(options.buffers)
         own: dict[str, fx.Node] = dict(zip(options.updated, outputs[behind:], strict=True))
         sizes = [self.weights[one.name].meta["val"].numel() for one in options.shared]
-        alone = options.alone_bytes if self.exchanges else 0
-        in_fp32 = options.reduce_in_fp32 and not options.exchange  # else the sums are FP32 whatever is sent
-        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, in_fp32, alone)
+        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32)
         named = list(zip(options.buffers, outputs[options.results : behind], strict=True))
         amaxes = [value for name, value in named if Key.STATE in self.weights[name].meta]
         buffers = [value for _, value in named if value not in amaxes] if options.broadcast_buffers else []
@@ -285,7 +263,7 @@ class _Builder:
             values.update(self._taken(part, self.messages.awaited(message)))
         sums: dict[str, fx.Node] = {}
         for bucket, message in reduced:
-            sums.update(self._summed(bucket, self.messages.awaited(message), own))
+            sums.update(self._summed(bucket, self.messages.awaited(message)))
         written = [values.get(value, value) for value in outputs[options.results : behind]]
         gradients = [sums[name] for name in in_order(self.graph, options.shared)]
         parts = outputs[behind : behind + options.parts]
@@ -293,69 +271,26 @@ class _Builder:
 
     def _reduced(self, buckets: Sequence[Bucket], own: dict[str, fx.Node]) -> Iterator[tuple[Bucket, fx.Node]]:
         """The messages that sum buckets. All ranks send them in the same order."""
-        ranks, group = self.options.ranks, self.options.group
-        arriving: tuple[Bucket, fx.Node] | None = None
         for bucket in buckets:
-            adds_here = self._adds_here(bucket)
 
-            def flat(tensors: list[Tensor], bucket: Bucket = bucket, fills: bool = adds_here) -> Tensor:
+            def flat(tensors: list[Tensor], bucket: Bucket = bucket) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
-                row = _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
-                missing = -row.numel() % ranks if fills else 0
-                return F.pad(row, (0, missing)) if missing else row
+                return _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
-            count = whole.meta["val"].numel()
-            if self.exchanges:
-                sizes = [0, 0]
-                sizes[1 - self.options.rank] = count  # all of it to the other rank
-                yield bucket, call_before(place, _GIVE, [whole, sizes, sizes, group], "update")
-            elif adds_here:
-                sizes = [count // ranks] * ranks
-                message = call_before(place, _GIVE, [whole, sizes, sizes, group], "update")
-                if arriving is not None:
-                    yield arriving[0], self._given_to_all(place, arriving[1])
-                arriving = bucket, message
-            else:
-                yield bucket, call_before(place, _REDUCE, [whole, "sum", group], "update")
-        if arriving is not None:
-            yield arriving[0], self._given_to_all(self.output, arriving[1])
+            yield bucket, call_before(place, _REDUCE, [whole, "sum", self.options.group], "update")
 
-    def _adds_here(self, bucket: Bucket) -> bool:
-        """Whether each rank is given a part of a bucket by all others, adds it, and gives all the sum."""
-        return self.options.exchange and self.options.ranks > 2 and bucket.dtype.itemsize == 2
-
-    def _given_to_all(self, place: fx.Node, message: fx.Node) -> fx.Node:
-        """The message that gives all ranks the FP32 sum of the parts that this one was given."""
-        ranks = self.options.ranks
-        arrived = call_before(place, _WAIT, [message], "update")
-        (part,) = trace_before(place, lambda flat: wide_sum(flat.view(ranks, -1).unbind()), [arrived], "update")
-        target = torch.ops._c10d_functional.all_gather_into_tensor.default
-        return call_before(place, target, [part, ranks, self.options.group], "update")
-
-    def _summed(self, bucket: Bucket, flat: fx.Node, own: dict[str, fx.Node]) -> dict[str, fx.Node]:
+    def _summed(self, bucket: Bucket, flat: fx.Node) -> dict[str, fx.Node]:
         """The sums of the gradients of a bucket, by weight, from what came."""
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
 
         def parts(whole: Tensor) -> list[Tensor]:
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
-            count = sum(map(math.prod, ordered))
-            cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)
+            cut = _cut(whole, ordered)
             return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
 
-        names = [one.name for one in bucket.gradients]
-        kept = [name for name in names if name in own] if self.exchanges else []
-
-        def added(whole: Tensor, *gradients: Tensor) -> list[Tensor]:
-            mine = dict(zip(kept, gradients, strict=True))
-            came = dict(zip(names, parts(whole), strict=True))
-            zeros = {name: torch.zeros_like(came[name]) for name in names if name not in mine}
-            return [wide_sum([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
-
-        sums = trace_before(
-            self.output, added if self.exchanges else parts, [flat, *(own[name] for name in kept)], "update"
-        )
-        return dict(zip(names, sums, strict=True))
+        sums = trace_before(self.output, parts, [flat], "update")
+        return dict(zip([one.name for one in bucket.gradients], sums, strict=True))
 
     def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""
@@ -375,11 +310,6 @@ class _Builder:
         shapes = [list(node.meta["val"].shape) for node in part]
         parts = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
         return zip(part, parts, strict=True)
-
-
-def wide_sum(parts: Iterable[Tensor]) -> Tensor:
-    """The sum of at least two tensors in FP32, in their order."""
-    return functools.reduce(torch.add, (one.float() for one in parts))
 
 
 def _is_message(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.passes.base import InPlacePass, PassResult
-from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order, wide_sum
+from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,8 @@ class ShardUpdate(InPlacePass):
 
     The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts,
     one for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no
-    rank ever holds a whole sum; or all ranks give each other their parts of it, and the sum is FP32 and never rounded.
-    `FuseUpdate` updates this rank's parts of masters and moments, which are all it has, and `GatherWeights` gives all
-    ranks the new 16-bit weights.
+    rank ever holds a whole sum. `FuseUpdate` updates this rank's parts of masters and moments, which are all it has,
+    and `GatherWeights` gives all ranks the new 16-bit weights.
 
     Before (`ranks=2`)::
 
@@ -48,14 +47,12 @@ class ShardUpdate(InPlacePass):
         group: torch's name of the group of ranks; empty for one process.
         ranks: their number.
         buckets: the gradients that are sent, the same on each rank. What this one lacks counts as zero.
-        exchange: whether parts are exchanged and added here. gloo's reduce-scatter sends twice the bytes.
     """
 
     updated: tuple[str, ...]
     group: str = ""
     ranks: int = 1
     buckets: tuple[Bucket, ...] = field(default=())
-    exchange: bool = False
     name: ClassVar[str] = "shard_update"
     exact: ClassVar[bool] = False
 
@@ -92,10 +89,6 @@ class ShardUpdate(InPlacePass):
             return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).reshape(-1)
 
         place, whole = messages.packed(bucket.gradients, own, flat)
-        if self.exchange:
-            sizes = [whole.meta["val"].numel() // self.ranks] * self.ranks
-            target = torch.ops._c10d_functional.all_to_all_single.default
-            return call_before(place, target, [whole, sizes, sizes, self.group], "update")
         target = torch.ops._c10d_functional.reduce_scatter_tensor.default
         return call_before(place, target, [whole, "sum", self.ranks, self.group], "update")
 
@@ -104,14 +97,7 @@ class ShardUpdate(InPlacePass):
         names = [one.name for one in bucket.gradients]
         sizes = [part_of(messages.weights[name].meta["val"], self.ranks) for name in names]
 
-        def added(flat: Tensor) -> list[Tensor]:
-            rows = flat.view(self.ranks, -1)
-            each = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
-            return [wide_sum(one.unbind()) for one in each]
-
-        if self.exchange:
-            parts = trace_before(messages.output, added, [message], "update")
-        elif len(names) > 1:
+        if len(names) > 1:
             parts = trace_before(messages.output, lambda flat: flat.split(sizes), [message], "update")
         else:
             parts = [message]

@@ -326,17 +326,6 @@ class Broken(Logits):
         return self.head((hidden @ self.key(x).transpose(-1, -2)).softmax(-1) @ x)
 
 
-def test_a_step_in_subgraphs_gets_a_rule_too(tmp_path):
-    step = step_of(Broken(), "default")
-    step(X)
-    report = step.nonfinite_report()
-    assert "subgraph" in step.execution and report.nodes[0].planned.startswith("graph") and report.rule
-    (tmp_path / "cured.yaml").write_text(report.rule)
-    cured = step_of(Broken(), str(tmp_path / "cured.yaml"))
-    cured(X)
-    assert not cured.nonfinite_report()
-
-
 class BrokenWithStatistics(Broken):
     def __init__(self):
         super().__init__()

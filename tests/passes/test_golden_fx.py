@@ -119,15 +119,6 @@ OPTIONS: dict[str, Any] = {
     "gather_gradients/one_batch_is_left_alone": {"updated": ("a",)},
     "reduce_gradients": {**REDUCE, "group": "0"},
     "reduce_gradients/all_in_fp32": {**REDUCE, "group": "0", "reduce_in_fp32": True, "broadcast_buffers": False},
-    "reduce_gradients/two_ranks_give_each_other_theirs": {
-        **REDUCE, "group": "0", "broadcast_buffers": False, "ranks": 2, "exchange": True, "alone_bytes": 100
-    },
-    "reduce_gradients/three_ranks_add_parts": {
-        "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
-        "bucket_bytes": 64, "shared": tuple(
-            SharedGradient(name, torch.bfloat16, order) for name, order in (("a", (1, 0)), ("b", (0, 1)), ("c", (0,)))
-        ),
-    },
     "reduce_gradients/a_bucket_goes_between_the_messages_of_norms": {  # another rank makes that of `b` behind one more
         "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "bucket_bytes": 16, "shared": tuple(
             SharedGradient(name, torch.float32, (0,), behind) for name, behind in (("a", 1), ("b", 3), ("c", 3))
@@ -138,9 +129,6 @@ OPTIONS: dict[str, Any] = {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
     },
     "shard_update": {"updated": ("a", "b", "c"), "group": "0", "ranks": 2, "buckets": SPLIT},
-    "shard_update/parts_are_exchanged_and_added_here": {
-        "updated": ("a", "b", "c"), "group": "0", "ranks": 2, "buckets": SPLIT, "exchange": True
-    },
     "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
     "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
     "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},

@@ -6,7 +6,6 @@ in the same few processes, because starting one takes longer than most scenarios
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import gc
 import tempfile
@@ -21,7 +20,6 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.training.program import StepProgram
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
@@ -286,17 +284,6 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
         if number == 4:
             x[0, of_the_sum] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
         yield x
-
-
-@contextlib.contextmanager
-def sums_in_messages() -> Iterator[None]:
-    """Within it steps are made as for a group that does not go through gloo: messages add, in the type of gradients."""
-    known = Ranks.uses_gloo
-    Ranks.uses_gloo = lambda self, device: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Ranks.uses_gloo = known  # type: ignore[method-assign]
 
 
 def told(run: Callable[[], Any]) -> str:

@@ -1,8 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint, of one process; those of several are in `test_rank_checkpoints.py`."""
+"""Checkpoints of one process; those of several are in `test_rank_checkpoints.py`."""
 
 from __future__ import annotations
 
-import itertools
 import resource
 import shutil
 from collections.abc import Callable
@@ -10,15 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import amp_compiler as amp
-
-if not dist.is_available():
-    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
-
-from amp_compiler.ranks.dcp import Slice, boxes, contents
 
 
 def squares(model, x, y):
@@ -59,22 +52,6 @@ def everything(model, step):
 def equal(some, others):
     assert len(some) == len(others)
     return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 2), (1, 5, 1, 3)])
-def test_boxes_are_the_elements_in_their_order(shape):
-    whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    for begin, end in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
-        found = [
-            whole[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))] for at, size in boxes(shape, begin, end)
-        ]
-        assert torch.cat([torch.empty(0, dtype=torch.int64), *map(torch.ravel, found)]).tolist() == list(
-            range(begin, end)
-        )
-        assert len(found) <= 2 * len(shape) - 1
-        part = Slice(torch.arange(begin, end), whole.shape, begin)
-        for one, (at, _) in zip(found, part.boxes(), strict=True):
-            assert torch.equal(part.box(at), one)
 
 
 FP16 = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 2}
@@ -135,22 +112,17 @@ def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
     assert equal(everything(again, resumed), everything(model, step))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_plain_model_and_torchs_own_tools_read_it(tmp_path):
+def test_plain_torch_reads_it(tmp_path):
     model, step = made(0, model=lambda: net().bfloat16())
     for batch in batches():
         step(*batch)
     path = amp.save_checkpoint(step, tmp_path, 6)
     masters = [step._optimizers[0].state[p]["master"] for p in model.parameters()]
-    plain = net()
-    torch.distributed.checkpoint.load({"model": plain}, checkpoint_id=path, no_dist=True)
+    plain = nn.ModuleDict({"model": net()})
+    saved = torch.load(path / "rank-0.pt")["steps"][""]
+    plain.load_state_dict(saved["model"])
     assert equal(masters, list(plain.parameters()))
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    dcp_to_torch_save(path, tmp_path / "one.pt")
-    found = torch.load(tmp_path / "one.pt", weights_only=False)
-    assert equal(masters, list(found["model"].values()))
-    assert found["optimizer"]["state"]["0.weight"]["exp_avg"].shape == (9, 4)
+    assert saved["state"]["0.weight"]["exp_avg"].shape == (9, 4)
 
 
 def gan(seed):
@@ -183,8 +155,9 @@ def test_the_steps_of_a_gan_are_one_checkpoint(tmp_path):
     for name, step in steps.items():
         for key in nets:
             assert equal(everything(again[key], resumed[name]), everything(nets[key], step))
-    held = [name for name in contents(path).tensors if name.endswith("weight")]
-    assert sorted(held) == ["steps.generator.model.made.weight", "steps.judge.model.judge.weight"]  # each once
+    saved = torch.load(path / "rank-0.pt")["steps"]
+    held = [[key for key in one["model"] if key.endswith("weight")] for one in saved.values()]
+    assert held == [["model.made.weight"], ["model.judge.weight"]]  # each once
     with pytest.raises(amp.AmpError, match="holds the steps generator, judge, not a step; pass to it what was saved"):
         amp.load_checkpoint(resumed["judge"], tmp_path)
 
@@ -193,9 +166,9 @@ class Killed(BaseException):
     """In the place of SIGKILL: nothing behind it runs, but for what Python unwinds."""
 
 
-@pytest.mark.parametrize("where", ["mkdir", "finish", "rename"])
+@pytest.mark.parametrize("where", ["mkdir", "save", "rename"])
 def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
-    """Killed behind the making of the folder, when DCP has written but its last file, and in front of the last name."""
+    """Killed behind the making of the folder, when its file is to be written, and in front of the last name."""
     model, step = made(0)
     step(*batches()[0])
     amp.save_checkpoint(step, tmp_path, 1)
@@ -206,10 +179,10 @@ def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
     def kill(self, *args, **kwargs):
         if where == "mkdir":
             real(self, *args, **kwargs)
-        if where == "finish" or self.name == "2.partial":
+        if where == "save" or self.name == "2.partial":
             raise Killed
 
-    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemWriter if where == "finish" else Path, where, kill)
+    monkeypatch.setattr(torch if where == "save" else Path, where, kill)
     with pytest.raises((Killed, amp.AmpError)):
         amp.save_checkpoint(step, tmp_path, 2)
     monkeypatch.undo()
@@ -247,7 +220,7 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "changed", "deleted"])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("file", ["rank-0.pt", "checkpoint.json"])
 def test_a_damaged_file_is_named_and_changes_nothing(file, how, tmp_path):
     _, step = made(0)
     path = amp.save_checkpoint(step, tmp_path, 1)
@@ -377,7 +350,7 @@ def test_a_full_disk_is_named_and_leaves_no_checkpoint(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes of a file, as if there were no more room
     try:
-        with pytest.raises(amp.AmpError, match=r"2\.partial: .*see that there is room"):
+        with pytest.raises(amp.AmpError, match=r"2\.partial/rank-0\.pt: .*see that there is room"):
             amp.save_checkpoint(step, tmp_path, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

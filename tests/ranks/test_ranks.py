@@ -58,13 +58,9 @@ def test_gathered_batches_are_reduced_once(two):
 
 def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(two):
     first, second = of(two, "overflows")
-    for one, other in ((first, second), (first["in messages"], second["in messages"])):
-        assert equal(one["weights"], other["weights"]) and equal(one["same"], other["same"])
-        assert one["skipped"] == other["skipped"] and one["scales"] == other["scales"]
-    assert first["skipped"] == [0, 0, 1, 1, 1, 1]  # their sum is FP32, which holds that of the fifth
-    assert first["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
-    assert first["in messages"]["skipped"] == [0, 0, 1, 1, 2, 2]
-    assert first["in messages"]["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+    assert equal(first["weights"], second["weights"]) and equal(first["same"], second["same"])
+    assert first["skipped"] == second["skipped"] == [0, 0, 1, 1, 2, 2]
+    assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
 
 
 def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(two):
@@ -162,7 +158,7 @@ def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(two, dtype, op
     theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
     print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
     assert 0 < ours <= 1.5 * theirs
-    assert ours == wide  # two ranks add what was made in 16 bits in FP32
+    assert 0 < wide <= 1.5 * theirs
 
 
 @pytest.mark.slow
@@ -178,11 +174,9 @@ def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_dd
         error = statistics.stdev(ratios) / math.sqrt(len(ratios))
         seen[dtype, optimizer, way] = statistics.mean(ratios), error
         print(f"{dtype} {optimizer:6} {way:12} {statistics.mean(distances):.2e} {seen[dtype, optimizer, way]}")
-    # Where the ranks add what DDP adds, BF16 has the same bits.
+    # In FP32 the ranks add what DDP adds; sums of 16-bit gradients are rounded once more, or twice.
     for (_, _, way), (ratio, error) in seen.items():
-        assert way not in ("split", "whole") or ratio <= 1 + max(error, 1e-3)
-    # What messages add in 16 bits does lead further, so that these bounds can tell.
-    assert any(ratio > 1 + max(error, 1e-3) for (_, _, way), (ratio, error) in seen.items() if way == "in messages")
+        assert ratio <= (1 if way == "in fp32" else 1.25) + max(2 * error, 1e-3)
 
 
 def check_cases(found):
@@ -311,8 +305,7 @@ def test_four_ranks_gather_batches_and_skip_steps_as_one(four):
     assert distance(first["together"], first["alone"]) < 1e-5
     first, *others = of(four, "overflows")
     for one in others:
-        assert one["skipped"] == first["skipped"] == [0, 0, 1, 1, 1, 1]  # sums have the range of FP32
-        assert one["in messages"]["skipped"] == [0, 0, 1, 1, 2, 2]
+        assert one["skipped"] == first["skipped"] == [0, 0, 1, 1, 2, 2]
         assert equal(one["weights"], first["weights"]) and equal(one["same"], first["same"])
 
 
@@ -337,9 +330,7 @@ def check_low_types_of_four(ranks, name, dtype, optimizer):
     print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
     assert 0 < ours <= 1.5 * theirs  # one seed, by the largest difference
     assert 0 < wide <= 1.5 * theirs
-    # Of 212 elements in 16 bits a rank adds 53, and sends their sums in FP32; those of the norm an all-reduce adds.
-    in_16_bits, in_fp32 = 212, 32
-    assert first["sent"] == [(4 - 1) / 4 * ((2 + 4) * in_16_bits + 2 * 4 * in_fp32)]
+    assert first["sent"] == [2 * (4 - 1) / 4 * (2 * 212 + 4 * 32)]  # elements in 16 bits, and those of the norm
 
 
 @pytest.mark.slow

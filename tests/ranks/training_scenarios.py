@@ -26,7 +26,6 @@ from rank_harness import (
     scenario,
     sgd,
     squares,
-    sums_in_messages,
     trained_alone,
     trained_jointly,
     trained_together,
@@ -124,7 +123,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     texts = [program.report.graph_module.print_readable(print_output=False) for program in programs_of(step)]
     found = {
         "same": same_everywhere(step, model),
-        "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
+        "messages": sorted(text.count("all_reduce.default(") for text in texts),
     }
     exact, _ = trained_together(place, case, enabled=False)
     if place.rank == 0:
@@ -139,13 +138,6 @@ def accumulated(place: Place) -> dict[str, Any]:
 
 @scenario
 def overflows(place: Place) -> dict[str, Any]:
-    """As the ranks add by themselves, and as messages do."""
-    found = overflowed(place)
-    with sums_in_messages():
-        return {**found, "in messages": overflowed(place)}
-
-
-def overflowed(place: Place) -> dict[str, Any]:
     """FP16: at the third step one rank alone overflows, at the fifth the sum alone."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -329,7 +321,7 @@ def low_types_of_seeds(place: Place) -> dict[str, Any]:
                 "theirs": _with_autocast(place, low, dtype, seed),
                 "whole": _trained(place, low, seed),
                 "split": _trained(place, low, seed, rules={"version": 1, "extends": "default", "reduce": SPLIT}),
-                "in messages": _in_messages(place, low, seed),
+                "in fp32": _trained(place, low, seed, rules={"version": 1, "extends": "default", "reduce": IN_FP32}),
             }
             for way, weights in ways.items():
                 off = torch.cat([(a.double() - b).flatten() for a, b in zip(weights, exact, strict=True)])
@@ -338,6 +330,7 @@ def low_types_of_seeds(place: Place) -> dict[str, Any]:
 
 
 SPLIT: dict[str, Any] = {"shard": "update"}
+IN_FP32: dict[str, Any] = {"precision": "fp32"}
 
 
 def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor]:
@@ -347,11 +340,6 @@ def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor
         step(*map(place.part, batch))
     states = step._optimizers[0].state_dict()["state"]
     return [states[n].get("master", one).detach().view(one.shape) for n, one in enumerate(model.parameters())]
-
-
-def _in_messages(place: Place, case: Case, seed: int) -> list[Tensor]:
-    with sums_in_messages():
-        return _trained(place, case, seed)
 
 
 def _with_autocast(place: Place, case: Case, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

@@ -204,9 +204,9 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
         assert torch.equal(value, moments[name]), name
     assert float(step.loss_scale) == 32768.0
     report = step.nonfinite_report()
-    (node,) = report.nodes
-    assert "0.weight" in report.parameters and report.repeated and node.op == "input"
-    assert node.name.startswith("graph0/")
+    assert "0.weight" in report.parameters and "amp.find_nonfinite(step, batch)" in report.cure and not report.nodes
+    (node,) = amp.find_nonfinite(step, (X * torch.nan, Y)).nodes
+    assert node.op == "input" and node.name.startswith("graph0/")
 
 
 def test_it_is_told_once_and_can_be_read(caplog):
@@ -605,7 +605,8 @@ def test_the_node_that_made_the_first_nan_is_named(backend):
     assert not step.nonfinite_report()
     step(X, 1e3 * ONE)
     random_state = torch.get_rng_state()
-    report = step.nonfinite_report()
+    assert "head.weight" in step.nonfinite_report().parameters
+    report = amp.find_nonfinite(step, (X, 1e3 * ONE))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert "head.weight" in report.parameters and report.repeated
     (node,) = report.nodes
@@ -616,16 +617,14 @@ def test_the_node_that_made_the_first_nan_is_named(backend):
 
 
 def test_an_overflow_of_the_scaled_gradient_in_subgraphs_is_found_in_the_backward():
-    step = exploding(loss_scale=2.0**30)
-    step(X, ONE)
-    report = step.nonfinite_report()
+    report = amp.find_nonfinite(exploding(loss_scale=2.0**30), (X, ONE))
     assert report.repeated and report.parameters
     assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
 
 
-def test_the_error_at_the_floor_names_the_node_of_a_subgraph():
+def test_the_error_at_the_floor_names_the_parameters():
     step = exploding(loss_scale=amp.DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
-    with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: graph1/exp.*aten\.exp, forward"):
+    with pytest.raises(amp.LossScaleError, match=r"head\.weight"):
         for _ in range(4):
             step(X, 1e3 * ONE)
             step.check()

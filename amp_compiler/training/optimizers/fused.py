@@ -18,7 +18,7 @@ from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.ranks.parts import UNSPLIT, Parts
-from amp_compiler.training.optimizers.state import laid_out, retyped
+from amp_compiler.training.optimizers.state import laid_out, retyped, send_numbers
 from amp_compiler.training.optimizers.traced import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
@@ -126,22 +126,14 @@ class BoundGroup:
     hyper: Tensor
     started: Tensor
     parts: Parts | None = None
-    _written: tuple[Any, ...] = field(default=(), repr=False)
+    _written: Sequence[Any] = field(default=(), repr=False)
     _known_begun: bool = field(default=False, repr=False)
     _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
         values = _hyper(self.kind, self.optimizer.param_groups[self.index])
-        if any(isinstance(value, Tensor) for value in values):
-            for place, value in enumerate(values):
-                if isinstance(value, Tensor):
-                    self.hyper[place].copy_(value, non_blocking=True)
-                else:
-                    self.hyper[place].fill_(value)
-        elif values != self._written:
-            self.hyper.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
-            self._written = values
+        self._written = send_numbers(self.hyper, values, self._written)
         if self.spec.started:
             self._find_started()
 

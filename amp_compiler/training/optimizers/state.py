@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,29 @@ from amp_compiler.ops.update.rounding import outgrows, saturated
 
 logger = logging.getLogger("amp_compiler")
 _KEEPING: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def send_numbers(target: Tensor, values: Sequence[Any], sent: Sequence[Any]) -> Sequence[Any]:
+    """Give a device numbers that schedulers may have changed, without a sync.
+
+    Args:
+        target: FP64 vector on the device.
+        values: numbers, or tensors of one number.
+        sent: what was given last, as this has returned it.
+
+    Returns:
+        What to give as `sent` the next time.
+    """
+    if any(isinstance(value, Tensor) for value in values):
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor):
+                target[place].copy_(value.squeeze(), non_blocking=True)
+            else:
+                target[place].fill_(value)
+        return ()
+    if values != sent:
+        target.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
+    return values
 
 
 def retyped(state: dict[str, Any], column: str, wanted: torch.dtype, *, wide: bool = False) -> Tensor:

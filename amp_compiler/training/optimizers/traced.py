@@ -17,6 +17,7 @@ from amp_compiler.errors import AmpError, OptimizerError
 from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
+from amp_compiler.training.optimizers.state import send_numbers
 from amp_compiler.training.optimizers.traced_calls import StepCalls, compiling, selecting
 from amp_compiler.training.optimizers.traced_state import State, initialise, needs_closure, own_step, view_of
 from amp_compiler.training.weights import MASTER
@@ -62,7 +63,7 @@ class TracedGroup:
     parameters: tuple[Tensor, ...]
     rates: Tensor
     baked: list[dict[str, Any]]
-    _written: tuple[Any, ...] = field(default=(), repr=False)
+    _written: Sequence[Any] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         self.entries = {(entry.parameter, entry.key): entry for entry in self.spec.states}
@@ -70,15 +71,7 @@ class TracedGroup:
     def refresh(self) -> None:
         """Read the learning rates; what schedulers changed since the last step goes to the device, without a sync."""
         values = tuple(group.get("lr", 0.0) for group in self.optimizer.param_groups)
-        if any(isinstance(value, Tensor) for value in values):
-            for place, value in enumerate(values):
-                if isinstance(value, Tensor):
-                    self.rates[place].copy_(value.squeeze(), non_blocking=True)
-                else:
-                    self.rates[place].fill_(value)
-        elif values != self._written:
-            self.rates.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
-            self._written = values
+        self._written = send_numbers(self.rates, values, self._written)
 
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""

@@ -20,10 +20,8 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
-from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
+from amp_compiler.training.build import StepOptions, StepState, begin_gradients
 from amp_compiler.training.loss_module import LossModule
-
-_LAST_BEFORE_UPDATE = "sum_gradients"
 
 
 def build_counting(
@@ -40,20 +38,14 @@ def build_counting(
     """
     stages = Stages()
     with generators_kept(model.__dict__["loss_fn"], model, batch):
-        options = replace(options, settings=replace(options.settings, dynamic_shapes=None))
-        begun, options = begin_step(model, batch, options, stages)
-        settings = options.settings
-        head = settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
-        joint, weights = run_step_passes(model, begun, options, state, head)
+        settings = replace(options.settings, dynamic_shapes=None)
+        joint, weights, begun = begin_gradients(model, batch, replace(options, settings=settings), state, stages)
         scaled = _scaled(joint.graph)
         every = results_of(joint.graph)[-len(weights.updated) :]
         gradients = every if with_weights else []
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
         nodes = add_counters(joint, gradients)
-        for node in joint.graph.find_nodes(op="placeholder"):
-            if node.name == SCALE:
-                node.meta[Key.STATE] = ("scale", "scale", 0)
         resolve = weights.resolvers(joint, state.kept)
     first = pytree.tree_leaves((batch, {}))
     device = device_of([*begun.leaves, *model.parameters()])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,29 +31,6 @@ class NonfiniteEvent:
     parameters: tuple[str, ...]
 
 
-class Events(Protocol):
-    """Keeps the last 16 of them."""
-
-    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
-        """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
-
-        Args:
-            run: takes the placeholders' tensors; gives the results.
-            names: of the parameters whose flags it gives.
-            places: where it has what is noted.
-        """
-
-    def go_on_from(self, steps: int) -> None:
-        """Count the updates from another number on, that of a checkpoint.
-
-        Args:
-            steps: how many there were before the next one.
-        """
-
-    def read(self) -> tuple[NonfiniteEvent, ...]:
-        """Those that were kept, the oldest first."""
-
-
 @dataclass(frozen=True)
 class Places:
     """Where the graph of a step has what is noted.
@@ -74,53 +50,21 @@ class Places:
         return results[self.scale] if isinstance(self.scale, int) else self.scale
 
 
-def events_on(device: torch.device) -> Events:
-    """What keeps them for steps on a device."""
-    return HostEvents() if device.type == "cpu" else DeviceEvents(device)
-
-
-class HostEvents:
-    """`Events` where looking at a flag waits for nothing: on a CPU."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._kept: deque[NonfiniteEvent] = deque(maxlen=MOST)
-
-    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
-        """As in `Events`."""
-
-        @wraps(run, assigned=(), updated=())
-        def noted(*inputs: Any) -> Sequence[Any]:
-            results = run(*inputs)
-            self._steps += 1
-            flags = results[places.flags]
-            if bool(flags.any()):
-                scale, bad = float(places.scale_of(results)), _named(names, flags.tolist())
-                self._kept.append(NonfiniteEvent(self._steps, scale, bad))
-            return results
-
-        return noted
-
-    def go_on_from(self, steps: int) -> None:
-        """As in `Events`."""
-        self._steps = steps
-
-    def read(self) -> tuple[NonfiniteEvent, ...]:
-        """As in `Events`."""
-        return tuple(self._kept)
-
-
-class DeviceEvents:
-    """`Events` that never waits for the device.
+class Events:
+    """Keeps the last 16 of them, and never waits for the device.
 
     Every step is written into the row whose number is that of the steps skipped before it. As long as none is, the next
-    step writes into the same row; one that is skipped moves the number, and its row stays.
+    step writes into the same row; one that is skipped moves the number, and its row stays. Where a look at the flags
+    waits for nothing, on a CPU, only skipped steps are written.
 
     Args:
         device: where the flags are.
 
+    Attributes:
+        looks: whether only skipped steps are written.
+
     Example:
-        >>> events, skipped = DeviceEvents(torch.device("cpu")), torch.tensor(0)
+        >>> events, skipped = Events(torch.device("cpu")), torch.tensor(0)
         >>> def step(bad, skipped):
         ...     skipped.add_(bad[0])
         ...     return [bad]
@@ -133,27 +77,40 @@ class DeviceEvents:
 
     def __init__(self, device: torch.device) -> None:
         self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.looks = device.type == "cpu"
         self._tables: dict[tuple[str, ...], _Table] = {}
 
     def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
-        """As in `Events`."""
+        """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
+
+        Args:
+            run: takes the placeholders' tensors; gives the results.
+            names: of the parameters whose flags it gives.
+            places: where it has what is noted.
+        """
         table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
 
         @wraps(run, assigned=(), updated=())
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps.add_(1)
-            table.put(self._steps, results[places.flags], places.scale_of(results), inputs[places.skipped])
+            flags = results[places.flags]
+            if not self.looks or bool(flags.any()):
+                table.put(self._steps, flags, places.scale_of(results), inputs[places.skipped])
             return results
 
         return noted
 
     def go_on_from(self, steps: int) -> None:
-        """As in `Events`."""
+        """Count the updates from another number on, that of a checkpoint.
+
+        Args:
+            steps: how many there were before the next one.
+        """
         self._steps.fill_(steps)
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
-        """As in `Events`; this waits for the device."""
+        """Those that were kept, the oldest first; this waits for the device."""
         events = [event for names, table in self._tables.items() for event in table.read(names)]
         return tuple(sorted(events, key=lambda event: event.step)[-MOST:])
 

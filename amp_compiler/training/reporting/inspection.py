@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import CaptureError
 from amp_compiler.forward.counting import CountingProgram
-from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.tracing import building
-from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.dry import DryStep, build_dry
@@ -21,9 +16,7 @@ from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import check_hooks
-from amp_compiler.training.subgraphs.step import SubgraphStep
-from amp_compiler.training.subgraphs.trials import SubgraphStepTrials
+from amp_compiler.training.step_hooks import refuse_hooks_before
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
 
@@ -55,41 +48,29 @@ class StepInspection:
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        self._check_hooks()
+        refuse_hooks_before(self._setup.optimizers)
         with autocast_off(), building():
             return build_dry(self._setup.module, batch, self._choice.options("", []), self._setup.state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
-        self._check_hooks()
+        refuse_hooks_before(self._setup.optimizers)
         with autocast_off(), building():
             options = self._choice.options("")
             return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        self._check_hooks()
+        refuse_hooks_before(self._setup.optimizers)
         return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
         return autocast_of(self._setup.module, batch, self._setup.settings)
 
-    def _find_in_subgraphs(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
-        """What is not finite in a batch of a loss that is no one graph."""
-        setup = self._setup
-        if not setup.enabled:
-            raise cause
-        settings = replace(setup.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
-        step = SubgraphStep(setup.module, settings, cause, setup.state, enabled=True)
-        return SubgraphStepTrials(step, batch, setup.optimizers, setup.scale.state.scale.clone()).report()
-
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        self._check_hooks()
+        refuse_hooks_before(self._setup.optimizers)
         module = self._setup.module
         module.adopt(self._setup.optimizers)
         with widened(module.parameters()):
             yield module
-
-    def _check_hooks(self) -> None:
-        check_hooks(self._setup.optimizers, self._setup.between)

@@ -24,13 +24,13 @@ from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.inspection import StepInspection
 from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
-from amp_compiler.training.subgraphs.program import SubgraphProgram
-from amp_compiler.training.subgraphs.trials import SubgraphStepTrials
+from amp_compiler.training.subgraphs.step import SubgraphStep
 
 _GATHERED = (
     "a batch that was gathered before the last one made it, or the last one with other random numbers:"
     " amp.find_nonfinite(step, batch) tells of each"
 )
+_IN_SUBGRAPHS = "the step ran in subgraphs: amp.find_nonfinite(step, batch) runs them again, and names the node"
 _TRAINED = (
     "its gradients are finite, so no update is skipped for it; amp.find_nonfinite(step, batch) tells of any batch what"
     " made it"
@@ -46,12 +46,12 @@ class StepReadings(StepInspection):
     _state: StepState
     _held: HeldScale
     _watch: StuckWatch
-    _last: tuple[StepProgram | SubgraphProgram, StepOutput, float | None] | None
+    _last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None
     _leaves: list[Any]
     _optimizers: tuple[torch.optim.Optimizer, ...]
     _spec: Any
 
-    def _seen(self) -> tuple[StepProgram | SubgraphProgram, StepOutput, Tensor]:
+    def _seen(self) -> tuple[StepProgram | SubgraphStep, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", hint="call it with a batch first")
         program, output, constant = self._last
@@ -60,7 +60,7 @@ class StepReadings(StepInspection):
             return program, output, output.scale
         return program, output, state.clone() if constant is None else torch.full_like(state, constant)
 
-    def _divisor(self, program: StepProgram | SubgraphProgram) -> float:
+    def _divisor(self, program: StepProgram | SubgraphStep) -> float:
         """What its gradients are the sum of, in batches or their weights."""
         samples = self._state.kept.samples
         return program.update.report.divisor if samples is None or self._gathered else samples.divisor
@@ -194,8 +194,8 @@ class StepReadings(StepInspection):
         """Which gradients of the last step were not finite, the first nodes that made such values, and what fixes it.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs, the code of
-        model and loss runs again between the nodes. Then they run with those nodes in FP32, with their neighbours where
+        runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs,
+        `amp.find_nonfinite` does so. Then they run with those nodes in FP32, with their neighbours where
         that is not enough, until all is finite. Nothing is changed.
 
         Args:
@@ -212,12 +212,7 @@ class StepReadings(StepInspection):
                 report = replace(report, rule=proved.rule, cure=proved.message)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
-            trials = SubgraphStepTrials(program.step, batch, self._optimizers, scale)
-            nodes = trials.origins() if report and leaves is not None else ()
-            report = replace(report, nodes=nodes, repeated=True) if nodes else report
-            if cure and report.repeated:
-                proved = trials.cure(nodes)
-                report = replace(report, rule=proved.rule, cure=proved.message)
+            report = replace(report, nodes=(), cure=_IN_SUBGRAPHS) if report else report
         if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
             report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
         if bool(output.loss.isfinite()):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -12,38 +10,25 @@ from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 _EVERY = 8  # steps: what looks at the flag runs beside the graph, and a run that is stuck stays so
 
 
-class HostCopy(Protocol):
-    """A copy of one flag to the host that is under way or done."""
-
-    def start(self, flag: Tensor) -> None:
-        """Begin to copy a bool scalar; the call returns at once."""
-
-    def done(self) -> bool:
-        """Whether the copy has arrived; never waits."""
-
-    def value(self) -> bool:
-        """The flag, once it has arrived."""
-
-
 class PinnedCopy:
-    """A `HostCopy` from a CUDA device: pinned memory, and an event behind the copy."""
+    """A copy of one flag from a CUDA device, under way or done: to pinned memory, with an event behind it."""
 
     def __init__(self) -> None:
         self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
         self._event = torch.cuda.Event()
 
     def start(self, flag: Tensor) -> None:
-        """As in `HostCopy`."""
+        """Begin to copy a bool scalar; the call returns at once."""
         with torch.cuda.device(flag.device):
             self._host.copy_(flag, non_blocking=True)
             self._event.record()
 
     def done(self) -> bool:
-        """As in `HostCopy`."""
+        """Whether the copy has arrived; never waits."""
         return self._event.query()  # type: ignore[no-any-return,no-untyped-call]
 
     def value(self) -> bool:
-        """As in `HostCopy`."""
+        """The flag, once it has arrived."""
         return bool(self._host)
 
 
@@ -66,7 +51,7 @@ class StuckWatch:
         True
     """
 
-    def __init__(self, device: torch.device, copy: HostCopy | None = None) -> None:
+    def __init__(self, device: torch.device, copy: PinnedCopy | None = None) -> None:
         self._device, self._copy = device, copy
         self._pending = self._stale = False
         self._every, self._steps = 1, 0

@@ -11,27 +11,23 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
-from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.forward.subgraphs import Subgraphs, plan_of
+from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
-from amp_compiler.fx.capture.generators import generators_kept, random_state, set_random_state
+from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
-from amp_compiler.ir.nonfinite import NonfiniteNode
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
-from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.program import StepProgram
-from amp_compiler.training.step_hooks import hooks_before, with_hooks
+from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
-from amp_compiler.training.subgraphs.replay import SubgraphReplay
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.subgraphs.weights import LowReads
 from amp_compiler.training.weights import is_stored_low, widened
@@ -40,7 +36,7 @@ Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGra
 
 
 class SubgraphStep:
-    """Makes the programs of a loss that is no one graph.
+    """Runs a loss that is no one graph; behind a call, it tells of it what a `StepProgram` tells of itself.
 
     Forward and backward run in the subgraphs that Dynamo gives, each planned and rewritten, with autograd between them.
     Then one graph checks the gradients and updates the weights, as in a step that is one graph.
@@ -51,7 +47,12 @@ class SubgraphStep:
         cause: why it could not be taken as one graph.
         state: the tensors that steps share.
         enabled: mixed precision; without it the loss runs as it is written.
+
+    Attributes:
+        update: the program of the last call's update.
     """
+
+    update: StepProgram
 
     def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
         self.model, self.state, self.cause = model, state, cause
@@ -61,8 +62,6 @@ class SubgraphStep:
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
         self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
-        self._replay: SubgraphReplay | None = None
-        self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.subgraphs = self._new_subgraphs() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
@@ -71,12 +70,67 @@ class SubgraphStep:
         return Subgraphs(self.model, self._settings, name_of(self.model), self._around)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        noting = run if self._low_reads is None else self._low_reads.around(graph_module, run)
+        return run if self._low_reads is None else self._low_reads.around(graph_module, run)
 
-        def run_or_replay(*inputs: Any) -> Any:
-            return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
+    def prepare(
+        self, leaves: Sequence[Any], spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
+    ) -> Made:
+        """Run forward and backward, and have the update's program ready.
 
-        return run_or_replay
+        Args:
+            leaves: the batch.
+            spec: its tree.
+            options: what to build an update for.
+            owners: which parameters stand in which group of which optimizer.
+            decide: gives what all ranks have a gradient of, see `shared`; `None` for one process.
+
+        Raises:
+            CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
+            LoweringError: a subgraph, or the update, cannot be compiled.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), spec)
+        computed = self.completed(self.forward_and_backward(batch, options.optimizers), options.gather)
+        if decide is not None:
+            computed = self.shared(computed, decide, options.gather)
+        with building():
+            self.update = self.update_for(computed, options, owners)
+        return computed
+
+    def finish(self, computed: Made) -> StepOutput:
+        """Run the update.
+
+        Args:
+            computed: what `prepare` gave.
+        """
+        output = self.update(computed.given())
+        return replace(output, loss=computed.loss, aux=computed.aux)
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The plans of all subgraphs of the last call together; `None` where there is none."""
+        subgraphs = () if self.subgraphs is None else self.subgraphs.last
+        return replace(plan_of(subgraphs), notes=self.update.report.notes) if subgraphs else None
+
+    @property
+    def stages(self) -> Stages:
+        """The text of every subgraph, and of the update, behind each pass."""
+        stages = Stages()
+        for stage in [*stages_of(() if self.subgraphs is None else self.subgraphs.last), *self.update.stages]:
+            stages.note(stage.name, stage.text)
+        return stages
+
+    @property
+    def execution(self) -> str:
+        """How the last call ran and why, in words."""
+        subgraphs, cause = self.subgraphs, self.cause
+        if subgraphs is None or not (subgraphs.last or subgraphs.autocast):
+            how = f"as they are written, in {'FP32' if subgraphs is None else 'the types of the model'}"
+        elif subgraphs.autocast:
+            how = f"under torch.autocast, for {subgraphs.autocast}"
+        else:
+            how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
+        where = f" ({cause.where})" if cause.where else ""
+        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
@@ -84,8 +138,7 @@ class SubgraphStep:
         Raises:
             AmpError: what the model's own code raised, or Dynamo, or a backend.
         """
-        self.note_random_state()
-        drawn = self._drawn
+        drawn = random_state(self._device)
         try:
             computed = self._run(batch, optimizers)
             if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
@@ -116,74 +169,9 @@ class SubgraphStep:
             + ("; loss_fn is called as loss_fn(model, *batch)" if isinstance(error, TypeError) else ""),
         )
 
-    def replayed(
-        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
-    ) -> tuple[tuple[NonfiniteNode, ...], Made]:
-        """Run forward and backward once more, node by node, from the random numbers' state that was noted last.
-
-        Args:
-            batch: arguments of the loss function behind the model.
-            optimizers: what is trained.
-            scale: the loss scale, FP32 scalar.
-
-        Returns:
-            The nodes that made something that is not finite, and all that was made.
-
-        Raises:
-            AmpError: it runs in plain FP32, or not even in subgraphs.
-        """
-        if self.subgraphs is None:
-            raise self.cause
-        if self.subgraphs.autocast:
-            raise CaptureError(
-                f"the step runs under torch.autocast, where no node can be looked into: {self.subgraphs.autocast}",
-                hint="do what the warning of the logger 'amp_compiler' says",
-            )
-        self._replay = SubgraphReplay()
-        try:
-            with generators_kept():
-                set_random_state(self._device, self._drawn)
-                computed = self._run(batch, optimizers, scale)
-            return self._replay.origins(plan_of(self.subgraphs.made)), computed
-        except AmpError:
-            raise
-        except Exception as error:  # the model's own code may raise anything
-            raise self._failed(error) from error
-        finally:
-            self._replay = None
-
-    def note_random_state(self) -> None:
-        """Let `replayed` draw what a call would draw now."""
-        self._drawn = random_state(self._device)
-
-    def under(self, rules: RuleSet) -> SubgraphStep:
-        """The same under other rules, to be run node by node."""
-        settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
-        other = SubgraphStep(self.model, settings, self.cause, self.state, enabled=True)
-        other._drawn = self._drawn
-        return other
-
-    @property
-    def rules(self) -> RuleSet:
-        """Those that it runs under."""
-        return self._settings.rules
-
-    def plan(self) -> PrecisionPlan:
-        """The plans of all subgraphs together.
-
-        Raises:
-            AmpError: it runs in plain FP32.
-        """
-        if self.subgraphs is None:
-            raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
-        return plan_of(self.subgraphs.made)
-
-    def _run(
-        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
-    ) -> Made:
-        if scale is None:
-            samples, scale = self.state.kept.samples, self.state.kept.scale().scale
-            scale = scale if samples is None else scale * samples.weight
+    def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
+        samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+        scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
             self._buffers.watched() as take_written,
@@ -204,28 +192,6 @@ class SubgraphStep:
             written = take_written()
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
-
-    def hooked(self, computed: Made, options: StepOptions) -> Made:
-        """As the hooks before the update leave it; of a step that is skipped, they are not run.
-
-        Args:
-            computed: of this batch.
-            options: what the update is built for.
-        """
-        hooks = hooks_before(options.optimizers)
-        if not hooks:
-            return computed
-        parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
-        finite = (torch.isfinite(one).all() for one in computed.gradients.values())
-        if options.scale.checks_finite and not all(map(bool, finite)):
-            return computed
-        with torch.no_grad():
-            unscaled = {
-                name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
-                for name, one in computed.gradients.items()
-            }
-            left = with_hooks(hooks, parameters, unscaled)
-            return replace(computed, gradients={name: as_real(one) * scale for name, one in left.items()})
 
     def completed(self, computed: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
@@ -279,10 +245,6 @@ class SubgraphStep:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(self.model, begun, options, self.state)
         return program
-
-
-def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient.to(parameter.dtype)
 
 
 def _placeholder_of(parameter: str) -> str:
