@@ -22,18 +22,6 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return top(True) if top is not None else None
 
 
-def transforms_functions() -> bool:
-    """Whether a transform of `torch.func` (vmap, jvp, grad) is running."""
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of `torch.func`'s, within `vmap`, `grad` and the like."""
-    wraps = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return wraps is not None and bool(wraps(tensor))
-
-
 @contextlib.contextmanager
 def modes_apart() -> Iterator[Sequence[TorchDispatchMode]]:
     """Within it no `TorchDispatchMode` of the user's is active; gives those that are around it, the innermost first.

@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx.torch_private.runtime import exchanged, saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private.runtime import exchanged, saved_tensor_hooks, transforms_here
 
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
@@ -391,7 +391,7 @@ def trace_settings() -> list[str] | None:
     # The last are in no trace of ours: those of vmap, and one of torch 2.14.
     torchs = re.compile(r"(?!aten/).*|.*/(Meta|MPS|CUDA|FuncTorch\w+|PythonTLSSnapshot)")
     own = [key for key in kernels if not torchs.fullmatch(key)]
-    if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
+    if own or any(count() for count in active if count is not None) or transforms_here(levels=False) or saved_tensor_hooks():
         return None
     from torch._functorch import config as functorch
     from torch.fx.experimental import _config as tracing
