@@ -15,7 +15,7 @@ import torch
 from passing import run_checked
 
 from amp_compiler.fx.lower import lower_graph
-from amp_compiler.fx.text import parse_fx
+from fx_reader import parse_fx
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan

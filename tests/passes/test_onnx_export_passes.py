@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import node_tensor, results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import parse_fx
+from fx_reader import parse_fx
 from amp_compiler.passes.pipeline import ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.spec import SPECS, complaint
 
