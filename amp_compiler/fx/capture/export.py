@@ -15,7 +15,6 @@ from amp_compiler.fx.capture.custom_functions import recorded_functions
 from amp_compiler.fx.capture.errors import capture_error, name_of
 from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
-from amp_compiler.fx.capture.named_keywords import keywords_named
 from amp_compiler.fx.capture.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.capture.transformers_caches import register_caches
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
@@ -86,9 +85,8 @@ def _export(
             silent_here(),
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
-            keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
         ):
-            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except AmpError:
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
@@ -135,6 +133,5 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
         new_graph_module(program.graph_module, program.graph),
         tuple(inputs),
         constants,
-        program.call_spec.in_spec,
         program.call_spec.out_spec,
     )
