@@ -17,7 +17,6 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
-from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
@@ -292,7 +291,8 @@ class Subgraphs:
         """A call that no graph can take: torch's own mixed precision."""
         self.autocast = reason
         device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
-        result = run_under_autocast(self._model, self._settings, device, args, kwargs)
+        with self._settings.autocast(device):
+            result = self._model(*args, **kwargs)
         self._warn("%s runs under torch.autocast, which knows no rules: %s", reason)
         return result
 
