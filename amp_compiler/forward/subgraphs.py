@@ -21,7 +21,7 @@ from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
-from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
+from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
@@ -125,7 +125,9 @@ def build_subgraph(
         else:
             held = (Source.PARAMETER, Source.BUFFER)
             kept = tuple(entry.name for entry in captured.inputs if entry.source in held and entry.name not in stored)
-            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept, protected)
+            emulated = rewrite(
+                captured.graph_module, plan, settings, stages, "INFERENCE", weights=kept, protected=protected
+            )
         if stored:
             PlaceWeights(stored, ()).run(captured.graph_module)
             stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
