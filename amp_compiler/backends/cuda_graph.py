@@ -167,7 +167,7 @@ class GraphedRun:
 
     def _obstacle(self, inputs: Sequence[Any]) -> str:
         device: torch.device | None = None
-        for place, (name, value) in enumerate(zip(self._names, inputs, strict=True)):
+        for name, value in zip(self._names, inputs, strict=True):
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 return f"'{name}' is a symbolic number"
             if not isinstance(value, Tensor):

@@ -26,8 +26,8 @@ HINT = "use backend='eager' for this model"
 class Rerun:
     """Makes the gradients of compiled calls where their compiled backward cannot: see `take_over_backward`.
 
-    The forward runs again on the inputs of the call, node by node under autograd, and writes no buffer again. What draws
-    random numbers, which would be others, or reads what was written is refused.
+    The forward runs again on the inputs of the call, node by node under autograd, and writes no buffer again. One that
+    draws random numbers, which would be others, or reads what was written is refused.
 
     Args:
         graph_module: the graph before it is rewritten, in place.

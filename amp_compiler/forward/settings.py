@@ -79,7 +79,7 @@ class Settings:
         return DType.BFLOAT16 if has_native_bf16(device) else DType.FLOAT16
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """What a model runs under where no plan can be kept of it: torch's own mixed precision, which knows no rules."""
+        """What a model runs under where no plan can be kept of it: torch's mixed precision, which knows no rules."""
         return torch.autocast(device.type, dtype=torch_dtype(self.low(device)))
 
 

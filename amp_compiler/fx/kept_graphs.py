@@ -72,6 +72,8 @@ class _Writer(pickle.Pickler):
             return "node", self._places[obj]
         if isinstance(obj, torch._ops.OpOverload) and obj.namespace in _OURS_AND_TORCHS:
             return "operator", str(obj)
+        if isinstance(obj, (torch.dtype, torch.layout, torch.memory_format)):
+            return "torch", str(obj).removeprefix("torch.")
         if isinstance(obj, torch.Tensor):
             return "tensor", *_form(obj)
         functions = (torch._ops.OpOverload, types.FunctionType, types.BuiltinFunctionType)
@@ -91,7 +93,9 @@ class _Reader(pickle.Unpickler):
         kind, *said = pid
         if kind == "tensor":
             return _made(self._mode, *said)
-        return self._nodes[said[0]] if kind == "node" else operator.attrgetter(said[0])(torch.ops)
+        if kind == "node":
+            return self._nodes[said[0]]
+        return operator.attrgetter(said[0])(torch if kind == "torch" else torch.ops)
 
 
 @dataclass(frozen=True)

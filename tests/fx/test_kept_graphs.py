@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,7 +18,6 @@ import amp_compiler as amp
 from amp_compiler.fx import kept_graphs
 from amp_compiler.fx.kept_graphs import KeptGraph, Unrecordable, marks_of
 from amp_compiler.fx.text import format_fx
-from fx_reader import parse_fx
 from amp_compiler.fx.torch_private.tracing import trace_settings
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.text import Lines, format_fx
-from fx_reader import parse_fx
 
 EVERYTHING = """in w: fp32[4, 4]
 in x: bf16[4, 8]{1, 4}  # low=w:bf16
@@ -91,7 +91,6 @@ def test_any_arguments_read_back(values: list[object]) -> None:
     assert format_fx(again) == text
     (read,) = [one for one in again.graph.nodes if one.op == "call_function"]
     assert read.args == node.args
-
 
 
 def test_marks_are_the_keys_of_the_enum() -> None:

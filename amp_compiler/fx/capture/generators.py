@@ -127,4 +127,3 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # a variable that has no value yet
         return False
-

@@ -105,7 +105,9 @@ def _read_break(text: str) -> Break:
 
 def reads_values(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
-    return any(isinstance(one, torch._subclasses.fake_tensor.DataDependentOutputException) for one in with_causes(error))
+    return any(
+        isinstance(one, torch._subclasses.fake_tensor.DataDependentOutputException) for one in with_causes(error)
+    )
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:
