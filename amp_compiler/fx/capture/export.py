@@ -17,6 +17,7 @@ from amp_compiler.fx.capture.custom_functions import recorded_functions
 from amp_compiler.fx.capture.errors import capture_error, name_of
 from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
+from amp_compiler.fx.capture.named_keywords import keywords_named
 from amp_compiler.fx.capture.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
@@ -86,8 +87,9 @@ def _export(
             silent_here(),
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
+            keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
         ):
-            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
     except AmpError:
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
