@@ -167,7 +167,7 @@ class GraphedRun:
 
     def _obstacle(self, inputs: Sequence[Any]) -> str:
         device: torch.device | None = None
-        for place, (name, value) in enumerate(zip(self._names, inputs, strict=True)):
+        for name, value in zip(self._names, inputs, strict=True):
             if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 return f"'{name}' is a symbolic number"
             if not isinstance(value, Tensor):
@@ -177,8 +177,6 @@ class GraphedRun:
             if device is not None and value.device != device:
                 return f"the tensors are on {device} and '{name}' on {value.device}"
             device = value.device
-            if place in self._batch and _overlaps_itself(value):
-                return f"elements of '{name}' share memory"
         return "it has no tensors" if device is None else self._settings.api.refuses(device)
 
     def _capture(self, inputs: Sequence[Any]) -> _Captured | None:
@@ -220,17 +218,6 @@ def _layout(value: Any) -> Any:
     if value.layout is not torch.strided:
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-
-
-def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements share memory, dimensions of stride 0 aside."""
-    reach = 0
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in pairs if size > 1 and stride):
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
 
 
 def graph_obstacle(graph: fx.Graph) -> str:

@@ -86,12 +86,8 @@ def compile_graph(
         A function of the same inputs that autograd can go through.
 
     Raises:
-        LoweringError: where Inductor is not in this torch, or cannot compile the graph.
+        LoweringError: Inductor cannot compile the graph.
     """
-    if not torch_inductor.has_inductor():
-        raise LoweringError(
-            f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
-        )
     regions = recomputed_in(list(graph_module.graph.nodes)) if torch.is_grad_enabled() else {}
     for node in (*regions, *_widened(graph_module.graph)):
         node.meta[Key.RECOMPUTED] = True

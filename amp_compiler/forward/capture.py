@@ -33,15 +33,6 @@ class CapturedModel:
     captured: Captured
     inputs: tuple[Any, ...]
 
-    def inputs_for(self, leaves: Sequence[Any], captured_for: Sequence[Any]) -> list[Any]:
-        """Its inputs for other arguments of the same form.
-
-        Args:
-            leaves: these, flat.
-            captured_for: those that it was captured for, flat.
-        """
-        return inputs_for(self.inputs, leaves, captured_for)
-
 
 def inputs_for(inputs: Sequence[Any], leaves: Sequence[Any], captured_for: Sequence[Any]) -> list[Any]:
     """Inputs of a graph for another batch of the same form.

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.forward.capture import capture_model
+from amp_compiler.forward.capture import capture_model, inputs_for
 from amp_compiler.forward.program import EAGER, build_run, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.zeros import ZeroTrail
@@ -130,6 +130,6 @@ def build_counting(
         return build_run(graph_module, [], settings, True, Stages())
 
     def inputs(leaves: Sequence[Any]) -> list[Any]:
-        return forward.inputs_for(leaves, first)
+        return inputs_for(forward.inputs, leaves, first)
 
     return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device)

@@ -91,7 +91,7 @@ class _Rewritten(nn.Module):
 
     def __init__(self, model: nn.Module, captured: Captured, low: torch.dtype) -> None:
         super().__init__()
-        self._in, self._out, self._places = captured.in_spec, captured.out_spec, [*captured.inputs]
+        self._out, self._places = captured.out_spec, [*captured.inputs]
         stored = dict.fromkeys(_read_low(captured, low), low)
         for entry in captured.inputs:
             if entry.source is Source.USER:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import fx
 
@@ -19,7 +19,7 @@ from amp_compiler.fx.torch_private.breaks import reads_values
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.passes.pipeline import Pipeline, Stages
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
 
@@ -77,72 +77,31 @@ def rewrite(
     plan: PrecisionPlan,
     settings: Settings,
     stages: Stages,
-    *,
-    past_weights: bool = True,
-    protected: tuple[str, ...] = (),
-    keeps_amaxes: bool = False,
+    pipeline: Literal["FORWARD", "INFERENCE"] = "FORWARD",
+    **options: Any,
 ) -> bool:
-    """Run the pipeline FORWARD on the normal-form graph that a plan was made for, in place.
+    """Run a pipeline on the normal-form graph that a plan was made for, in place.
 
     Args:
         graph_module: the graph.
         plan: its plan.
         settings: rules, pipelines and backend.
         stages: takes the text behind each pass.
-        past_weights: as for `TypeBackward`.
-        protected: as for `ProtectBuffers`.
-        keeps_amaxes: as for `ScaleProducts`.
+        pipeline: which; `INFERENCE` leaves out what a plan says of gradients.
+        **options: of its passes, by the names of their fields, such as `protected` of `ProtectBuffers`.
 
     Returns:
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    options = {
-        "plan": plan,
-        "ops": settings.ops,
-        "past_weights": past_weights,
-        "stage": native.FORWARD,
-        "protected": protected,
-        "keeps_amaxes": keeps_amaxes,
-    }
-    _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
-    return _emulates(graph_module, plan, stages)
-
-
-def rewrite_for_inference(
-    graph_module: fx.GraphModule,
-    plan: PrecisionPlan,
-    settings: Settings,
-    stages: Stages,
-    weights: tuple[str, ...],
-    protected: tuple[str, ...],
-) -> bool:
-    """Run the pipeline INFERENCE, which leaves out what a plan says of gradients; see `rewrite`.
-
-    Args:
-        graph_module: the graph.
-        plan: its plan.
-        settings: rules, pipelines and backend.
-        stages: takes the text behind each pass.
-        weights: placeholders of the weights, the casts of which are kept between calls.
-        protected: as for `ProtectBuffers`.
-    """
-    options = {
-        "plan": plan,
-        "ops": settings.ops,
-        "weights": weights,
-        "differentiable": False,
-        "stage": native.FORWARD,
-        "protected": protected,
-    }
-    _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
-    return _emulates(graph_module, plan, stages)
-
-
-def _for_backend(pipeline: Pipeline, settings: Settings) -> Pipeline:
-    """Without the forms that only a compiler runs faster, where the graph is run node by node."""
-    stays = settings.runs_on.compiled or "multiply_convolutions" not in pipeline.names
-    return pipeline if stays else pipeline.skip("multiply_convolutions")
+    known = {"plan": plan, "ops": settings.ops, "stage": native.FORWARD, "differentiable": pipeline == "FORWARD"}
+    passes = settings.pipelines[pipeline]
+    if not settings.runs_on.compiled and "multiply_convolutions" in passes.names:  # which a compiler alone runs faster
+        passes = passes.skip("multiply_convolutions")
+    passes.run(graph_module, {**known, **options}, stages)
+    return plan.device == "cpu" and (
+        stages.changed("legalize") or stages.changed("widen_math") or emulates(graph_module.graph)
+    )
 
 
 def build_run(
@@ -178,9 +137,3 @@ def build_run(
             raise
         logger.info("a graph runs node by node, not compiled: an operator reads the values of a tensor as numbers")
         return find_backend(EAGER).build(graph_module, examples, True)
-
-
-def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:
-    return plan.device == "cpu" and (
-        stages.changed("legalize") or stages.changed("widen_math") or emulates(graph_module.graph)
-    )

@@ -11,6 +11,7 @@ import torch
 from amp_compiler.backends import BackendArgument, find_backend
 from amp_compiler.backends.backend import DEFAULT, Backend, Builder, Mode
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.runtime import has_bf16_kernels, has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type
 from amp_compiler.passes.pipeline import PIPELINES, Pipeline, pipelines_with
@@ -76,6 +77,10 @@ class Settings:
         if self.dtype != AUTO:
             return low_type(self.dtype)
         return DType.BFLOAT16 if has_native_bf16(device) else DType.FLOAT16
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """What a model runs under where no plan can be kept of it: torch's mixed precision, which knows no rules."""
+        return torch.autocast(device.type, dtype=torch_dtype(self.low(device)))
 
 
 def make_settings(

@@ -17,12 +17,11 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
-from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
-from amp_compiler.forward.program import build_run, plan_captured, rewrite, rewrite_for_inference
+from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
@@ -126,7 +125,9 @@ def build_subgraph(
         else:
             held = (Source.PARAMETER, Source.BUFFER)
             kept = tuple(entry.name for entry in captured.inputs if entry.source in held and entry.name not in stored)
-            emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, kept, protected)
+            emulated = rewrite(
+                captured.graph_module, plan, settings, stages, "INFERENCE", weights=kept, protected=protected
+            )
         if stored:
             PlaceWeights(stored, ()).run(captured.graph_module)
             stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
@@ -136,7 +137,7 @@ def build_subgraph(
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
-            run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
+            run = rerun.around(run)
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
 
 
@@ -292,7 +293,8 @@ class Subgraphs:
         """A call that no graph can take: torch's own mixed precision."""
         self.autocast = reason
         device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
-        result = run_under_autocast(self._model, self._settings, device, args, kwargs)
+        with self._settings.autocast(device):
+            result = self._model(*args, **kwargs)
         self._warn("%s runs under torch.autocast, which knows no rules: %s", reason)
         return result
 

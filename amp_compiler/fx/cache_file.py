@@ -25,7 +25,7 @@ from amp_compiler.ops.cpu.build import library, processor
 
 _MAGIC = b"amp_compiler cache\n"
 _TORCHS = "artifacts"  # what torch.compiler.save_cache_artifacts gives
-_OURS = re.compile(r"ours/(joint_\w+\.json\.gz|cpu_loops_\w+\.so)")
+_OURS = re.compile(r"ours/(joint_\w+\.gz|cpu_loops_\w+\.so)")
 _KERNELS = re.compile(r"torch/(\w\w/\w+(\.\w+)?\.so)")
 
 

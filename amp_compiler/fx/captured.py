@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import CaptureError
@@ -48,15 +48,13 @@ class Captured:
         graph_module: flat placeholders in, a flat tuple out; ATen training IR.
         inputs: one entry per placeholder, in order.
         constants: tensors that the model's code made at capture, by name.
-        in_spec: tree of `(args, kwargs)`; empty where Dynamo captured it.
-        out_spec: tree of the return value; the same.
+        out_spec: tree of the return value; `None` where Dynamo captured it.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[Input, ...]
     constants: dict[str, torch.Tensor]
-    in_spec: pytree.TreeSpec
-    out_spec: pytree.TreeSpec
+    out_spec: Any = None
 
 
 def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
@@ -80,10 +78,7 @@ def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
         Input(node.name, Source.USER, index=index)
         for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
     )
-    _, in_spec = pytree.tree_flatten((tuple(range(len(inputs))), {}))
-    results = graph_module.graph.output_node().args[0]
-    _, out_spec = pytree.tree_flatten(tuple(results) if isinstance(results, (list, tuple)) else results)
-    return Captured(graph_module, inputs, {}, in_spec, out_spec)
+    return Captured(graph_module, inputs, {})
 
 
 def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callable[[], torch.Tensor]:

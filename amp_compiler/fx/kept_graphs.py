@@ -2,8 +2,7 @@
 
 What a trace gives follows from the graph it starts from, from torch and its settings, and from our own source. All
 three are in the name of the file, exactly; where one of them cannot be told, nothing is kept. A file is written only
-after it was read back into the same graph, node for node. It holds no code: module names and source lines come from
-the graph at hand.
+after it was read back into the same graph, node for node. Module names and source lines come from the graph at hand.
 """
 
 from __future__ import annotations
@@ -13,31 +12,90 @@ import functools
 import gzip
 import hashlib
 import inspect
-import json
+import io
 import logging
+import operator
 import os
+import pickle
 import sys
+import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.cache_file import keep
-from amp_compiler.fx.graph_record import Unrecordable, graph_of, record_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.inductor import keeps_compiled
 from amp_compiler.fx.torch_private.tracing import trace_settings
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
+from amp_compiler.ops.fp8 import fp8_product
+from amp_compiler.ops.typed_op import typed_op
 
 _LOG = logging.getLogger(__name__)
 _MOST = 400  # files: the one that was read or written longest ago goes first
 _ROOMS = ("fx", "ops")  # of this package: all that says what an operator is and how it is traced
+_FUNCTIONS = (operator.getitem, typed_op, fp8_product)
+_OURS_AND_TORCHS = frozenset({"aten", "prims", "prim", "amp_compiler", "_c10d_functional"})
+_EXAMPLE = "val"  # in `node.meta`
+# In `node.meta`, and read by nobody behind the trace: by torch's own tracer, profiler and exporter alone.
+_UNREAD = frozenset({"seq_nr", "original_aten", "from_node", "torch_fn", "source_fn_stack", "tensor_meta", "desc"})
+_OWN = (Key.PHASE, Key.PLANNED, Key.SEED, Key.CHECKPOINT)  # written by the trace itself, as plain values
+_UNREADABLE = (
+    *(OSError, EOFError, zlib.error, pickle.UnpicklingError),
+    *(ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError),
+)
+
+
+class Unrecordable(AmpError):
+    """A graph holds what has no exact form as data, such as an operator of the user's or a size that is a symbol."""
+
+
+class _Writer(pickle.Pickler):
+    """Writes nodes by their places, operators by their names and examples by their forms; equal graphs alike."""
+
+    def __init__(self, file: io.BytesIO, nodes: Sequence[fx.Node]) -> None:
+        super().__init__(file)
+        self.fast = True  # no word of which equal values are one object
+        self._places = {node: place for place, node in enumerate(nodes)}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, fx.Node):
+            return "node", self._places[obj]
+        if isinstance(obj, torch._ops.OpOverload) and obj.namespace in _OURS_AND_TORCHS:
+            return "operator", str(obj)
+        if isinstance(obj, (torch.dtype, torch.layout, torch.memory_format)):
+            return "torch", str(obj).removeprefix("torch.")
+        if isinstance(obj, torch.Tensor):
+            return "tensor", *_form(obj)
+        functions = (torch._ops.OpOverload, types.FunctionType, types.BuiltinFunctionType)
+        if isinstance(obj, (torch.SymInt, torch.SymFloat)) or (isinstance(obj, functions) and obj not in _FUNCTIONS):
+            raise Unrecordable(f"{obj} has no exact form")
+        return None
+
+
+class _Reader(pickle.Unpickler):
+    """Reads what `_Writer` wrote."""
+
+    def __init__(self, file: io.BytesIO, nodes: Sequence[fx.Node], mode: FakeTensorMode) -> None:
+        super().__init__(file)
+        self._nodes, self._mode = nodes, mode
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, *said = pid
+        if kind == "tensor":
+            return _made(self._mode, *said)
+        if kind == "node":
+            return self._nodes[said[0]]
+        return operator.attrgetter(said[0])(torch if kind == "torch" else torch.ops)
 
 
 @dataclass(frozen=True)
@@ -63,34 +121,33 @@ class KeptGraph:
 
         Args:
             graph: what is traced.
-            options: what else the trace depends on, as data for JSON.
+            options: what else the trace depends on, as plain data.
             identity: name of the module that traces.
         """
         settings = trace_settings() if keeps_compiled() else None
         source = _own_source(identity)
-        examples = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        examples = [node.meta.get(_EXAMPLE) for node in graph.find_nodes(op="placeholder")]
         mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
         if settings is None or mode is None or not source:
             return None
         try:
-            content = json.dumps([record_of(graph), options, settings, source])
+            content = _record_of(graph) + repr((options, settings, source)).encode()
             folder = cache_folder()
-        except (Unrecordable, OSError, ValueError) as cause:
+        except (Unrecordable, OSError, pickle.PicklingError, TypeError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
             return None
-        name = f"joint_{hashlib.sha256(content.encode()).hexdigest()[:32]}.json.gz"
-        return cls(folder / name, list(graph.nodes), mode)
+        return cls(folder / f"joint_{hashlib.sha256(content).hexdigest()[:32]}.gz", list(graph.nodes), mode)
 
     def load(self) -> fx.Graph | None:
         """The graph, where it is kept."""
         try:
-            graph = graph_of(json.loads(gzip.decompress(self.file.read_bytes())), self.sources, self.mode)
+            graph = self._graph_of(gzip.decompress(self.file.read_bytes()))
             keep(self.file)
             with contextlib.suppress(OSError):  # another user's cache may be read, and not be marked as read
                 os.utime(self.file)
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, zlib.error, Unrecordable) as cause:
+        except _UNREADABLE as cause:  # a damaged pickle may raise any of them
             _LOG.warning("%s cannot be read, and is made anew: %s", self.file, cause)
             return None
         return graph
@@ -103,16 +160,86 @@ class KeptGraph:
             origins: by name of its nodes, the place in `sources` of the node that each was made for.
         """
         try:
-            record = record_of(graph, origins, self.sources)
-            text = json.dumps(record)  # compared as text, for NaN is no number that equals itself
-            back = graph_of(json.loads(text), self.sources, self.mode)
-            if json.dumps(record_of(back, origins, self.sources)) != text:
+            record = _record_of(graph, origins, self.sources)
+            if _record_of(self._graph_of(record), origins, self.sources) != record:
                 raise Unrecordable("what is read back is another graph")
-            write_atomically(self.file, gzip.compress(text.encode(), 1))
+            write_atomically(self.file, gzip.compress(record, 1))
             keep(self.file)
             _drop_oldest(self.file.parent)
-        except (AmpError, OSError, ValueError) as cause:
+        except (AmpError, pickle.PicklingError, *_UNREADABLE) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
+
+    def _graph_of(self, record: bytes) -> fx.Graph:
+        """The graph that `_record_of` wrote with origins."""
+        graph, nodes = fx.Graph(), list[fx.Node]()
+        reader = _Reader(io.BytesIO(record), nodes, self.mode)
+        for _ in range(reader.load()):
+            op, name, target, args, kwargs, example, origin, same, own = reader.load()
+            node = graph.create_node(op, target, args, kwargs, name)
+            source = {} if origin is None else self.sources[origin].meta
+            node.meta = {**example, **{key: source[key] for key in same}, **own}
+            nodes.append(node)
+        return graph
+
+
+def _record_of(graph: fx.Graph, origins: Mapping[str, int] | None = None, sources: Sequence[fx.Node] = ()) -> bytes:
+    """The graph as data, with examples on its nodes, without inner graphs and attributes.
+
+    Args:
+        graph: the graph.
+        origins: by name of a node, the place in `sources` of the one that it was made for, whose metadata it has.
+        sources: see there. Without `origins` each node tells only which keys its metadata has.
+
+    Raises:
+        Unrecordable: something in it has no exact form.
+    """
+    file, nodes = io.BytesIO(), list(graph.nodes)
+    writer = _Writer(file, nodes)
+    writer.dump(len(nodes))
+    for node in nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise Unrecordable(f"node '{node.name}' is a {node.op}")
+        origin = None if origins is None else origins.get(node.name)
+        own = {} if origins is None else {str(key): node.meta[key] for key in _OWN if key in node.meta}
+        same = [key for key in marks_of(node) if key not in own]
+        theirs = {} if origin is None else sources[origin].meta
+        for key in same if origins is not None else ():
+            if key not in theirs or not _is_same(theirs[key], node.meta[key]):
+                raise Unrecordable(f"'{key}' of node '{node.name}' comes from nowhere")
+        example = {_EXAMPLE: node.meta[_EXAMPLE]} if _EXAMPLE in node.meta else {}
+        writer.dump((node.op, node.name, node.target, node.args, node.kwargs, example, origin, same, own))
+    return file.getvalue()
+
+
+def marks_of(node: fx.Node) -> list[str]:
+    """The keys in a node's `meta` that somebody may read, sorted, without its example."""
+    return sorted(str(key) for key in node.meta if key not in _UNREAD and key != _EXAMPLE)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of metadata are the same; tensors only where they are one, for `==` would compute."""
+    return one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
+
+
+def _form(tensor: torch.Tensor) -> Iterator[Any]:
+    ordinary = type(tensor) is FakeTensor and tensor.layout is torch.strided and tensor.constant is None
+    numbers = [*tensor.shape, *tensor.stride(), tensor.storage_offset()] if ordinary else [None]
+    if any(type(one) is not int for one in numbers) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        raise Unrecordable(f"an example of type {type(tensor).__name__} has no exact form")
+    yield from (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+    yield from (tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _made(
+    mode: FakeTensorMode, shape: Any, stride: Any, offset: int, dtype: Any, device: Any, requires_grad: bool
+) -> torch.Tensor:
+    kind = {"dtype": dtype, "device": "meta"}
+    bare = torch.empty_strided(shape, stride, **kind)
+    if offset:
+        reach = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+        bare = torch.empty(reach, **kind).as_strided(shape, stride, offset)
+    tensor = FakeTensor(mode, bare, device)  # as the mode makes it of a factory's, in a fifth of the time
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _drop_oldest(folder: Path) -> None:

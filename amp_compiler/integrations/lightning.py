@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import AUTO, make_settings
-from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.training.step import TrainingStep, training_step
 
@@ -96,8 +94,7 @@ class AmpPrecision(Precision):  # type: ignore[misc]
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Validation, test and prediction."""
-        device = self._module.device
-        return torch.autocast(device.type, dtype=torch_dtype(self._settings.low(device)))
+        return self._settings.autocast(self._module.device)
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import device_of, make_settings
-from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.training.step import TrainingStep, training_step
 
 try:
@@ -108,12 +106,9 @@ class AmpTrainer(Trainer):  # type: ignore[misc]
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return None if self._amp_step is None else self._amp_step.grad_norm
 
-    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+    def compute_loss_context_manager(self) -> torch.autocast:
         """Evaluation and prediction run under `torch.autocast`."""
-        stack = contextlib.ExitStack()
-        low = torch_dtype(self._amp_settings.low(self.args.device))
-        stack.enter_context(torch.autocast(self.args.device.type, dtype=low))
-        return stack
+        return self._amp_settings.autocast(self.args.device)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,8 +24,6 @@ _LIKE = frozenset({
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
     aten.new_ones.default, aten.new_full.default,
 })  # fmt: skip
-_COPIES = (aten.contiguous.default, aten.clone.default)
-_WHERE = aten.where.ScalarOther
 _EVERYTHING, _CAUSAL = "everything", "causal"
 
 
@@ -49,13 +46,6 @@ class FoldMasks(InPlacePass):
         attend: fp32[2, 4, 8, 16] = aten.scaled_dot_product_attention.default(q, k, v, is_causal=True)
 
     A mask that is added hides where it is minus infinity, or the lowest number of its type, and must be zero elsewhere.
-    A bias that is the same for all of a batch, which a constant mask has spread over it, is stored once::
-
-        where: fp32[32, 4, 8, 8] = aten.where.ScalarOther(seen, bias, -inf)         # bias: fp32[1, 4, 8, 8]
-
-        slice_1: bool[1, 1, 8, 8] = aten.slice.Tensor(seen, 0, 0, 1)                # none where it hides nothing
-        where: fp32[1, 4, 8, 8] = aten.where.ScalarOther(slice_1, bias, -inf)
-        expand: fp32[32, 4, 8, 8] = aten.expand.default(where, [32, 4, 8, 8])
 
     Left alone: a mask that depends on an input or on random numbers, is of a dynamic shape, or hides anything else; a
     causal one of as many queries as keys alone becomes a flag, which kernels understand differently otherwise.
@@ -75,7 +65,6 @@ class FoldMasks(InPlacePass):
                 continue
             shows = constants.shown_by(mask)
             if shows is None:
-                modified = _store_once(subject.graph, mask, constants) or modified
                 continue
             _without_mask(node, shows == _CAUSAL)
             _erase_unread(subject.graph, mask)
@@ -93,45 +82,6 @@ def _without_mask(node: fx.Node, causal: bool) -> None:
     if causal:
         kept["is_causal"] = True
     node.args, node.kwargs = tuple(schema_argument(node, name) for name in ("query", "key", "value")), kept
-
-
-def _store_once(graph: fx.Graph, mask: fx.Node, constants: _Constants) -> bool:
-    """Spread a bias over a batch by a view, where a constant mask has done so by writing it for each element."""
-    chosen = mask.args[0] if mask.target in _COPIES else mask
-    if not isinstance(chosen, fx.Node) or chosen.target is not _WHERE or not _is_read_by_attention_alone(mask, chosen):
-        return False
-    seen, bias, otherwise = chosen.args
-    value, whole = node_tensor(bias), node_tensor(mask)  # type: ignore[arg-type]
-    same = constants.same_for_all(seen)  # type: ignore[arg-type]
-    if (
-        same is None
-        or value is None
-        or whole is None
-        or value.dim() != whole.dim()
-        or value.shape[1:] != whole.shape[1:]
-    ):
-        return False
-    if value.shape[0] != 1 or whole.shape[0] < 2 or value.dtype != whole.dtype:
-        return False
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        node = graph.create_node("call_function", op, args, name=op.overloadpacket.__name__)
-        node.meta = {key: value for key, value in chosen.meta.items() if key != "val"}
-        node.meta["val"] = op(*fx.node.map_arg(args, lambda one: one.meta["val"]))
-        return node
-
-    # Of a scalar `where` makes a tensor, which Dynamo's mode takes from within it alone.
-    with graph.inserting_before(mask), torch.no_grad(), getattr(whole, "fake_mode", nullcontext()):
-        if same != _EVERYTHING:
-            bias = call(_WHERE, call(aten.slice.Tensor, seen, 0, 0, 1), bias, otherwise)
-        once = call(aten.contiguous.default, bias)
-        mask.replace_all_uses_with(call(aten.expand.default, once, list(whole.shape)))
-    _erase_unread(graph, mask)
-    return True
-
-
-def _is_read_by_attention_alone(mask: fx.Node, chosen: fx.Node) -> bool:
-    return all(user.target is _ATTENTION for user in mask.users) and (chosen is mask or len(chosen.users) == 1)
 
 
 def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
@@ -164,17 +114,6 @@ class _Constants:
             with without_fake_tensors(), torch.no_grad():
                 self._shown[number] = _shows(_worked_out(mask))
         return self._shown[number]
-
-    def same_for_all(self, seen: fx.Node) -> str | None:
-        """What a boolean mask lets through, where that is constant and the same for all of a batch; else `None`."""
-        value = node_tensor(seen)
-        if self._numbers.get(seen) is None or value is None or value.dtype is not torch.bool:
-            return None
-        with without_fake_tensors(), torch.no_grad():
-            known = _worked_out(seen)
-            if not bool((known == known[:1]).all()):
-                return None
-        return _EVERYTHING if bool(known.all()) else "something"
 
     def _number(self, node: fx.Node) -> int | None:
         target, value = node.target, node.meta.get("val")

@@ -10,9 +10,8 @@ import torch
 from torch import fx
 from torch.fx.traceback import preserve_node_meta
 
-from amp_compiler.fx.graph import CAST, node_tensor, refresh, user_source
+from amp_compiler.fx.graph import CAST, LOW_TYPES, node_tensor, refresh, user_source
 from amp_compiler.fx.meta import Key, region_pin, source_of
-from amp_compiler.fx.regions import names_other_type
 from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ir.graph import Pin
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -85,7 +84,8 @@ def _inline_all(graph_module: fx.GraphModule, low: torch.dtype | None) -> tuple[
             target = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if target == "wrap_with_autocast":
                 kind, dtype, enabled, _, body, *operands = node.args
-                other = names_other_type(kind, dtype, bool(enabled), device, low)
+                planned = enabled and low is not None and str(kind) == device
+                other = planned and dtype in LOW_TYPES and dtype is not low
                 if other:
                     setattr(graph_module, body.target, _written_out(getattr(graph_module, body.target), device, dtype))
                 off = str(kind) if not enabled and str(kind) == device else None
@@ -187,7 +187,7 @@ def _widen_results(graph: fx.Graph, call: fx.Node, results: list[Any]) -> None:
 def _widened(graph: fx.Graph, call: fx.Node, result: Any) -> Any:
     """What leaves a region in the type that the plan does not have, in FP32, from which a plan may cast it on."""
     tensor = node_tensor(result) if isinstance(result, fx.Node) else None
-    if tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+    if tensor is None or tensor.dtype not in LOW_TYPES:
         return result
     with graph.inserting_before(call):
         cast = graph.call_function(CAST, (result, torch.float32))
@@ -222,7 +222,7 @@ def _replace_results(graph: fx.Graph, call: fx.Node, results: list[Any]) -> None
 def _as_captured(graph: fx.Graph, result: Any, captured: fx.Node) -> Any:
     """What leaves a region has the type that it had there: 16-bit, where autocast was on."""
     tensor = node_tensor(captured)
-    if not isinstance(result, fx.Node) or tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+    if not isinstance(result, fx.Node) or tensor is None or tensor.dtype not in LOW_TYPES:
         return result
     cast = graph.call_function(CAST, (result, tensor.dtype))
     cast.meta = {key: captured.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in captured.meta}

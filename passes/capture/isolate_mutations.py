@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -70,17 +71,11 @@ def _isolate(graph: fx.Graph) -> bool:
         with graph.inserting_after(base):
             copy = graph.call_function(aten.clone.default, (base,))
         copy.meta = {key: value for key, value in base.meta.items() if key != "val"}
-        with unset_fake_temporarily(), torch.no_grad():
-            copy.meta["val"] = tensor.detach().clone() if not hasattr(tensor, "fake_mode") else _fake_clone(tensor)
+        with unset_fake_temporarily(), torch.no_grad(), getattr(tensor, "fake_mode", nullcontext()):
+            copy.meta["val"] = aten.clone.default(tensor)
         replace_other_uses(base, copy)
         modified = True
     return modified
-
-
-def _fake_clone(value: Any) -> torch.Tensor:
-    with value.fake_mode:
-        copy: torch.Tensor = torch.ops.aten.clone.default(value)
-    return copy
 
 
 def _mark_volatile(graph: fx.Graph) -> bool:

@@ -158,7 +158,6 @@ CASES = [
     ("on the cpu", TorchGraphs(), torch.zeros(3), torch.ones(2, 3)),
     ("the tensors are on cpu and 'batch' on meta", FakeGraphs(), torch.zeros(3), torch.ones(2, 3, device="meta")),
     ("'batch' is a Tensor of layout torch.sparse_coo", FakeGraphs(), torch.zeros(3), SPARSE),
-    ("elements of 'batch' share memory", FakeGraphs(), torch.zeros(3), torch.arange(4.0).unfold(0, 3, 1)),
     ("it has no tensors", FakeGraphs(), 1, 2),
 ]
 

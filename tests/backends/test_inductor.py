@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
 from amp_compiler.backends import inductor
 from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import LatePass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amp_compiler.backends import inductor
 from amp_compiler.backends.step_runner import kernels_for, run_cut_step
 from amp_compiler.fx.graph import is_single_number
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE, CutStep
 

@@ -71,7 +71,7 @@ def content(tmp_path, monkeypatch):
     monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
     with CacheArtifactManager.with_fresh_cache():
         monkeypatch.setattr(cache_file, "_KEPT", {})
-        file = cache_folder() / "joint_0.json.gz"
+        file = cache_folder() / "joint_0.gz"
         file.write_bytes(b"a graph")
         cache_file.keep(file)
         saved = amp.save_cache()
@@ -81,12 +81,12 @@ def content(tmp_path, monkeypatch):
 
 def test_what_is_saved_is_loaded_from_bytes_and_from_a_file(content, tmp_path):
     amp.load_cache(content)
-    assert (tmp_path / "joint_0.json.gz").read_bytes() == b"a graph"
+    assert (tmp_path / "joint_0.gz").read_bytes() == b"a graph"
     file = tmp_path / "model.cache"
     assert amp.save_cache(file) == file.read_bytes()
-    (tmp_path / "joint_0.json.gz").unlink()
+    (tmp_path / "joint_0.gz").unlink()
     amp.load_cache(file)
-    assert (tmp_path / "joint_0.json.gz").exists()
+    assert (tmp_path / "joint_0.gz").exists()
 
 
 def test_torchs_own_portable_cache_holds_nothing_of_ours(content):
@@ -111,16 +111,16 @@ def test_what_is_no_cache_of_this_installation_is_refused(content, tmp_path, spo
     file.write_bytes(spoil(content))
     with pytest.raises(amp.AmpError, match=rf"model\.cache: .*{says}.*; make it anew"):
         amp.load_cache(file)
-    assert not (tmp_path / "joint_0.json.gz").exists()
+    assert not (tmp_path / "joint_0.gz").exists()
 
 
 def test_a_file_outside_of_the_folders_is_not_written(tmp_path, content):
     for name in (
-        "ours/../joint_0.json.gz",
+        "ours/../joint_0.gz",
         "torch/../x.so",
         "torch/ab/../../x.so",
         "/etc/x.so",
-        "ours/joint_0.json.gz\n",
+        "ours/joint_0.gz\n",
     ):
         with pytest.raises(amp.AmpError, match="none of it"):
             cache_file._put(name, b"", "")

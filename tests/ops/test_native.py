@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.ops.cpu import build
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import FORWARD, JOINT, NATIVE_OPS, STAGES, UPDATE, NativeOp

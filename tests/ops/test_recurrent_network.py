@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch import nn
 
 from amp_compiler.backends import inductor
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import refresh
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ops import recurrent_network
 from amp_compiler.passes.device.native_ops import NativeOps

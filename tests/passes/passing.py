@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from fx_reader import parse_fx
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import format_fx, parse_fx
+from amp_compiler.fx.text import format_fx
 from amp_compiler.passes.base import FunctionalPass, Pass, PassResult
 
 

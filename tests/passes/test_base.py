@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fx_reader import parse_fx
 
 from amp_compiler.errors import PassError
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes import PASSES, find_pass

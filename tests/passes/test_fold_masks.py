@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.nn import functional as F
 
 import amp_compiler as amp
-from amp_compiler.passes.capture.fold_masks import FoldMasks
 
 ROWS, LOWEST = 12, torch.finfo(torch.float32).min
 
@@ -130,51 +127,6 @@ def test_a_mask_in_a_buffer_stays():
             self.register_buffer("seen", below())
 
     assert "is_causal" not in text_of(Kept())
-
-
-class Biased(Attention):
-    """With a bias that is learnt and the same for all of a batch, spread over it by a mask, as T5 writes it."""
-
-    def __init__(self, seen):
-        super().__init__(lambda x: torch.where(seen(x), self.bias, LOWEST).contiguous())
-        self.bias = nn.Parameter(torch.randn(1, 2, ROWS, ROWS))
-
-
-@pytest.mark.parametrize(
-    ("seen", "sliced"),
-    [
-        (lambda x: (torch.arange(ROWS) >= 0).expand(2, 1, ROWS, -1), False),
-        (lambda x: below().expand(2, 1, -1, -1), True),
-    ],
-)
-def test_a_bias_for_all_of_a_batch_is_stored_once(seen, sliced):
-    lines = {line.partition(":")[0]: line for line in text_of(Biased(seen)).splitlines()}
-    made = [name for name, line in lines.items() if "fp32[2, 2, 12, 12]" in line]
-    assert len(made) == 1 and "aten.expand.default(" in lines[made[0]], "of the batch's size there is a view alone"
-    assert any("aten.where" in line for line in lines.values()) == sliced
-
-
-def test_fake_tensors_of_dynamo_are_strict():
-    """In a model that runs in subgraphs no other tensor may come to them, as the one that `where` makes of a number."""
-    model = Biased(lambda x: below().expand(2, 1, -1, -1))
-    x = torch.randn(2, ROWS, 16)
-    graph_module = torch.export.export(model, (x,), strict=False).module()
-    FakeTensorProp(graph_module, FakeTensorMode(allow_non_fake_inputs=True)).propagate(x)
-    mode = FakeTensorMode()
-    for node in graph_module.graph.nodes:
-        if isinstance(node.meta.get("val"), Tensor):
-            value = node.meta["val"]
-            with mode:
-                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    assert FoldMasks().run(graph_module).modified
-    (chosen,) = graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.where.ScalarOther)
-    assert chosen.meta["val"].shape == (1, 2, ROWS, ROWS) and chosen.meta["val"].fake_mode is mode
-    torch.testing.assert_close(graph_module(x), model(x))
-
-
-def test_a_bias_that_is_masked_for_each_of_a_batch_stays():
-    text = text_of(Biased(lambda x: below()[None, None] | (torch.arange(2) > 0)[:, None, None, None]))
-    assert "where: fp32[2, 2, 12, 12]" in text
 
 
 def test_a_training_step_learns_the_same():

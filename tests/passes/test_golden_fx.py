@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from passing import run_checked
 
 from amp_compiler.fx.lower import lower_graph
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan

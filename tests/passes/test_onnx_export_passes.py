@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from test_golden_fx import FILES, MARK, pass_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import node_tensor, results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.passes.pipeline import ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.spec import SPECS, complaint
 

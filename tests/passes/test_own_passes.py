@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch import fx, nn
 from toys import TOYS
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.pipeline import PLAN, Late, Pipeline, Stages, pipelines_with
 from amp_compiler.passes.spec import SPECS, complaint

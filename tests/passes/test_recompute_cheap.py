@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+from fx_reader import parse_fx
 from torch import nn
 from toys import TOYS, Toy, squares
 
@@ -14,7 +15,6 @@ from amp_compiler.errors import PassError
 from amp_compiler.fx.alias import alias_sources
 from amp_compiler.fx.graph import copy_graph
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.passes.device.recompute_cheap import RecomputeCheap, products_in_bytes
 
 EVERYTHING = RecomputeCheap(devices=("cpu",), least=0, most=100.0)

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from fx_reader import parse_fx
 from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager, inductor
-from amp_compiler.fx.text import parse_fx
 from amp_compiler.ops.cpu.arena import ArenaRun
 from amp_compiler.training import build as step_build
 

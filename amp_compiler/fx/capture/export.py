@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.named_keywords import keywords_named
 from amp_compiler.fx.capture.tracing import quiet, silent_here, tracing_context
-from amp_compiler.fx.capture.transformers_caches import register_caches
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.torch_private.tracing import exporting, new_graph_module
@@ -76,7 +77,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     refuse_scripted(model)
     try:
-        register_caches()
+        _register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
             exporting(),
@@ -102,6 +103,15 @@ def _export(
         )
     refuse_transforms(program.graph)
     return program
+
+
+def _register_caches() -> None:
+    """Let key-value caches of `transformers` be taken apart as outputs; whoever returns one has loaded their module."""
+    if "transformers.cache_utils" in sys.modules:
+        with contextlib.suppress(ImportError, ValueError):  # there is none to do so, or it was done
+            from transformers.integrations.executorch import register_dynamic_cache_export_support
+
+            register_dynamic_cache_export_support()
 
 
 def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
@@ -135,6 +145,5 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
         new_graph_module(program.graph_module, program.graph),
         tuple(inputs),
         constants,
-        program.call_spec.in_spec,
         program.call_spec.out_spec,
     )

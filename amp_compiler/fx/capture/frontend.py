@@ -389,7 +389,8 @@ def raise_at_once(what: str, hint: str) -> None:
     raise CaptureError(what, hint=hint)
 
 
-class settings:  # a context manager, named as contextlib's are
+@contextlib.contextmanager
+def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None]:
     """Within it Dynamo has our settings: what this thread captures meanwhile is captured with them.
 
     Args:
@@ -397,23 +398,18 @@ class settings:  # a context manager, named as contextlib's are
         forms: as for `Frontend`.
         values: as for `Frontend`.
     """
-
-    def __init__(self, hooks: bool, forms: int = 0, values: bool = False) -> None:
-        self._hooks, self._forms, self._values = hooks, forms, values
-
-    def __enter__(self) -> None:
-        """Set them, where they are not set yet."""
-        self._outer, self._restore = getattr(_THREAD, "within", False), None
-        if not self._outer:
-            _THREAD.within = True
-            _PROCESS.enter()
-            if settings_are_of_threads():
-                self._restore = dynamo_settings(max(most_forms(), self._forms), self._hooks, self._values)()
-
-    def __exit__(self, *_: object) -> None:
-        """Set Dynamo back as it was."""
-        if not self._outer:
-            if self._restore is not None:
-                self._restore()
-            _PROCESS.leave()
-            _THREAD.within = False
+    if within():
+        yield
+        return
+    _THREAD.within = True
+    _PROCESS.enter()
+    restore = None
+    try:
+        if settings_are_of_threads():
+            restore = dynamo_settings(max(most_forms(), forms), hooks, values)()
+        yield
+    finally:
+        if restore is not None:
+            restore()
+        _PROCESS.leave()
+        _THREAD.within = False

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+
+_Access = tuple[Callable[[], Any], Callable[[Any], object]]  # reads the state of a generator, and sets it
 
 
 @contextmanager
@@ -34,10 +37,8 @@ def generators_kept(*values: Any) -> Iterator[None]:
         True
     """
     with contextlib.ExitStack() as stack:
-        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(values)]:
-            stack.callback(put_back)
-        state = random.getstate()
-        stack.callback(lambda: random.setstate(state))
+        for read, put_back in [*_defaults(), *_found(values)]:
+            stack.callback(put_back, read())
         yield
 
 
@@ -90,35 +91,27 @@ class _Unseeded:
         return getattr(self._generator, name)
 
 
-def _defaults() -> list[torch.Generator]:
+def _defaults() -> list[_Access]:
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return [torch.default_generator, *cuda]
+    torchs = [(one.get_state, one.set_state) for one in (torch.default_generator, *cuda)]
+    return [*torchs, (np.random.get_state, np.random.set_state), (random.getstate, random.setstate)]
 
 
-def _of_torch(generator: torch.Generator) -> Callable[[], Any]:
-    state = generator.get_state()
-    return lambda: generator.set_state(state)
-
-
-def _default_numpy() -> Callable[[], Any]:
-    state = np.random.get_state()
-    return lambda: np.random.set_state(state)
-
-
-def _found(value: Any) -> Iterator[Callable[[], Any]]:
-    """What sets back each generator in `value`."""
+def _found(value: Any) -> Iterator[_Access]:
+    """What reads and sets the state of each generator in `value`."""
     pending, seen = [value], set()
     while pending:
         for leaf in pytree.tree_leaves(pending.pop(), is_leaf=lambda one: isinstance(one, (nn.Module, FunctionType))):
             if id(leaf) in seen or isinstance(leaf, (torch.Tensor, int, float, str)):
                 continue
             seen.add(id(leaf))
-            if isinstance(leaf, torch.Generator):
-                yield _of_torch(leaf)
+            if isinstance(leaf, (torch.Generator, np.random.RandomState)):
+                yield leaf.get_state, leaf.set_state
             elif isinstance(leaf, random.Random):
-                yield _of_python(leaf)
-            elif isinstance(leaf, (np.random.Generator, np.random.RandomState)):
-                yield _of_numpy(leaf)
+                yield leaf.getstate, leaf.setstate
+            elif isinstance(leaf, np.random.Generator):
+                bits = leaf.bit_generator
+                yield partial(getattr, bits, "state"), partial(setattr, bits, "state")
             elif isinstance(leaf, nn.Module):
                 pending.append(vars(leaf))  # its submodules among them
             elif isinstance(leaf, MethodType):
@@ -134,16 +127,3 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:  # a variable that has no value yet
         return False
-
-
-def _of_python(generator: random.Random) -> Callable[[], Any]:
-    state = generator.getstate()
-    return lambda: generator.setstate(state)
-
-
-def _of_numpy(generator: Any) -> Callable[[], Any]:
-    if isinstance(generator, np.random.RandomState):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
-    kept = generator.bit_generator.state
-    return lambda: setattr(generator.bit_generator, "state", kept)

@@ -11,14 +11,13 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import shorten_path
-from amp_compiler.fx.torch_private.runtime import saved_tensor_hooks
 
 _ON_TENSORS = {
     torch.Tensor.register_hook: "register_hook",
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     torch.Tensor.retain_grad: "retain_grad",
+    torch.Tensor.grad_fn.__get__: "grad_fn",  # type: ignore[union-attr]
 }
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
 
@@ -26,7 +25,7 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a te
 def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:
     """Refuse a hook that the model's code hangs on a tensor while it is traced: no op of a graph stands for it.
 
-    The same for `tensor.grad_fn`, on which hooks are hung, and which is none of the graph's backward.
+    The same for `tensor.grad_fn`, where there is one: hooks are hung on it, and it is none of the graph's backward.
 
     Args:
         function: what is called.
@@ -35,43 +34,13 @@ def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:
     Raises:
         CaptureError: Dynamo's subgraphs run it.
     """
-    if function == _GRAD_FN and arguments and arguments[0].grad_fn is not None:
-        raise CaptureError(
-            "forward reads grad_fn of a tensor, which one graph has none of",
-            where=calling_line(),
-            hint="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
-        )
     name = _ON_TENSORS.get(function)
-    if name is not None:
+    if name is not None and (name != "grad_fn" or arguments[0].grad_fn is not None):
         raise CaptureError(
-            f"forward calls {name} on a tensor, which one graph cannot do",
+            f"forward asks a tensor for {name}, which one graph cannot give",
             where=calling_line(),
             hint="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
         )
-
-
-class SavedTensorHooks:
-    """The hooks for saved tensors (`saved_tensors_hooks`, `save_on_cpu`) that stand around a capture.
-
-    Those are autograd's own affair; ones that forward sets would be lost in a graph.
-    """
-
-    def __init__(self) -> None:
-        self._around = saved_tensor_hooks()
-
-    def refuse_others(self) -> None:
-        """Refuse hooks that were set since.
-
-        Raises:
-            CaptureError: Dynamo's subgraphs run within them.
-        """
-        now = saved_tensor_hooks()
-        if now is not None and now != self._around and torch.is_grad_enabled():
-            raise CaptureError(
-                "forward sets hooks for saved tensors (saved_tensors_hooks, save_on_cpu), which one graph would lose",
-                where=calling_line(),
-                hint="set them around the call of the model",
-            )
 
 
 def calling_line() -> str:

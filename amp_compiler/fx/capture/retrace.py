@@ -36,8 +36,6 @@ from amp_compiler.fx.torch_private.tracing import (
     with_regions,
 )
 
-_, _EMPTY = pytree.tree_flatten(())
-
 
 @dataclass(frozen=True)
 class Names:
@@ -151,7 +149,7 @@ def captured_from_dynamo(
     constants = _lifted(traced, fake_mode)
     traced.recompile()
     entries += tuple(Input(name, Source.CONSTANT, name) for name in constants)
-    return Captured(traced, entries, constants, _EMPTY, _EMPTY)
+    return Captured(traced, entries, constants)
 
 
 def widened_example(example: Any) -> Any:

@@ -1,1 +1,1 @@
-"""The one place that touches torch's private interfaces, each looked for before it is used (torch 2.11 to 2.15)."""
+"""The one place that touches torch's private interfaces, and looks for what differs between torch 2.11 and 2.14."""

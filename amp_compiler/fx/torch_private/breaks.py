@@ -17,7 +17,7 @@ from amp_compiler.errors import first_line, with_causes
 
 def reason_here() -> str:
     """What no longer held of a function that Dynamo compiles again just now, such as `len(L['self'].log) == 63`."""
-    metrics = getattr(getattr(torch._dynamo.utils, "get_metrics_context", lambda: None)(), "_metrics", {})
+    metrics: Any = torch._dynamo.utils.get_metrics_context()._metrics
     return _guard_in(metrics.get("recompile_reason"))
 
 
@@ -28,8 +28,7 @@ def recompile_limit() -> int:
 
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that the limit is reached."""
-    kind = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ())
-    return any(isinstance(one, kind) for one in with_causes(error))
+    return any(isinstance(one, torch._dynamo.exc.FailOnRecompileLimitHit) for one in with_causes(error))
 
 
 def recompile_reason(error: BaseException) -> str:
@@ -106,14 +105,14 @@ def _read_break(text: str) -> Break:
 
 def reads_values(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
-    kind = getattr(torch._subclasses.fake_tensor, "DataDependentOutputException", ())
-    return any(isinstance(one, kind) for one in with_causes(error))
+    return any(
+        isinstance(one, torch._subclasses.fake_tensor.DataDependentOutputException) for one in with_causes(error)
+    )
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises of its own."""
-    limit = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", None)
-    return (torch._dynamo.exc.TorchDynamoException, *([] if limit is None else [limit]))
+    return (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
 def is_failed_assertion(error: BaseException) -> bool:

@@ -60,17 +60,7 @@ def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[
             *(vars(logging.Logger)[name] for name in ("warning_once", "info_once") if name in vars(logging.Logger)),
         },
     }
-    known = {name: value for name, value in wanted.items() if hasattr(config, name)}
-    make = getattr(config, "_make_closure_patcher", None)
-    if make is not None:
-        return make(**known)  # type: ignore[no-any-return]
-
-    def patched() -> Callable[[], None]:
-        patch = config.patch(known)
-        patch.__enter__()
-        return lambda: patch.__exit__(None, None, None)
-
-    return patched
+    return config._make_closure_patcher(**{name: value for name, value in wanted.items() if hasattr(config, name)})  # type: ignore[no-any-return]
 
 
 def prints_ignored() -> contextlib.AbstractContextManager[Any]:
@@ -89,9 +79,8 @@ def settings_are_of_threads() -> bool:
 @contextlib.contextmanager
 def pad_packed_breaks() -> Iterator[None]:
     """Within it Dynamo breaks its graph where packed sequences are padded: numbers alone tell how long they are."""
-    padding = getattr(torch._VF, "_pad_packed_sequence", None)
-    left_out: Any = getattr(torch._dynamo.trace_rules, "_disallowed_callable_ids", None)
-    if padding is None or left_out is None or id(padding) in left_out:
+    padding, left_out = torch._VF._pad_packed_sequence, torch._dynamo.trace_rules._disallowed_callable_ids
+    if id(padding) in left_out:
         yield
         return
     left_out.add(id(padding))
@@ -103,9 +92,8 @@ def pad_packed_breaks() -> Iterator[None]:
 
 def broken_at_generators() -> contextlib.AbstractContextManager[None]:
     """Within it Dynamo breaks its graph where a `random.Random` draws: it would draw the same number at every call."""
-    kind: Any = getattr(torch._dynamo.variables.misc, "RandomVariable", None)
-    name = "is_supported_random_obj"
-    return exchanged(kind, name, staticmethod(lambda val: False)) if hasattr(kind, name) else contextlib.nullcontext()
+    kind: Any = torch._dynamo.variables.misc.RandomVariable
+    return exchanged(kind, "is_supported_random_obj", staticmethod(lambda val: False))
 
 
 def texts_of_numbers() -> contextlib.AbstractContextManager[None]:
@@ -113,15 +101,15 @@ def texts_of_numbers() -> contextlib.AbstractContextManager[None]:
     kind: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
     symbolic: Any = getattr(torch._dynamo.variables, "SymNodeVariable")  # noqa: B009
     text: Any = torch._dynamo.variables.misc.StringFormatVariable
-    theirs = getattr(kind, "_format_value", None)
+    theirs = kind._format_value
 
     def format_value(self: Any, spec: Any, flags: int) -> None:
         if isinstance(self.stack[-1], symbolic) and not flags & 3:  # else it is read anew from where it came
             self.push(text.create("{:" + spec.as_python_constant() + "}", [self.pop()], {}))
         else:
-            theirs(self, spec, flags)  # type: ignore[misc]
+            theirs(self, spec, flags)
 
-    return contextlib.nullcontext() if theirs is None else exchanged(kind, "_format_value", format_value)
+    return exchanged(kind, "_format_value", format_value)
 
 
 AUTOGRAD_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply  # how Dynamo writes one of a user's
@@ -250,8 +238,7 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> contextlib.AbstractConte
 
 def function_here() -> int:
     """The number of the function that Dynamo compiles just now; -1 where that is not known."""
-    context = getattr(torch._guards, "CompileContext", None)
-    number = getattr(context and context.current_compile_id(), "frame_id", None)
+    number = getattr(torch._guards.CompileContext.current_compile_id(), "frame_id", None)
     return -1 if number is None else int(number)
 
 

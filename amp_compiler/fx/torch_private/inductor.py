@@ -49,7 +49,6 @@ def compile_with_inductor(
             the first backward, which is compiled when it runs.
 
     Raises:
-        ImportError: where this torch has no Inductor, see `has_inductor`.
         Exception: what `as_error` makes.
     """
     from torch._inductor import compile_fx as inductor
@@ -200,16 +199,6 @@ def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     return [faked(one) if isinstance(one, torch.Tensor) else one for one in inputs]
 
 
-def has_inductor() -> bool:
-    """Whether this torch has an Inductor that can be used as it is used here."""
-    try:
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx
-    except ImportError:
-        return False
-    return hasattr(config, "patch") and callable(compile_fx)
-
-
 def inductor_option(name: str) -> Any:
     """What a setting of Inductor is now; `None` where this torch does not know it."""
     from torch._inductor import config
@@ -219,29 +208,23 @@ def inductor_option(name: str) -> Any:
 
 def puts_channels_last(graph: fx.Graph) -> bool:
     """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
-    try:
-        from torch._inductor.graph import GraphLowering
-    except ImportError:
-        return False
-    decide = getattr(GraphLowering, "decide_layout_opt", None)
-    return decide is not None and bool(decide(graph.owning_module, is_inference=False))
+    from torch._inductor.graph import GraphLowering
+
+    return bool(GraphLowering.decide_layout_opt(graph.owning_module, is_inference=False))  # type: ignore[arg-type]
 
 
 def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
-    Where Inductor takes one pass alone, as in torch 2.11, that one runs the user's too. Where its passes have no
-    identity, none is added.
+    Where Inductor takes one pass alone, as in torch 2.11, that one runs the user's too.
 
     Args:
         identity: for Inductor's cache: another text whenever the pass would do something else.
         work: changes each graph, forward and backward, one after another, before Inductor lowers it.
         theirs: what is set there now: nothing, a pass, or several of them.
     """
-    try:
-        from torch._inductor import custom_graph_pass
-    except ImportError:
-        return theirs
+    from torch._inductor import custom_graph_pass
+
     before = [] if theirs is None else list(theirs) if isinstance(theirs, (list, tuple)) else [theirs]
     lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
 

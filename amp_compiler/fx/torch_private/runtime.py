@@ -17,21 +17,8 @@ from amp_compiler.errors import AmpError
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The hooks that autograd would give a tensor to save now; `None` where there are none, or torch does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(True) if top is not None else None
-
-
-def transforms_functions() -> bool:
-    """Whether a transform of `torch.func` (vmap, jvp, grad) is running."""
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None
-
-
-def is_transformed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of `torch.func`'s, within `vmap`, `grad` and the like."""
-    wraps = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return wraps is not None and bool(wraps(tensor))
+    """The hooks that autograd would give a tensor to save now; `None` where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextlib.contextmanager
@@ -81,10 +68,8 @@ def transforms_here(levels: bool = True) -> bool:
     Args:
         levels: whether such a level counts, which is the process's: another thread may have opened it.
     """
-    within = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return (within is not None and within() is not None) or (
-        levels and getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
-    )
+    within = torch._C._functorch.peek_interpreter_stack() is not None
+    return within or (levels and torch.autograd.forward_ad._current_level >= 0)
 
 
 @contextlib.contextmanager
@@ -103,8 +88,7 @@ def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
 
     Where there is none nothing is done: torch.func does not work within hooks, not even within idle ones.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    if top is None or top(False) is None:
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
@@ -154,9 +138,8 @@ def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
 
 
 def autograd_sequence() -> int:
-    """The number that autograd gives the next backward function that it makes; 0 where this torch does not tell."""
-    read = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", None)
-    return int(read()) if read is not None else 0
+    """The number that autograd gives the next backward function that it makes."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def function_sequence(function: Any) -> int:

@@ -13,9 +13,10 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx.torch_private.runtime import exchanged, saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private.runtime import exchanged, saved_tensor_hooks, transforms_here
 
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
@@ -30,24 +31,20 @@ _FORWARD_MODE = (
 
 
 def recomputed(region: int = 0) -> dict[str, Any]:
-    """Marks on a node by which torch's partitioner makes its value anew for the backward; none where it knows none.
+    """Marks on a node by which torch's partitioner makes its value anew for the backward.
 
     Args:
         region: what one region computes and a later one reads is kept.
     """
-    try:
-        from torch.utils.checkpoint import CheckpointPolicy
-    except ImportError:
-        return {}
-    return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
+    return {"recompute": torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
 
 
 def new_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
-    """A module of a graph that writes its code when it is first called or shown, where this torch has such a module.
+    """A module of a graph that writes its code when it is first called or shown.
 
     Most graphs are rewritten many times and never called. Torch's own class writes the code at each `recompile()`.
     """
-    return _lazy_class()(root, graph)
+    return _LazyGraphModule(root, graph)
 
 
 def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> fx.GraphModule:
@@ -56,7 +53,7 @@ def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> 
     What the function makes anew is of the fake mode of the inputs.
     """
     fake_mode = next((one.fake_mode for one in inputs if isinstance(one, FakeTensor)), None)
-    with _lazily(), fake_mode or contextlib.nullcontext():
+    with _use_lazy_graph_module(True), fake_mode or contextlib.nullcontext():
         # Without a table torch 2.14 writes each `detach` as an `alias`. Autograd's zeros that take no memory are real
         # ones behind any operator of our own, also where all is fake.
         table = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
@@ -69,12 +66,11 @@ def wrap_while_it_lives(module: fx.GraphModule) -> None:
     Where nodes have the mark `is_wrapped`, torch keeps the globals of the code for good, and patches each function that
     is named in them at every later trace of the process: of some hundred modules that is most of a trace's time.
     """
-    known: dict[tuple[int, str], Any] | None = getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", None)
-    if known is not None:
-        weakref.finalize(module, _forget_wrapped, known, id(type(module).forward.__globals__)).atexit = False
+    weakref.finalize(module, _forget_wrapped, id(type(module).forward.__globals__)).atexit = False
 
 
-def _forget_wrapped(known: dict[tuple[int, str], Any], code: int) -> None:
+def _forget_wrapped(code: int) -> None:
+    known: dict[tuple[int, str], Any] = fx._symbolic_trace._wrapped_fns_to_patch
     for key in [key for key in known if key[0] == code]:
         known.pop(key, None)
 
@@ -85,22 +81,6 @@ def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
     if write is not None:
         write()
     return module.forward  # type: ignore[no-any-return]
-
-
-def _lazy_class() -> type[fx.GraphModule]:
-    try:
-        from torch.fx._lazy_graph_module import _LazyGraphModule
-    except ImportError:
-        return fx.GraphModule
-    return _LazyGraphModule
-
-
-def _lazily() -> contextlib.AbstractContextManager[Any]:
-    try:
-        from torch.fx._lazy_graph_module import _use_lazy_graph_module
-    except ImportError:
-        return contextlib.nullcontext()
-    return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager
@@ -123,7 +103,7 @@ def anomalies_aside() -> contextlib.AbstractContextManager[None]:
 
 def dynamos_lock() -> Any:
     """What Dynamo holds while it captures."""
-    return getattr(torch._dynamo.convert_frame, "compile_lock", BUILDING)
+    return torch._dynamo.convert_frame.compile_lock
 
 
 def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
@@ -133,7 +113,7 @@ def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
     """
     from torch._decomp import decompositions
 
-    theirs: Any = getattr(decompositions, "one_layer_lstm", None)
+    theirs: Any = decompositions.one_layer_lstm
 
     def one_layer_lstm(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         out, states = theirs(inp, hidden, *args, **kwargs)
@@ -143,13 +123,13 @@ def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
         )
         return out, tuple(formed)
 
-    return contextlib.nullcontext() if theirs is None else exchanged(decompositions, "one_layer_lstm", one_layer_lstm)
+    return exchanged(decompositions, "one_layer_lstm", one_layer_lstm)
 
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers():
+    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _use_lazy_graph_module(True), whole_powers():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
@@ -302,23 +282,20 @@ def restored_transforms() -> Iterator[None]:
     A capture that fails inside of `torch.func.jvp`, or that takes its beginning for a node of the graph, would leave a
     level open: from then on every jvp of the process fails.
     """
-    functorch, transforms = getattr(torch._C, "_functorch", None), torch._functorch.eager_transforms
-    forward_ad = torch.autograd.forward_ad
-    depth_of = getattr(functorch, "get_dynamic_layer_stack_depth", None)
-    undo = getattr(functorch, "pop_dynamic_layer_stack_and_undo_to_depth", None)
-    depth = depth_of() if depth_of is not None else 0
-    nesting, level = getattr(transforms, "JVP_NESTING", None), forward_ad._current_level
+    functorch: Any = torch._C._functorch
+    transforms: Any = torch._functorch.eager_transforms
+    forward_ad, depth = torch.autograd.forward_ad, functorch.get_dynamic_layer_stack_depth()
+    nesting, level = transforms.JVP_NESTING, forward_ad._current_level
     enabled = torch._C._is_fwd_grad_enabled()
     try:
         yield
     finally:
-        if undo is not None and depth_of is not None and depth_of() > depth:
-            undo(depth)
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         forward_ad._current_level = level
         with contextlib.suppress(RuntimeError):  # what it raises where there is none to leave; torch has one at most
             torch._C._exit_dual_level(level=level + 1)
-        if nesting is not None:
-            transforms.JVP_NESTING = nesting
+        transforms.JVP_NESTING = nesting
         torch._C._set_fwd_grad_enabled(enabled)
 
 
@@ -383,15 +360,11 @@ def trace_settings() -> list[str] | None:
 
     That is a mode of the user's, a transform, a hook on saved tensors or another kernel for one of torch's operators.
     """
-    kernels: set[str] | None = getattr(torch.library, "_impls", None)
-    guard = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    active = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("dispatch", "function")]
-    if kernels is None or guard is None or None in active:
-        return None
     # The last are in no trace of ours: those of vmap, and one of torch 2.14.
     torchs = re.compile(r"(?!aten/).*|.*/(Meta|MPS|CUDA|FuncTorch\w+|PythonTLSSnapshot)")
-    own = [key for key in kernels if not torchs.fullmatch(key)]
-    if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
+    own = [key for key in torch.library._impls if not torchs.fullmatch(key)]
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    if own or modes or transforms_here(levels=False) or saved_tensor_hooks():
         return None
     from torch._functorch import config as functorch
     from torch.fx.experimental import _config as tracing
@@ -401,7 +374,7 @@ def trace_settings() -> list[str] | None:
     deterministic: Any = torch.utils.deterministic
     settings = [
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()),
-        guard.GlobalStateGuard().__getstate__(),
+        torch._C._dynamo.guards.GlobalStateGuard().__getstate__(),
         *(config.get_hash().hex() for config in configs),
         *(torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_inference_mode_enabled()),
         *(deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -68,7 +67,5 @@ def update_graph(model: LossModule, computed: Made) -> Begun:
     first = 1 + len(values)
     inputs += [Input(f"grad_{node.name}", Source.USER, index=place) for place, node in enumerate(weights, first)]
     graph.output((loss, None, *values))
-    _, in_spec = pytree.tree_flatten((tuple(leaves), {}))
-    _, out_spec = pytree.tree_flatten((computed.loss, None))
-    captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {}, in_spec, out_spec)
+    captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {})
     return Begun(captured, leaves, 2, tuple(n.name for n in written), tuple(n.name for n in weights), tuple(wide))
