@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from amp_compiler.backends import find_backend
 from amp_compiler.errors import DoubleBackwardError
+from amp_compiler.forward.redraw import Build, NotRedrawnError, Redraw, is_redrawable
 from amp_compiler.forward.settings import device_of
 from amp_compiler.forward.tensor_versions import writable
 from amp_compiler.fx.alias import takes_statistics, written_operands
@@ -21,13 +22,14 @@ from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
 HINT = "use backend='eager' for this model"
+RandomState = Sequence[Tensor]
 
 
 class Rerun:
     """Makes the gradients of compiled calls where their compiled backward cannot: see `take_over_backward`.
 
-    The forward runs again on the inputs of the call, node by node under autograd, and writes no buffer again. One that
-    draws random numbers, which would be others, or reads what was written is refused.
+    The forward runs again on the inputs of the call, node by node under autograd. It writes no buffer again, and takes
+    the random numbers of the compiled call (`Redraw`). What would draw others, or read what was written, is refused.
 
     Args:
         graph_module: the graph before it is rewritten, in place.
@@ -44,27 +46,38 @@ class Rerun:
         read = next((node.name for node in nodes if node.name in written and not _is_unread(node)), "")
         self._refused = f"it reads '{read}', which it writes too" if read else ""
         self._run: Callable[..., Any] | None = None
+        self._build: Build | None = None  # of a graph that draws random numbers
+        self._drawing: dict[str, Callable[..., Any]] = {}
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, run: Callable[..., Any], build: Build) -> Callable[..., Any]:
         """The compiled graph, each call of which notes what another run needs.
 
         Args:
             run: the graph, rewritten and compiled.
+            build: compiles another graph in the same way.
         """
+        self._build = build if is_redrawable(self._graph_module) else None
 
         def noting(*inputs: Any) -> Any:
+            grad, states = torch.is_grad_enabled(), list[RandomState]()
+            if grad and self._build is not None:
+                device = device_of(inputs)
+                if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # where no state can be had
+                    states.append(random_state(device))
             results = run(*inputs)
-            if torch.is_grad_enabled() and (node := compiled_node(results)):
-                take_over_backward(node, _Call(self, inputs, results, node).gradients)
+            if grad and (node := compiled_node(results)):
+                states += [random_state(device_of(inputs)) for _ in states]
+                take_over_backward(node, _Call(self, inputs, results, node, states).gradients)
             return results
 
         return noting
 
-    def again(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def again(self, inputs: Sequence[Any], states: Sequence[RandomState]) -> Sequence[Any]:
         """The results once more, differentiable.
 
         Args:
             inputs: of the call.
+            states: the random state before the call and behind it, where it draws.
 
         Raises:
             DoubleBackwardError: they would be others.
@@ -73,11 +86,16 @@ class Rerun:
             raise self.error(self._refused)
         if self._run is None:
             self._run = find_backend("eager").build(self._graph_module, [], True)
-        device = device_of(inputs)
+        run, device = self._run, device_of(inputs)
+
+        def once() -> Sequence[Any]:  # it writes buffers of its own
+            pairs = zip(inputs, self._written, strict=True)
+            results: Sequence[Any] = run(*[one.clone() if written else one for one, written in pairs])
+            return results
+
         now = random_state(device)
         try:
-            pairs = zip(inputs, self._written, strict=True)  # it writes buffers of its own
-            results: Sequence[Any] = self._run(*[one.clone() if written else one for one, written in pairs])
+            results = self._drawn_again(once, device, states)
             if not all(map(torch.equal, now, random_state(device))):
                 raise self.error("it draws random numbers, which would be others than those of the compiled call")
         finally:
@@ -90,6 +108,24 @@ class Rerun:
                 self._name,
             )
         return results
+
+    def _drawn_again(
+        self, run: Callable[[], Sequence[Any]], device: torch.device, states: Sequence[RandomState]
+    ) -> Sequence[Any]:
+        """The results of a run, with the random numbers that the compiled call drew between two states."""
+        if self._build is None or not states:
+            return run()
+        now, redraw = random_state(device), Redraw(device, self._build, self._drawing)
+        set_random_state(device, states[0])
+        try:
+            redraw.find(run)
+        except NotRedrawnError as cause:
+            raise self.error(f"it draws random numbers by {cause}, which cannot be drawn again") from cause
+        if not all(map(torch.equal, states[1], random_state(device))):
+            raise self.error("it draws random numbers otherwise than by one seed for each operator")
+        set_random_state(device, now)
+        with redraw:
+            return run()
 
     def versions(self, inputs: Sequence[Any]) -> list[int]:
         """Of what a call reads; what it writes has others after each call, and no result hangs on it."""
@@ -111,8 +147,10 @@ class Rerun:
 class _Call:
     """One compiled call: what it read, and which gradients of its backward are those of its results."""
 
-    def __init__(self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any) -> None:
-        self._rerun, self._inputs, self._versions = rerun, inputs, rerun.versions(inputs)
+    def __init__(
+        self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any, states: Sequence[RandomState]
+    ) -> None:
+        self._rerun, self._inputs, self._versions, self._states = rerun, inputs, rerun.versions(inputs), states
         differentiable = [(i, one) for i, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
         self._places = [(i, one.output_nr) for i, one in differentiable if one.grad_fn is node]
         self._fits = len(self._places) == len(differentiable)
@@ -138,7 +176,7 @@ class _Call:
         with autocast_off(), torch.enable_grad():
             # Views, so that hooks on the inputs themselves run once, by the backward around this one.
             read = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in self._inputs]
-            results = rerun.again(read)
+            results = rerun.again(read, self._states)
             pairs = [(results[i], gradients[number]) for i, number in self._places if gradients[number] is not None]
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
             computed = iter(_differentiate(pairs, wanted, create_graph))

@@ -137,7 +137,7 @@ def build_subgraph(
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
-            run = rerun.around(run)
+            run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
 
 

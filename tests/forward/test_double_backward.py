@@ -106,12 +106,61 @@ def test_a_third_derivative_and_the_door_of_torch_compile():
     assert grads[0] != 0 and torch.equal(*grads)
 
 
-def test_what_draws_random_numbers_is_refused_with_the_hint():
-    model = amp.compile(nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 6)), dtype="bf16")
+class Noisy(nn.Module):
+    """An operator that draws random numbers, between layers."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.fc, self.out, self.draw = nn.Linear(6, 32), nn.Linear(32, 6), draw
+
+    def forward(self, x):
+        return self.out(self.draw(torch.tanh(self.fc(x))))
+
+
+DRAWS = {
+    "dropout": lambda y: F.dropout(F.dropout(y, 0.3) + F.dropout(y, 0.6), 0.1),
+    "channels": lambda y: F.dropout1d(y[:, :, None], 0.5)[:, :, 0],
+    "depth": lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.5),
+    "noise": lambda y: F.dropout(y, 0.5) * torch.rand_like(y) + torch.randn(y.shape),
+    "nothing": lambda y: F.dropout(
+        F.dropout(y, 1.0) + F.scaled_dot_product_attention(y[None], y[None], y[None])[0], 0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["dropout", *(pytest.param(one, marks=pytest.mark.slow) for one in list(DRAWS)[1:])])
+def test_what_draws_random_numbers_draws_those_of_the_compiled_call(name):
+    """A compiled backward, whose masks are those of its call, gives the same gradients; then the draws go on."""
+    torch.manual_seed(0)
+    model = amp.compile(Noisy(DRAWS[name]), dtype="bf16")
+    for rows in (16, 24):
+        x = torch.randn(rows, 6).requires_grad_()
+        start = torch.get_rng_state()
+        (once,) = torch.autograd.grad(model(x).square().sum(), x)
+        torch.set_rng_state(start)
+        y = model(x)
+        behind = torch.get_rng_state()
+        torch.rand(3)  # what is drawn since is none of it
+        (twice,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        assert (once - twice).norm() <= BF16_ERROR * once.norm() and twice.requires_grad
+        (third,) = torch.autograd.grad(twice.square().sum(), x)
+        assert third.isfinite().all() and third.any()
+        torch.set_rng_state(behind)
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda y: F.alpha_dropout(y, 0.5, True), r"random numbers by aten\.alpha_dropout.*backend='eager'"),
+        (lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.5))[0], r"random numbers otherwise.*backend='eager'"),
+    ],
+)
+def test_what_cannot_be_drawn_again_is_refused_with_the_hint(draw, said):
+    model = amp.compile(Noisy(draw), dtype="bf16")
     x = X.clone().requires_grad_()
     y = model(x).sum()
     before = torch.get_rng_state()
-    with pytest.raises(amp.AmpError, match=r"it draws random numbers.*backend='eager'"):
+    with pytest.raises(amp.AmpError, match=said):
         torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(torch.get_rng_state(), before)
 
