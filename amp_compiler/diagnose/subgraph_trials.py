@@ -43,14 +43,13 @@ class SubgraphTrials(ModelTrials):
         subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around)
         try:
             with autocast_off(), generators_kept(model), _buffers_kept(model):
-                with torch.set_grad_enabled(self._backward is not None):
+                with torch.no_grad():
                     output, _ = subgraphs(self._tried.args, self._tried.kwargs)
                 results = tuple(
                     f"{OUTPUT}{pytree.keystr(path)}"
                     for path, one in pytree.tree_flatten_with_path(output)[0]
                     if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
                 )
-                parameters = () if results or self._backward is None else self._spoilt(self._backward.start(output))
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -60,7 +59,7 @@ class SubgraphTrials(ModelTrials):
                 hint="call the model itself with this batch first",
             ) from error
         plan = plan_of(subgraphs.made)
-        return Observed(plan, replay.origins(plan), (), results, parameters, {})
+        return Observed(plan, replay.origins(plan), (), results, {})
 
 
 @contextmanager
