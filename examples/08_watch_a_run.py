@@ -66,7 +66,6 @@ def main(folder: str = "", backend: str = "eager", steps: int = 150) -> list[Pat
     for file, loss_scale in zip(files, (high, 1.0), strict=True):
         view = amp.callbacks.Terminal(every=25)
         train([amp.callbacks.JSONLines(file, every=5), view], steps, backend, loss_scale)
-        view.close()
         last = amp.callbacks.read_run(file).records[-1]
         print(
             f"{file.stem}: {last.aux['read right']:.0%} read right, {last.zero:.0%} of the gradients are zero in FP16"

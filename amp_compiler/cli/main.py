@@ -181,16 +181,14 @@ def passes(
     name: Annotated[
         str, typer.Argument(metavar="[PASS]", help="Print all that this pass says of itself.", show_default=False)
     ] = "",
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print it as Markdown; without PASS, the text of passes/README.md.")
-    ] = False,
 ) -> None:
     """List the passes, pipeline by pipeline in the order in which they run, or tell all about one."""
     if name:
         check_pass(name, "PASS")
-    from amp_compiler.cli.passes import run_passes
+    from amp_compiler.cli.passes import catalogue, entry
 
-    run_passes(name, markdown=markdown)
+    for line in entry(name) if name else catalogue():
+        typer.echo(line)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,13 +9,6 @@ import typer
 
 from amp_compiler.cli.options import ArgsOption, EvalOption, JsonOption, RulesOption, TypeOption
 from amp_compiler.cli.usage import UsageError, check_data_files, check_place
-
-
-class Start(enum.StrEnum):
-    """What `--start` takes."""
-
-    LOW = "low"
-    FP32 = "fp32"
 
 
 def tune(
@@ -40,9 +32,6 @@ def tune(
         float | None,
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
     ] = None,
-    start: Annotated[
-        Start, typer.Option("--start", help="Keep nodes in FP32, or from all in FP32 put nodes low.")
-    ] = Start.LOW,
     budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
     max_runs: Annotated[
         int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
@@ -67,7 +56,9 @@ def tune(
     if model.endswith(".onnx") and loss:
         raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
     from amp_compiler.cli.model_spec import load_loss
+    from amp_compiler.diagnose.losses import loss_step
     from amp_compiler.diagnose.tuning import api
+    from amp_compiler.forward.settings import make_settings
 
     loss_fn: Any = load_loss(loss) if loss else None
     subject, batches = model_and_batches(model, data, args, eval_mode, loss_fn)
@@ -75,10 +66,10 @@ def tune(
     if loss_fn is not None:
         if not isinstance(batches[0], tuple):
             raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
-        subject = _step(subject, loss_fn, rules, dtype)
+        subject = loss_step(subject, make_settings(rules, dtype, "eager"), loss_fn, "rules", by_name=False)
     result = api.tune(
-        subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, start=start.value,
-        budget=budget, max_runs=max_runs,
+        subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, budget=budget,
+        max_runs=max_runs,
     )  # fmt: skip
     typer.echo(result.to_json() if json_ else str(result), nl=not json_)
     if result.stopped:
@@ -129,16 +120,3 @@ def _batch(example: Any, where: str) -> Any:
     if args and named:
         raise UsageError("a batch is by position or by name", where=where, hint="name all of the arguments, or none")
     return named or args
-
-
-def _step(model: Any, loss: Any, rules: str, dtype: Any) -> Any:
-    """A training step of it, which is never called."""
-    import torch
-
-    from amp_compiler.training.step import training_step
-
-    trained = [one for one in model.parameters() if one.requires_grad]
-    if not trained:
-        raise UsageError("the model has no parameter to train", where="--loss", hint="leave it out")
-    optimizer = torch.optim.SGD(trained, 1e-3)
-    return training_step(model, loss, optimizer, rules=rules, dtype=dtype, backend="eager")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any
 
 from torch import nn
 
-from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
-from amp_compiler.diagnose.model_trials import Backward, ModelTrials, Tried
+from amp_compiler.diagnose.losses import LossFunction, arguments, check_given, loss_step, own_loss, positional
+from amp_compiler.diagnose.model_trials import ModelTrials, Tried
 from amp_compiler.diagnose.subgraph_trials import StepSubgraphTrials, SubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, make_settings
+from amp_compiler.fx.capture.export import twin
 from amp_compiler.ir.dtypes import DTypeArgument, low_name, low_type
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.onnx import needs_onnx
@@ -49,7 +49,8 @@ def find_nonfinite(
         dtype: as for `amp.compile`, for the same; `auto` is FP16 for an ONNX model.
         backward: of a module, run the backward too, for a training loop of your own. It starts from what the module
             returns, or its `loss`.
-        loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`; the backward runs then. It calls the module once.
+        loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`; loss and backward run then, as
+            those of a step under the same rules.
         loss_scale: what that loss is multiplied by: `scaler.get_scale()`. A step has its own.
 
     Returns:
@@ -83,12 +84,11 @@ def find_nonfinite(
             model, settings = subject.original, subject.settings
         else:
             model, settings = subject, make_settings(rules, dtype, EAGER)
-        model_args = arguments(batch)
-        start = Backward(None, loss_scale) if backward else None
-        if loss_fn is not None:
-            call = LossCall(model, loss_fn, model_args)
-            model_args, start = call.model_args, Backward(call.of, loss_scale)
-        tried = Tried(model, *model_args, settings, start)
+        args, named = arguments(batch)
+        if backward or loss_fn is not None:
+            step = loss_step(twin(model), settings, loss_fn or own_loss, loss_scale, by_name=bool(named))
+            return _of_step(step, (named,) if named else args)
+        tried = Tried(model, args, named, settings)
         try:
             return ModelTrials(tried).report()
         except HookError:
@@ -121,6 +121,6 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
             raise
         cause = error
     with step._in_fp32() as module:
-        start = Backward(itemgetter(0), float(step.loss_scale))
-        report = StepSubgraphTrials(Tried(module, batch, {}, step._settings, start), cause).report()
+        tried = Tried(module, batch, {}, step._settings)
+        report = StepSubgraphTrials(tried, cause, float(step.loss_scale)).report()
     return replace(report, parameters=tuple(name.partition(".")[2] for name in report.parameters))

@@ -1,10 +1,10 @@
-"""A loss function, `loss_fn(model, *batch)`, taken apart: what it gives the model, and what it makes of the output."""
+"""Batches and loss functions as `amp.profile`, `amp.find_nonfinite` and `amp.tune` are given them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -13,11 +13,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from amp_compiler.errors import AmpError, first_line
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.forward.settings import AUTO, device_of
-from amp_compiler.fx.capture.errors import user_frame
-from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.forward.program import EAGER
+from amp_compiler.forward.settings import AUTO, Settings, device_of
+from amp_compiler.fx.capture.frontend import raise_at_once
+from amp_compiler.ir.dtypes import DType, low_type, short_name
+from amp_compiler.training.setup import RUN, set_up
 from amp_compiler.training.step import TrainingStep
 
 LossFunction = Callable[..., Any]
@@ -102,98 +105,38 @@ def _low_of(compiled: CompiledModule) -> DType:
     return low
 
 
-@dataclass(frozen=True)
-class LossCall:
-    """One call of a loss function that calls the model once.
+def loss_step(
+    model: nn.Module, settings: Settings, loss_fn: LossFunction, loss_scale: Any, *, by_name: bool
+) -> TrainingStep:
+    """A training step of a model and a loss that is never called: what it would compute is looked at.
 
     Args:
         model: the module.
-        loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`.
-        batch: its arguments behind the model, positional and by name.
-
-    Attributes:
-        model_args: what it gives the model, positional and by name.
+        settings: its options; what the rules say of stored weights does not count.
+        loss_fn: as for `amp.training_step`.
+        loss_scale: what the loss is multiplied by, as for `amp.training_step`.
+        by_name: a batch is one dict of the arguments behind the model.
 
     Raises:
-        AmpError: it is no function, does not call the model, or raises something.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> call = LossCall(model, lambda model, x, y: (model(x) - y).abs().sum(), arguments((torch.ones(3, 2), 1.0)))
-        >>> call.model_args[0][0].shape, float(call.of(torch.zeros(3, 1)))
-        (torch.Size([3, 2]), 3.0)
+        AmpError: no parameter has a gradient, or `loss_fn` is no function.
     """
-
-    model: nn.Module
-    loss_fn: LossFunction
-    batch: Arguments
-    model_args: Arguments = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not callable(self.loss_fn):
-            raise AmpError(
-                f"loss_fn is a {type(self.loss_fn).__name__}", hint="pass a function: loss_fn(model, *batch)"
-            )
-        try:
-            self._run(_give_up)
-        except _Called as called:
-            object.__setattr__(self, "model_args", (called.args, called.named))
-            return
-        raise AmpError(
-            "loss_fn does not call the model that it is given",
-            hint="write loss_fn(model, *batch), as for amp.training_step, with model(...) in it",
-        )
-
-    def of(self, output: Any) -> Any:
-        """The loss that it returns where the model gives this; of `(loss, aux)` the first.
-
-        Raises:
-            AmpError: it calls the model more than once, or raises something.
-        """
-        outputs = [output]
-
-        def give(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            if not outputs:
-                raise AmpError("loss_fn calls the model more than once", hint="pass a training step with this loss")
-            return outputs.pop()
-
-        loss = self._run(give)
-        return loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss
-
-    def _run(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-        args, named = self.batch
-        devices = {one.device for one in self.model.parameters() if one.is_cuda}
-        with torch.random.fork_rng(devices=devices):
-            try:
-                return self.loss_fn(_StandIn(self.model, call), *args, **named)
-            except AmpError:
-                raise
-            except Exception as error:  # the user's code may raise anything
-                raise AmpError(
-                    f"loss_fn raises {type(error).__name__}: {first_line(error)}",
-                    where=user_frame(error),
-                    hint="call it as loss_fn(model, *batch) yourself: if it raises the same, it or the batch is wrong",
-                ) from error
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if not trained:
+        raise AmpError("no parameter of the model has a gradient", hint="leave loss_fn= out")
+    called = (lambda model, named: loss_fn(model, **named)) if by_name else loss_fn
+    setup = set_up(
+        model, called, torch.optim.SGD(trained, 0.0), rules=replace(settings.rules, weights={}),
+        dtype=short_name(settings.low(device_of(model.parameters()))), loss_scale=loss_scale, clip_norm=None,
+        accumulate=1, dynamic_shapes=None, backend=EAGER, enabled=True, process_group=None, mode=DEFAULT,
+        passes=[settings.pipelines[one.name] for one in RUN if one.name in settings.pipelines],
+    )  # fmt: skip
+    return TrainingStep(setup)
 
 
-class _Called(BaseException):  # no `except Exception` of a loss function's may catch it
-    def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__()
-        self.args, self.named = args, named
-
-
-def _give_up(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    raise _Called(args, named)
-
-
-class _StandIn:
-    """Stands for a model where it is called; everything else of it is the model's own."""
-
-    def __init__(self, model: nn.Module, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        self.__dict__["_model"], self.__dict__["_call"] = model, call
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.__dict__["_call"](args, named)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_model"], name)
+def own_loss(model: nn.Module, *args: Any, **named: Any) -> Any:
+    """What a model returns where that is the loss, or has it as `loss`."""
+    output = model(*args, **named)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise_at_once("there is no loss to begin the backward from", "pass loss_fn=, which returns one number")
+    return loss

@@ -1,18 +1,15 @@
-"""A model's forward, and backward, run node by node under its rules or others; nothing is changed."""
+"""A model's forward, run node by node under its rules or others; nothing is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.diagnose.subgraph_replay import SubgraphReplay
-from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
@@ -34,35 +31,6 @@ OUTPUT = "the output"
 
 
 @dataclass(frozen=True)
-class Backward:
-    """What a backward starts from.
-
-    Args:
-        loss_of: makes the loss of what the model returns; `None` where that is the loss, or has it as `loss`.
-        scale: what the loss is multiplied by, as `GradScaler` does.
-    """
-
-    loss_of: Callable[[Any], Any] | None
-    scale: float
-
-    def start(self, output: Any) -> Tensor:
-        """The loss, scaled.
-
-        Raises:
-            AmpError: there is none.
-        """
-        loss = output if self.loss_of is None else self.loss_of(output)
-        if not isinstance(loss, Tensor):
-            loss = loss.get("loss") if isinstance(loss, dict) else getattr(loss, "loss", None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise AmpError(
-                "there is no loss to begin the backward from",
-                hint="pass loss_fn=, which returns one number with a gradient",
-            )
-        return loss.float() * self.scale
-
-
-@dataclass(frozen=True)
 class Observed:
     """What a run showed.
 
@@ -71,7 +39,7 @@ class Observed:
         nodes: the first nodes that broke, of those that outputs or gradients that are not finite go back to.
         swallowed: the same of all of the forward that is not finite, whether anything came of it or not.
         results: outputs that are not finite, in words.
-        parameters: those whose gradient is not.
+        parameters: those whose gradient is not, of a step.
         names: what each placeholder is, in words.
     """
 
@@ -92,14 +60,12 @@ class Tried:
         args: positional arguments.
         kwargs: keyword arguments.
         settings: the options.
-        backward: where the backward starts from; `None` for the forward alone.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     settings: Settings
-    backward: Backward | None
 
     @property
     def device(self) -> torch.device:
@@ -111,14 +77,6 @@ class Tried:
         return replace(self.settings, rules=rules, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """A forward under some rules: its rewritten graph and its plan."""
-
-    captured: Captured
-    plan: PrecisionPlan
-
-
 class ModelTrials:
     """Runs one batch through one graph.
 
@@ -128,7 +86,7 @@ class ModelTrials:
 
     def __init__(self, tried: Tried) -> None:
         self._tried, self._model, self._args = tried, tried.model, tried.args
-        self._kwargs, self._backward = dict(sorted(tried.kwargs.items())), tried.backward
+        self._kwargs = dict(sorted(tried.kwargs.items()))
         self._leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
         self._device = tried.device
 
@@ -158,32 +116,29 @@ class ModelTrials:
 
     def _run(self, rules: RuleSet) -> Observed:
         with autocast_off(), building(), generators_kept(self._model, self._args, self._kwargs):
-            program = self._rewritten(self._tried.under(rules))
+            captured, plan = self._rewritten(self._tried.under(rules))
             inputs = [
                 self._leaves[entry.index]
                 if entry.source is Source.USER
-                else tensor_getter(self._model, program.captured, entry)()
-                for entry in program.captured.inputs
+                else tensor_getter(self._model, captured, entry)()
+                for entry in captured.inputs
             ]
-            seen = self._forward(program, inputs)
-            if seen.results or self._backward is None:
-                return seen
-            return self._gradients(program, inputs, seen, self._backward)
+            return self._forward(captured, plan, inputs)
 
-    def _rewritten(self, settings: Settings) -> _Rewritten:
+    def _rewritten(self, settings: Settings) -> tuple[Captured, PrecisionPlan]:
         low = settings.low(self._device)
         with refused_checkpoints():
             captured = capture_module(self._model, self._args, self._kwargs, None, torch_dtype(low))
         plan = plan_captured(captured, settings, low)
         rewrite(captured.graph_module, plan, settings, Stages())
-        return _Rewritten(captured, plan)
+        return captured, plan
 
-    def _forward(self, program: _Rewritten, inputs: list[Any]) -> Observed:
-        graph = program.captured.graph_module.graph
+    def _forward(self, captured: Captured, plan: PrecisionPlan, inputs: list[Any]) -> Observed:
+        graph = captured.graph_module.graph
         values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        replayed = Replay(program.captured.graph_module).run_again(values, self._device)
-        count = program.captured.out_spec.num_leaves
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
+        replayed = Replay(captured.graph_module).run_again(values, self._device)
+        count = captured.out_spec.num_leaves
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, captured.out_spec))[0]
         named = {
             f"{OUTPUT}{pytree.keystr(path)}": node
             for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
@@ -192,49 +147,24 @@ class ModelTrials:
         origins = {name: replayed.origins([node]) for name, node in named.items()}
         broken = {node for bad in origins.values() for node in bad}
         descriptions = {
-            node: described(node, is_forward=True, ranges=replayed.ranges, plan=program.plan)
+            node: described(node, is_forward=True, ranges=replayed.ranges, plan=plan)
             for node in broken | replayed.origins(replayed.bad)
         }
         return Observed(
-            program.plan,
+            plan,
             tuple(descriptions[node] for node in in_order(graph, broken)),
             tuple(descriptions[node] for node in in_order(graph, descriptions)),
             tuple(name for name, bad in origins.items() if bad),
             (),
-            self._names(program),
+            self._names(captured),
         )
 
-    def _gradients(self, program: _Rewritten, inputs: list[Any], seen: Observed, backward: Backward) -> Observed:
-        replay = SubgraphReplay()
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
-            results = list(replay.run("", program.captured.graph_module, inputs))
-            spec = program.captured.out_spec
-            loss = backward.start(pytree.tree_unflatten(results[: spec.num_leaves], spec))
-            bad = self._spoilt(loss)
-        nodes = replay.origins(program.plan) if bad else ()
-        return replace(seen, nodes=nodes, parameters=bad)
-
-    def _spoilt(self, loss: Tensor) -> tuple[str, ...]:
-        """The parameters whose gradient is not finite."""
-        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
-        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return tuple(
-            name
-            for name, gradient in zip(trained, gradients, strict=True)
-            if gradient is not None and not bool(torch.isfinite(gradient).all())
-        )
-
-    def _names(self, program: _Rewritten) -> dict[str, str]:
+    def _names(self, captured: Captured) -> dict[str, str]:
         paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]
         kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
         return {
-            entry.name: f"the batch itself (argument {_argument(paths[entry.index])})"
+            entry.name: f"the batch itself (argument {pytree.keystr(paths[entry.index][1:])})"
             if entry.source is Source.USER
             else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
-            for entry in program.captured.inputs
+            for entry in captured.inputs
         }
-
-
-def _argument(path: tuple[Any, ...]) -> str:
-    return pytree.keystr(path[1:])

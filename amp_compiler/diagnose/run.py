@@ -7,7 +7,6 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.exponents import Counts, Histogram
-from amp_compiler.diagnose.losses import arguments, batches_of, check_given, positional
+from amp_compiler.diagnose.losses import arguments, batches_of, check_given, loss_step, positional
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -43,7 +41,6 @@ from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.cpu.update import made_gradient
 from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update
 from amp_compiler.training.program import StepProgram
-from amp_compiler.training.setup import RUN, set_up
 from amp_compiler.training.step import TrainingStep
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
@@ -314,23 +311,8 @@ class _LossRun(_Run):
 
     def __init__(self, model: nn.Module, settings: Settings, loss_fn: Callable[..., Any], loss_scale: float) -> None:
         super().__init__(model, settings.low(device_of(model.parameters())))
-        self.loss_fn, self.settings, self.scale = loss_fn, settings, loss_scale
-        self.trained = [one for one in model.parameters() if one.requires_grad]
-        if not self.trained:
-            raise AmpError("no parameter of the model has a gradient", hint="leave loss_fn= out")
-        self.step = self.step_with(loss_fn)
-        self.by_name = self.step_with(lambda model, named: loss_fn(model, **named))
-
-    def step_with(self, loss_fn: Callable[..., Any]) -> TrainingStep:
-        """A step that is never called."""
-        pipelines = self.settings.pipelines
-        setup = set_up(
-            self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
-            dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
-            backend=EAGER, enabled=True, process_group=None, mode=DEFAULT,
-            passes=[pipelines[one.name] for one in RUN if one.name in pipelines],
-        )  # fmt: skip
-        return TrainingStep(setup)
+        self.step = loss_step(model, settings, loss_fn, loss_scale, by_name=False)
+        self.by_name = loss_step(model, settings, loss_fn, loss_scale, by_name=True)
 
     def take(self, batch: Any) -> None:
         args, named = arguments(batch)

@@ -30,8 +30,6 @@ class SubgraphTrials(ModelTrials):
         cause: why it is no one graph.
     """
 
-    _goes_on = False  # to the backward of what is not finite
-
     def __init__(self, tried: Tried, cause: CaptureError) -> None:
         super().__init__(tried)
         self._cause = cause
@@ -46,11 +44,7 @@ class SubgraphTrials(ModelTrials):
         subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around)
         try:
             with autocast_off(), generators_kept(model), _buffers_kept(model):
-                with torch.set_grad_enabled(self._backward is not None):
-                    output, _ = subgraphs(self._tried.args, self._tried.kwargs)
-                results = self._results(output)
-                backward = self._backward if self._goes_on or not results else None
-                parameters = () if backward is None else self._spoilt(backward.start(output))
+                results, parameters = self._spoilt(subgraphs)
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -63,22 +57,43 @@ class SubgraphTrials(ModelTrials):
         nodes = replay.origins(plan)
         return Observed(plan, nodes, nodes, results, parameters, {})
 
-    def _results(self, output: Any) -> tuple[str, ...]:
-        """What the model returned that is not finite, in words."""
-        return tuple(
+    def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the model returns that is not finite, in words, and no parameters: its backward does not run."""
+        with torch.no_grad():
+            output, _ = subgraphs(self._tried.args, self._tried.kwargs)
+        results = tuple(
             f"{OUTPUT}{pytree.keystr(path)}"
             for path, one in pytree.tree_flatten_with_path(output)[0]
             if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
         )
+        return results, ()
 
 
 class StepSubgraphTrials(SubgraphTrials):
-    """Those of a training step: the loss as a module, which returns it with what goes with it."""
+    """Those of a training step: the loss as a module, which returns it with what goes with it.
 
-    _goes_on = True
+    Args:
+        tried: loss module, batch and options.
+        cause: why it is no one graph.
+        scale: what the loss is multiplied by.
+    """
 
-    def _results(self, output: Any) -> tuple[str, ...]:
-        return () if bool(torch.isfinite(output[0])) else (LOSS,)
+    def __init__(self, tried: Tried, cause: CaptureError, scale: float) -> None:
+        super().__init__(tried, cause)
+        self._scale = scale
+
+    def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The loss where it is not finite, in words, and the parameters whose gradient is not."""
+        with torch.enable_grad():
+            (loss, *_), _ = subgraphs(self._tried.args, self._tried.kwargs)
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(loss.float() * self._scale, list(trained.values()), allow_unused=True)
+        parameters = tuple(
+            name
+            for name, gradient in zip(trained, gradients, strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
+        )
+        return () if bool(torch.isfinite(loss)) else (LOSS,), parameters
 
 
 @contextmanager

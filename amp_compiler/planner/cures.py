@@ -12,14 +12,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.policy.loader import load_rules, preset_names
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rule_text import head_lines, rule_lines
 from amp_compiler.policy.rules import Precision, RuleSet
-from amp_compiler.policy.sources import FROM_DICT
 
 MOST_TRIALS = 8
 MOST_NODES = 16
@@ -238,12 +237,5 @@ def rules_text(rules: RuleSet, entries: Sequence[Mapping[str, Any]]) -> str:
             precision: fp32
             why: "logits overflow"
     """
-    lines = ["rules:"]
-    for entry in entries:
-        match = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry["match"].items())
-        lines += [f"  - match: {{{match}}}", f"    precision: {entry['precision']}"]
-        lines += [f"    why: {json.dumps(entry['why'])}"] if "why" in entry else []
-    if rules.name == FROM_DICT:
-        return "\n".join(["# put these behind the rules of the dict", *lines, ""])
-    base = rules.name if rules.name in preset_names() else json.dumps(str(Path(rules.name).resolve()))
-    return "\n".join(["version: 1", f"extends: {base}", *lines, ""])
+    lines = [line for entry in entries for line in rule_lines(**entry)]
+    return "\n".join([*head_lines(rules.name), *lines, ""])

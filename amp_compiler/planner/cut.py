@@ -13,6 +13,7 @@ from amp_compiler.planner.free_nodes import Demand, FollowProblem, cast_origin, 
 from amp_compiler.planner.mincut import TwoLabelProblem
 from amp_compiler.planner.typing import FP32, LOW
 
+_CHEAPEST = "follows: so that casts and nodes move the fewest bytes"
 _ROUNDS = 3  # of choosing anchors anew
 
 
@@ -28,6 +29,7 @@ def solve_follow(problem: FollowProblem) -> dict[str, str]:
         if not problem.better_anchors():
             break
         _cut(problem)
+    problem.notes.update(dict.fromkeys(problem.free, _CHEAPEST))
     return {name: problem.labels[name] for name in problem.graph.nodes}
 
 

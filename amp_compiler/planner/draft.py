@@ -24,8 +24,7 @@ class Draft:
         ranges: calibrated largest magnitude by value name; empty without calibration.
         decisions: by node name, from `classify`.
         labels: by node name, from `assign_precision`: `low`, `fp32` or `keep`.
-        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label. They may
-            be put into words when they are first read.
+        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label.
         casts: from `place_casts`; `None` before it ran.
     """
 

@@ -6,10 +6,9 @@ import functools
 from importlib import resources
 from typing import Any
 
-from amp_compiler.errors import RuleError
 from amp_compiler.policy.reduction_size import SIZES
 from amp_compiler.policy.rules import OpInfo, OpTable
-from amp_compiler.policy.yaml_tree import Tree, parse_yaml
+from amp_compiler.policy.yaml_tree import Tree, parse_yaml, tree_error
 
 NAMESPACES = ("aten", "onnx")  # of which every op is in the table
 _NAMED = (*NAMESPACES, "com.microsoft")
@@ -54,12 +53,14 @@ def parse_op_table(text: str, file: str) -> OpTable:
     root = parse_yaml(text, file)
     families = root.value.get("families") if isinstance(root.value, dict) else None
     if families is None or not isinstance(families.value, dict):
-        raise _wrong("an op table needs the mapping 'families'", file, root, "write 'families:' first")
+        raise tree_error("an op table needs the mapping 'families'", file, root, "write 'families:' first")
     ops: dict[str, OpInfo] = {}
     about: dict[str, str] = {}
     for family, entry in families.value.items():
         if not isinstance(entry.value, dict) or "about" not in entry.value:
-            raise _wrong(f"the family '{family}' lacks its line 'about'", file, entry, "say in one line what it holds")
+            raise tree_error(
+                f"the family '{family}' lacks its line 'about'", file, entry, "say in one line what it holds"
+            )
         about[family] = _typed(entry.value["about"], str, file)
         _add_family(ops, family, entry, file)
     return OpTable(ops, about)
@@ -71,19 +72,21 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
     special: dict[str, Tree] = parts["special"].value if "special" in parts else {}
     unknown = set(parts) - {"about", "special", *_NAMED, *_FIELDS}
     if unknown:
-        raise _wrong(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
+        raise tree_error(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
     mine = set()
     for namespace in _NAMED:
         for word, tree in _names(parts[namespace], file) if namespace in parts else []:
             name = f"{namespace}.{word}"
             if name in ops:
-                raise _wrong(f"'{name}' is in '{ops[name].family}' and in '{family}'", file, tree, "name it once")
+                raise tree_error(f"'{name}' is in '{ops[name].family}' and in '{family}'", file, tree, "name it once")
             fields = {**common, **_fields(special[name].value, file)} if name in special else common
             ops[name] = OpInfo(name, family, **fields)
             mine.add(name)
     for name in special:
         if name not in mine:
-            raise _wrong(f"'special' names '{name}', which '{family}' does not hold", file, special[name], "move it")
+            raise tree_error(
+                f"'special' names '{name}', which '{family}' does not hold", file, special[name], "move it"
+            )
 
 
 def _names(tree: Tree, file: str) -> list[tuple[str, Tree]]:
@@ -103,17 +106,13 @@ def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:
         elif key in _WORDS:
             fields[key] = _typed(tree, str, file)
             if fields[key] not in ("", *_WORDS[key]):
-                raise _wrong(f"'{fields[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
+                raise tree_error(f"'{fields[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
         else:
-            raise _wrong(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FIELDS)}")
+            raise tree_error(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FIELDS)}")
     return fields
 
 
 def _typed(tree: Tree, kind: type, file: str) -> Any:
     if type(tree.value) is not kind:
-        raise _wrong(f"{tree.plain()!r} is not a {kind.__name__}", file, tree, "see rules/README.md")
+        raise tree_error(f"{tree.plain()!r} is not a {kind.__name__}", file, tree, "see rules/README.md")
     return tree.value
-
-
-def _wrong(what: str, file: str, tree: Tree, hint: str) -> RuleError:
-    return RuleError(what, file=file, line=tree.line, column=tree.column, hint=hint)

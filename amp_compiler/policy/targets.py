@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, NamedTuple, get_args
 
-from amp_compiler.errors import AmpError, RuleError
+from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.names import check_op
 from amp_compiler.policy.op_table import op_table
-from amp_compiler.policy.yaml_tree import Tree, parse_yaml
+from amp_compiler.policy.yaml_tree import Tree, parse_yaml, tree_error
 
 Target = Literal["cpu", "cuda", "directml", "webgpu", "tensorrt"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -125,7 +125,7 @@ def parse_table(text: str, file: str) -> KernelTable:
     root = parse_yaml(text, file)
     keys = tuple(root.value) if isinstance(root.value, dict) else ()
     if keys != _KEYS or not isinstance(root.value["kernels"].value, dict):
-        raise _wrong(f"a table of kernels has the keys {', '.join(_KEYS)}", file, root, "see rules/README.md")
+        raise tree_error(f"a table of kernels has the keys {', '.join(_KEYS)}", file, root, "see rules/README.md")
     source, types, kernels = root.value.values()
     known = _types(types, file, _TYPES, "names no type of a table")
     shorts = [one.short for one in known]
@@ -135,18 +135,18 @@ def parse_table(text: str, file: str) -> KernelTable:
         check_op(op, Mark(file, key.line, key.column, op), op_table())
         if not isinstance(entry.value, dict):
             hint = "write {7-12: fp32, 13-: fp32 fp16}"
-            raise _wrong(f"'{op}' needs its types by range of opsets", file, entry, hint)
+            raise tree_error(f"'{op}' needs its types by range of opsets", file, entry, hint)
         ops[op] = tuple(_kernels(text, entry.keys[text], tree, file, shorts) for text, tree in entry.value.items())
         for before, after in zip(ops[op], ops[op][1:], strict=False):
             if after.first <= before.last:
-                raise _wrong(f"a range of '{op}' begins before the one in front of it ends", file, key, "part them")
+                raise tree_error(f"a range of '{op}' begins before the one in front of it ends", file, key, "part them")
     return KernelTable(file, str(source.value), frozenset(known), ops)
 
 
 def _kernels(text: str, key: Tree, tree: Tree, file: str, shorts: list[str]) -> Kernels:
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise _wrong(f"'{text}' is no range of opsets", file, key, "write 7-12, or 13- for all from 13 on")
+        raise tree_error(f"'{text}' is no range of opsets", file, key, "write 7-12, or 13- for all from 13 on")
     types = _types(tree, file, shorts, "is none of the types above")
     return Kernels(int(match[1]), float(match[2] or "inf"), frozenset(types), key.line)
 
@@ -155,9 +155,5 @@ def _types(tree: Tree, file: str, known: tuple[str, ...] | list[str], wrong: str
     names = str(tree.value).split()
     for name in names:
         if name not in known:
-            raise _wrong(f"'{name}' {wrong}", file, tree, nearest(name, known))
+            raise tree_error(f"'{name}' {wrong}", file, tree, nearest(name, known))
     return [dtype_from_short(name) for name in names]
-
-
-def _wrong(what: str, file: str, tree: Tree, hint: str) -> RuleError:
-    return RuleError(what, file=file, line=tree.line, column=tree.column, hint=hint)

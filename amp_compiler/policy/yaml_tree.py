@@ -1,29 +1,19 @@
 """YAML text, or plain Python data, as a small tree that knows line and column of every key and value.
 
-Nothing is ever constructed from the text but text, numbers, truth values, lists and mappings. Tags are refused, aliases
-are counted by what they expand to, and plain scalars follow YAML 1.2: `on`, `yes` and `off` are text, no truth values.
+Nothing is ever constructed from the text but text, numbers, truth values, lists and mappings. Other tags are refused,
+aliases are counted by what they expand to, and plain scalars follow YAML 1.2: `on`, `yes` and `off` are text, no truth
+values.
 """
 
 from __future__ import annotations
 
 import io
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    DocumentStartEvent,
-    MappingEndEvent,
-    MappingStartEvent,
-    ScalarEvent,
-    SequenceEndEvent,
-    SequenceStartEvent,
-)
 
 from amp_compiler.errors import RuleError
 
@@ -31,13 +21,9 @@ MAX_BYTES = 1 << 20
 MAX_NODES = 50_000  # the op table of this package, the largest file that is read, has about 3,000
 MAX_DEPTH = 32
 
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_WORDS: dict[str, Any] = {
-    "": None, "~": None, "null": None, "Null": None, "NULL": None,
-    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
-    ".inf": math.inf, ".Inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, "-.Inf": -math.inf, ".nan": math.nan,
-}  # fmt: skip
+_WORDS = ("null", "bool", "int", "float")  # tags of YAML for scalars that are no text
+_TEXTS = ("str", "timestamp", "merge", "value")  # what is a date, `<<` or `=` to YAML is text here
+_LONGEST = 40  # characters of a number
 
 
 @dataclass(slots=True)
@@ -49,14 +35,12 @@ class Tree:
         line: line in the file from 1; `None` for data that comes from Python.
         column: column from 1.
         keys: of a mapping, the trees of its keys, for their positions.
-        size: number of trees in it, aliases expanded.
     """
 
     value: Any
     line: int | None = None
     column: int | None = None
     keys: dict[str, Tree] = field(default_factory=dict)
-    size: int = 1
 
     def plain(self) -> Any:
         """The tree as plain Python data."""
@@ -101,13 +85,14 @@ def parse_yaml(text: str, file: str) -> Tree:
         >>> parse_yaml("version: 1", "my.yaml").plain()
         {'version': 1}
     """
-    builder = _Builder(file)
+    reader = _Reader(file)
     try:
-        for event in YAML(typ="safe", pure=True).parse(io.StringIO(text)):
-            builder.add(event)
+        node = reader.yaml.compose(io.StringIO(text))
+        return Tree(None, 1, 1) if node is None else reader.tree(node)
     except YAMLError as cause:
         mark = getattr(cause, "problem_mark", None) or getattr(cause, "context_mark", None)
-        problem = getattr(cause, "problem", None) or str(cause).splitlines()[0]
+        parts = [part for part in (getattr(cause, "context", None), getattr(cause, "problem", None)) if part]
+        problem = ", ".join(parts) or str(cause).splitlines()[0]
         raise RuleError(
             f"this is not YAML: {problem}",
             file=file,
@@ -115,10 +100,9 @@ def parse_yaml(text: str, file: str) -> Tree:
             column=None if mark is None else mark.column + 1,
             hint="correct the syntax",
         ) from cause
-    except (ValueError, OverflowError, RecursionError, IndexError, AttributeError, TypeError, AssertionError) as cause:
+    except (ValueError, OverflowError, RecursionError, LookupError, AttributeError, TypeError, AssertionError) as cause:
         # The parser lets these escape on malformed escapes and directives, without a position.
         raise RuleError(f"this is not YAML: {cause}", file=file, hint="correct the syntax") from cause
-    return builder.root if builder.root is not None else Tree(None, 1, 1)
 
 
 def tree_of(data: object, file: str) -> Tree:
@@ -152,96 +136,54 @@ def _tree_of(data: object, file: str, path: tuple[str, ...]) -> Tree:
     )
 
 
-class _Builder:
-    """Builds the tree from parser events, with a stack of its own so that depth costs no recursion."""
+def tree_error(what: str, file: str, at: Tree, hint: str) -> RuleError:
+    """The error that says what is wrong at a place in a file."""
+    return RuleError(what, file=file, line=at.line, column=at.column, hint=hint)
+
+
+class _Reader:
+    """Makes trees of the nodes of a document.
+
+    Args:
+        file: its name for error messages.
+    """
 
     def __init__(self, file: str) -> None:
-        self.file = file
-        self.root: Tree | None = None
-        self.documents = 0
-        self.stack: list[tuple[Tree, Tree | None, str | None]] = []  # container, pending key, anchor
-        self.anchors: dict[str, Tree] = {}
+        self.file, self.size = file, 0
+        self.yaml = YAML(typ="safe", pure=True)
+        self.yaml.composer.warn_double_anchors = False  # the later one counts
 
-    def wrong(self, what: str, at: Tree | tuple[int, int], hint: str) -> RuleError:
-        line, column = (at.line, at.column) if isinstance(at, Tree) else at
-        return RuleError(what, file=self.file, line=line, column=column, hint=hint)
-
-    def add(self, event: Any) -> None:
-        if isinstance(event, DocumentStartEvent):
-            self.documents += 1
-            if self.documents > 1:
-                raise self.wrong("a second document begins", self.position(event), "keep one document in a file")
-            if event.tags:
-                raise self.wrong("a tag directive has no place in a rule file", self.position(event), "remove it")
-        elif isinstance(event, AliasEvent):
-            if event.anchor not in self.anchors:
-                raise self.wrong(
-                    f"the alias '*{event.anchor}' names nothing complete", self.position(event), "write the value out"
-                )
-            known = self.anchors[event.anchor]
-            self.attach(Tree(known.value, *self.position(event), known.keys, known.size), event)
-        elif isinstance(event, (ScalarEvent, SequenceStartEvent, MappingStartEvent)):
-            if getattr(event, "ctag", None) is not None or event.tag is not None:
-                raise self.wrong(
-                    f"the tag '{event.tag}' has no place in a rule file", self.position(event), "remove it"
-                )
-            self.begin(event)
-        elif isinstance(event, (SequenceEndEvent, MappingEndEvent)):
-            tree, _, anchor = self.stack.pop()
-            if anchor is not None:
-                self.anchors[anchor] = tree
-            self.attach(tree, event)
-
-    def begin(self, event: Any) -> None:
-        if isinstance(event, ScalarEvent):
-            plain = event.style is None or event.style == ""
-            tree = Tree(self.scalar(event) if plain else event.value, *self.position(event))
-            if event.anchor is not None:
-                self.anchors[event.anchor] = tree
-            self.attach(tree, event)
-            return
-        if len(self.stack) >= MAX_DEPTH:
-            raise self.wrong("it is nested too deeply", self.position(event), f"use at most {MAX_DEPTH} levels")
-        empty: Any = {} if isinstance(event, MappingStartEvent) else []
-        self.stack.append((Tree(empty, *self.position(event)), None, event.anchor))
-
-    def attach(self, tree: Tree, event: Any) -> None:
-        if not self.stack:
-            self.root = tree
-            return
-        parent, key, anchor = self.stack[-1]
-        parent.size += tree.size
-        if parent.size > MAX_NODES:
-            raise self.wrong(
-                f"more than {MAX_NODES} values, aliases expanded", self.position(event), "write a smaller file"
-            )
-        if isinstance(parent.value, list):
-            parent.value.append(tree)
-        elif key is None:
-            self.check_key(parent, tree)
-            self.stack[-1] = (parent, tree, anchor)
+    def tree(self, node: Any, depth: int = 0) -> Tree:
+        """The tree of a node, what its aliases stand for written out."""
+        tree = Tree(None, node.start_mark.line + 1, node.start_mark.column + 1)
+        self.size += 1
+        if self.size > MAX_NODES:
+            raise tree_error(f"more than {MAX_NODES} values, aliases expanded", self.file, tree, "write a smaller file")
+        if depth >= MAX_DEPTH:
+            raise tree_error("it is nested too deeply", self.file, tree, f"use at most {MAX_DEPTH} levels")
+        tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if tag == "map":
+            tree.value = {}
+            for key, value in node.value:
+                self.add(tree, self.tree(key, depth + 1), self.tree(value, depth + 1))
+        elif tag == "seq":
+            tree.value = [self.tree(item, depth + 1) for item in node.value]
+        elif tag in _TEXTS and isinstance(node.value, str):
+            tree.value = node.value
+        elif tag in _WORDS:
+            if len(node.value) > _LONGEST:
+                raise tree_error("the number is too long", self.file, tree, "write a smaller number")
+            tree.value = self.yaml.constructor.construct_object(node)
         else:
-            parent.value[str(key.value)] = tree
-            parent.keys[str(key.value)] = key
-            self.stack[-1] = (parent, None, anchor)
+            raise tree_error(f"the tag '{node.tag}' has no place in a rule file", self.file, tree, "remove it")
+        return tree
 
-    def check_key(self, parent: Tree, tree: Tree) -> None:
-        if not isinstance(tree.value, str):
-            raise self.wrong("a key is not text", tree, "put it in quotes, or correct the indentation")
-        if tree.value in parent.value:
-            first = parent.keys[tree.value].line
-            raise self.wrong(f"the key '{tree.value}' stands here a second time", tree, f"it was given at line {first}")
-
-    def scalar(self, event: Any) -> Any:
-        text: str = event.value
-        if text in _WORDS:
-            return _WORDS[text]
-        if _INT.fullmatch(text):
-            if len(text) > 40:
-                raise self.wrong("the number is too long", self.position(event), "write a smaller number")
-            return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
-        return float(text) if _FLOAT.fullmatch(text) else text
-
-    @staticmethod
-    def position(event: Any) -> tuple[int, int]:
-        return event.start_mark.line + 1, event.start_mark.column + 1
+    def add(self, parent: Tree, key: Tree, value: Tree) -> None:
+        """Add an entry to a mapping."""
+        if not isinstance(key.value, str):
+            raise tree_error("a key is not text", self.file, key, "put it in quotes, or correct the indentation")
+        if key.value in parent.value:
+            first = parent.keys[key.value].line
+            what = f"the key '{key.value}' stands here a second time"
+            raise tree_error(what, self.file, key, f"it was given at line {first}")
+        parent.value[key.value], parent.keys[key.value] = value, key

@@ -14,11 +14,11 @@ from pathlib import Path
 import command_line
 import error_catalogue
 import pages
+import passes_page
 import rooms
 import stages
 import way
 
-from amp_compiler.cli.passes import catalogue_markdown
 from amp_compiler.ir.run_file import read_run
 from amp_compiler.report.plots import draw_runs
 
@@ -39,7 +39,7 @@ FILES: dict[Path, Callable[[], str]] = {
     PICTURES / "rooms.svg": rooms.draw,
     PICTURES / "way.svg": way.draw,
     PICTURES / "runs.svg": draw_recorded,
-    ROOT / "passes" / "README.md": catalogue_markdown,
+    ROOT / "passes" / "README.md": passes_page.page,
     ROOT / "docs" / "cli.md": command_line.page,
     ROOT / "docs" / "errors.md": error_catalogue.page,
     ARCHITECTURE: lambda: stages.fill(ARCHITECTURE.read_text(encoding="utf-8"), "mlp"),

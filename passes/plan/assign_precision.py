@@ -10,7 +10,6 @@ from amp_compiler.planner.cut import solve_follow
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
 from amp_compiler.planner.free_nodes import FollowProblem
-from amp_compiler.planner.reasons import Notes
 from amp_compiler.planner.typing import KEEP, LABELS
 
 
@@ -69,7 +68,7 @@ class AssignPrecision(FunctionalPass[Draft]):
         semantics = resolve(subject, typing)
         problem = FollowProblem(typing, semantics)
         labels = solve_follow(problem)
-        notes = Notes(semantics.notes, problem, labels)
+        notes = {**semantics.notes, **problem.notes}
         if labels == subject.labels and notes == subject.notes:
             return PassResult(subject, False)
         return PassResult(replace(subject, labels=labels, notes=notes, casts=None), True)

@@ -57,14 +57,12 @@ def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, spec, tmp_path):
     assert code == 0 and found["what"] == "loss and gradients" and found["nodes"][0]["module"] == "wide"
 
 
-def test_an_onnx_file_is_tuned_on_its_data_and_from_an_fp32_start(run, tmp_path):
+def test_an_onnx_file_is_tuned_on_its_data(run, tmp_path):
     model, batches = ranges.overflow_in_activations()
     onnx.save(model, tmp_path / "in.onnx")
     np.savez(tmp_path / "data.npz", **batches[0])
     code, text, _ = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz", "--tolerance", 0.02)
     assert code == 0 and "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
-    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "b.yaml", "--data", tmp_path / "data.npz", "--start", "fp32")
-    assert code == 0 and "what is not named below stays in FP32" in (tmp_path / "b.yaml").read_text()
     code, _, _ = run(tmp_path / "in.onnx", tmp_path / "c.yaml")
     assert code == 0  # drawn inputs
 
@@ -93,7 +91,6 @@ def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):
     ("options", "code", "told"),
     [
         (("--data", "x.npz"), 2, "--data: it is for an ONNX file"),
-        (("--start", "high"), 2, "high"),
         (("--tolerance", "0"), 1, "tolerance=0.0 is no error"),
         (("--rules", "defualt"), 1, "did you mean 'default'"),
         ((), 1, "the model needs example arguments"),
@@ -119,4 +116,4 @@ def test_a_loss_of_a_model_without_parameters(run, tmp_path):
     )
     spec = f"{tmp_path / 'bare_model.py'}"
     code, _, err = run(f"{spec}:Bare", tmp_path / "a.yaml", "--args", "fp32[3,4]", "--loss", f"{spec}:loss")
-    assert code == 2 and "no parameter to train" in err
+    assert code == 1 and "no parameter of the model has a gradient" in err

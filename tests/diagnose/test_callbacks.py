@@ -19,13 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from rich.errors import LiveError
-from rich.live import Live
 
 import amp_compiler as amp
 from amp_compiler.diagnose.callbacks import JSONLines, StepRecord, TensorBoard, Terminal, read_run
-from amp_compiler.diagnose.terminal import sparkline
 
 
 def record(step: int, **changed: Any) -> StepRecord:
@@ -236,41 +232,13 @@ def test_a_folder_of_tensorboard_that_is_a_file_is_refused(tmp_path: Path) -> No
         TensorBoard(tmp_path / "x")
 
 
-def test_without_a_terminal_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_is_a_line_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     view = Terminal()
     for step in (1, 2):
         view.on_step(record(step, aux={"right": 0.5}, memory=3 << 20))
-    view.close()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[1].startswith("step      2  loss 0.5  right 0.5  grad norm 2  scale 8  skipped 0")
     assert "fp16: zero 25.0%" in lines[0] and lines[0].endswith("MiB 3")
-
-
-def test_in_a_terminal_a_table_is_renewed_in_place() -> None:
-    out = io.StringIO()
-    view = Terminal(console=Console(file=out, force_terminal=True, width=60, legacy_windows=False))
-    for step in (1, 2, 3):
-        view.on_step(record(step))
-    view.close()
-    view.close()
-    text = out.getvalue()
-    assert text.count("\x1b[1A") >= 2 * 8  # up again, over the lines of the table
-    assert "▁" in text and text.endswith("\x1b[?25h")  # the cursor is back
-    view.on_step(record(4))  # after close() it begins another one
-    view.close()
-    assert out.getvalue().count("\x1b[?25h") == 2
-
-
-def test_a_terminal_that_is_taken_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(self: Live, refresh: bool = False) -> None:
-        raise LiveError("Only one live display may be active at once")
-
-    monkeypatch.setattr(Live, "start", taken)
-    out = io.StringIO()
-    view = Terminal(console=Console(file=out, force_terminal=True, legacy_windows=False))
-    view.on_step(record(1))
-    view.close()
-    assert out.getvalue().startswith("step      1  loss 1")
 
 
 @pytest.mark.usefixtures("node_by_node")
@@ -287,19 +255,18 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert told | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
 
 
-def test_a_terminal_that_has_gone_stops_no_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_that_has_gone_stops_no_training(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError(32, "Broken pipe")
 
-    view = Terminal(console=Console(file=Gone()))
+    monkeypatch.setattr(sys, "stdout", Gone())
+    view = Terminal()
     view.on_step(record(1))
     view.on_step(record(2))
     assert caplog.text.count("the terminal cannot be written: Broken pipe") == 1
-
-
-def test_bars_of_losses() -> None:
-    assert sparkline([2.0, 2.0, math.nan]) == "▁▁x" and sparkline([]) == ""
 
 
 def test_a_long_run_is_read_once(tmp_path: Path) -> None:

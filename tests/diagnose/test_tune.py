@@ -163,15 +163,6 @@ def test_a_dynamic_loss_scale_counts_as_fallen_to_where_gradients_fit():
     assert amp.tune(step_of(model, loss_scale=2.0**16), [30 * X]).nodes
 
 
-def test_from_an_fp32_start_what_the_tolerance_allows_is_put_low(tmp_path):
-    path = tmp_path / "tuned.yaml"
-    found = amp.tune(Small(), [X], dtype="fp16", start="fp32", output=path)
-    assert places(found) == {("wide", "aten.linear"), ("", "aten.mul")} and found.error <= found.tolerance
-    plan = amp.explain(Small(), X, rules=str(path), dtype="fp16")
-    low = {(node.module, node.op) for node in plan.nodes if node.precision == "low"}
-    assert low == {("first", "aten.linear"), ("last", "aten.linear"), ("", "aten.tanh")} and found.low == 3
-
-
 class Many(nn.Module):
     """Blocks of two layers each, the second of which 16 bits do not hold in some."""
 
@@ -265,15 +256,19 @@ def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
     with pytest.raises(KilledError):
         amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
     journal = tmp_path / "tuned.yaml.journal"
-    assert len(journal.read_text().splitlines()) == 2 + 3 and not path.exists()
+    assert len(journal.read_text().splitlines()) == 1 + 3 and not path.exists()
     again = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
     assert len(asked) == 4 + whole.runs - 1 - 3  # but for the reference all that was not measured before
     assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
 
 
 def test_a_run_that_is_interrupted_says_where_its_journal_is(tmp_path, monkeypatch, caplog):
+    measure = torch_model.TorchSubject.measure
+
     def interrupted(self, rules):
-        raise KeyboardInterrupt
+        if len(rules.rules) > len(load_rules("default").rules):
+            raise KeyboardInterrupt
+        return measure(self, rules)
 
     monkeypatch.setattr(torch_model.TorchSubject, "measure", interrupted)
     for output, said in ((tmp_path / "tuned.yaml", True), (None, False)):
@@ -301,7 +296,7 @@ def test_a_journal_is_not_taken_for_another_loss_or_for_what_no_state_dict_holds
 
     path, zeros = tmp_path / "tuned.yaml", torch.zeros(())
     journal = path.with_name("tuned.yaml.journal")
-    line = {"runs": 1, "fingerprint": [], "estimates": ["x"]}
+    line = {"kept": 1, "error": "x"}
     amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", tolerance=2e-3, output=path, loss_fn=distance, budget=1e-9)
     made = {
         "targets": (Scaled(1.0), torch.ones(()), distance), "loss": (Scaled(1.0), zeros, shorter),
@@ -363,8 +358,8 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
 
 
 def test_budgets_stop_with_nodes_that_meet_the_tolerance():
-    found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=6)
-    assert found.runs <= 6 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
+    found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=5)
+    assert found.runs <= 5 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
     assert "not searched to the end" in str(found)
 
 
@@ -434,7 +429,6 @@ class Attention(nn.Module):
         ({"tolerance": "small"}, "tolerance='small' is no error"),
         ({"budget": "60"}, "budget='60' is no time"),
         ({"max_runs": 2.5}, r"max_runs=2\.5 is too few runs"),
-        ({"start": "high"}, "start='high' is not known; use 'low' or 'fp32'"),
         ({"budget": -1}, "budget=-1 is no time"),
         ({"max_runs": 4}, "max_runs=4 is too few runs; pass 5 or more"),
         ({"output": "/nowhere/at/all.yaml"}, "nowhere"),

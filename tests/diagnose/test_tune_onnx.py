@@ -16,6 +16,7 @@ from amp_compiler.diagnose.tuning import onnx_model
 from amp_compiler.diagnose.tuning.subject import searched
 from amp_compiler.diagnose.tuning.writing import with_chosen
 from amp_compiler.errors import AmpError, OnnxError, RuleError
+from amp_compiler.policy.rules import Precision
 
 TOLERANCE = 5e-3
 X = np.linspace(0.5, 1.0, 8, dtype=np.float32).reshape(2, 4)
@@ -81,7 +82,8 @@ def test_the_profiled_run_measures_the_nodes_of_the_plan():
     estimates = subject.profile(plan, names)
     assert set(estimates) == names and subject.runs == 2
     assert math.isinf(estimates["attention/scores"].error) and estimates["attention/scores"].infinite > 0.5
-    assert estimates["log/softmax"].zero > 0.1 and 0 < estimates["block3/up"].error < 1e-3
+    softmax = estimates["log/softmax"]
+    assert softmax.zero > 0.1 * softmax.numbers and 0 < estimates["block3/up"].error < 1e-3
     one = estimates["block3/up"]
     assert 0 < one.least < one.greatest < 100
 
@@ -97,7 +99,7 @@ def test_estimates_are_what_a_run_with_one_node_low_shows():
     names = [node.name for node in searched(plan, rules.ops)]
     estimates = subject.profile(plan, frozenset(names))
     for name in ("block0/up", "block20/up", "block39/down", "variance/inner"):
-        alone = subject.measure(with_chosen(rules, frozenset(names) - {name})).error
+        alone = subject.measure(with_chosen(rules, frozenset(names) - {name}, Precision.FP32)).error
         assert estimates[name].error / 3 < alone < estimates[name].error * 3
 
 
@@ -113,16 +115,6 @@ def test_refusals():
         amp.tune(scaled(), [{}])
     with pytest.raises(RuleError):
         amp.tune(scaled(), [{"x": X}], rules="nowhere.yaml")
-
-
-def test_from_an_fp32_start_one_rule_is_for_all_nodes_of_an_op(tmp_path):
-    path = tmp_path / "tuned.yaml"
-    found = amp.tune(file(10), [{"x": batch().numpy()}], tolerance=TOLERANCE, start="fp32", output=path)
-    assert {"attention/scores", "channel/up"} <= {node.name for node in found.nodes} and found.error <= TOLERANCE
-    done = amp.convert_onnx(file(10), rules=str(path), dtype="fp16", check=False)
-    low = {node.name for node in done.plan.nodes if node.precision == "low"}
-    assert len(low) == found.low >= found.searched - len(found.nodes) and "block3/up" in low
-    assert found.rules.count('op: "onnx.Tanh"') == 1  # all of which are low
 
 
 def test_a_difference_that_cancels_is_told_with_the_step_of_fp16_at_its_size():

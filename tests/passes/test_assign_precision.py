@@ -39,7 +39,7 @@ return s1, s2, s3
     draft = finish(draft_of(graph))
     assert [draft.labels[name] for name in ("g1", "g2", "g3")] == ["fp32"] * 3
     assert [cast.value for cast in draft.casts or ()] == ["x", "h"]
-    assert draft.notes["g1"] == "follows: fp32 moves 48 fewer bytes"
+    assert draft.notes["g1"] == "follows: so that casts and nodes move the fewest bytes"
 
 
 def test_followers_in_a_row_move_the_cast_to_one_end() -> None:

@@ -1,11 +1,10 @@
-"""Two-label problems against networkx and against brute force."""
+"""Two-label problems against brute force."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
-import networkx as nx
 import pytest
 
 from amp_compiler.planner.mincut import TwoLabelProblem
@@ -49,42 +48,6 @@ def test_labels_are_the_optimum_with_the_fewest_ones(seed: int) -> None:
     best = min(every, key=lambda labels: (cost_of(labels, singles, pairs), sum(labels)))
     labels, cost = solve(singles, pairs)
     assert (cost, tuple(labels)) == (cost_of(best, singles, pairs), best)
-
-
-def by_networkx(singles: list[tuple[int, int]], pairs: Pairs) -> tuple[list[int], int]:
-    """The same answer by another road: any maximum flow of networkx; ones are what can still reach the sink."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(["source", "sink"])
-    for index, (zero, one) in enumerate(singles):
-        graph.add_edge("source", index, capacity=one)
-        graph.add_edge(index, "sink", capacity=zero)
-    for one, zero, cost in pairs:
-        more = 10**6 if cost is None else cost
-        known = graph.get_edge_data(zero, one, {"capacity": 0})["capacity"]
-        graph.add_edge(zero, one, capacity=known + more)
-    flow = nx.algorithms.flow.dinitz(graph, "source", "sink")
-    room = nx.subgraph_view(flow, filter_edge=lambda a, b: flow.edges[a, b]["flow"] < flow.edges[a, b]["capacity"])
-    ones = nx.ancestors(room, "sink")
-    return [int(index in ones) for index in range(len(singles))], flow.graph["flow_value"]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_labels_and_cost_are_those_of_networkx_on_a_long_chain(seed: int) -> None:
-    singles, pairs = random_problem(random.Random(seed), 400)
-    assert solve(singles, pairs) == by_networkx(singles, pairs)
-
-
-def test_components_that_are_not_joined_do_not_mix() -> None:
-    """Chains that are interleaved, so that the variables of a component do not stand side by side."""
-    parts = [random_problem(random.Random(seed), 30) for seed in range(5)]
-    singles = [singles[place] for place in range(30) for singles, _ in parts]
-    pairs = [
-        (5 * one + part, 5 * zero + part, cost) for part, (_, mine) in enumerate(parts) for one, zero, cost in mine
-    ]
-    labels, cost = solve(singles, pairs)
-    alone = [solve(*part) for part in parts]
-    assert [labels[part::5] for part in range(5)] == [labels for labels, _ in alone]
-    assert cost == sum(cost for _, cost in alone)
 
 
 def test_nothing_to_solve() -> None:

@@ -169,22 +169,15 @@ def test_a_solver_says_the_type_of_the_weights(tmp_path):
         assert (rules.weights["master"], rules.weights["overflow"]) == ("low", "clip")
         assert asked(rules, "res2.1.bn")[:2] == ("fp32", "fp32") and rules.loss_scale["init"] == 1000
     notes = "\n".join(made.notes)
-    for told in ("torch.optim.SGD with base_lr: 0.1, momentum: 0.9, weight_decay: 5e-4", "clip_norm=2.5, accumulate=4",
-                 "l1_decay", "lr_policy: poly (solver.prototxt:3)"):  # fmt: skip
+    for told in ("base_lr: 0.1", "momentum: 0.9", "iter_size: 4", "clip_gradients: 2.5", "regularization_type: L1",
+                 "lr_policy: poly (solver.prototxt:3)"):  # fmt: skip
         assert told in notes
     rules, made = imported(tmp_path, solver.replace("net.proto", "none.proto"), "solver.prototxt")
     assert rules.weights["master"] == "fp32" and "none.prototxt is not there" in made.notes[0]
     sag = f'base_lr: 1 type: "SAG" momentum: 0.9 larc: true regularization_type: "WD" net_param {{ {NET} }}'
     rules, made = imported(tmp_path, sag, "solver.prototxt")
     assert asked(rules, "fc[1]")[:2] == ("low", "fp32")
-    notes = "\n".join(made.notes)
-    for told in ("type: SAG", "larc: true (solver.prototxt:1)", "regularization_type: WD"):
-        (note,) = [note for note in made.notes if note.startswith(told)]
-        assert "not in torch.optim" in note and "an optimizer of your own" in note
-    adam = "solver_type: 5 base_lr: 1 momentum2: 0.99 delta: 1e-6 larc: 1 rampup_interval: 9"
-    notes = "\n".join(imported(tmp_path, adam, "solver.prototxt")[1].notes)
-    for told in ("torch.optim.Adam with base_lr: 1, momentum2: 0.99, delta: 1e-6", "larc: 1", "rampup_interval: 9"):
-        assert told in notes
+    assert "type: SAG (solver.prototxt:1)" in made.notes[0] and "larc: true" in made.notes[0]
 
 
 def test_extends_stands_below(tmp_path):
@@ -211,8 +204,6 @@ def test_extends_stands_below(tmp_path):
         (HALF + TWICE, r":4:.*'a'.*at line 3"),
         ("layer: 3", r":1:.*write layer"),
         ("default_forward_type { a: 1 }", "it is a message"),
-        ("base_lr: 1 iter_size: 2.5", "a whole number from 1"),
-        ("base_lr: 1 iter_size: 0", "a whole number from 1"),
         ('base_lr: 1\nnet_param { }\nnet: "a"', r":3:.*net_param at line 2.*name one net"),
         ("global_grad_scale_adaptive: yes", "write true or false"),
         ("default_forward_type: FLOAT\ndefault_forward_type: FLOAT16", r":2:.*a second time.*line 1"),

@@ -266,14 +266,14 @@ def test_wrong_rules(rules, message):
         ("version: 1\nversion: 1\n", "a second time", 2, 1),
         ("version: 1\nallow: [matmul\n", "not YAML", 3, 1),
         ("version: 1\nwhy: !!python/object:os.system x\n", "tag", 2, 6),
-        ("version: 1\n---\nversion: 1\n", "second document", 2, 1),
+        ("version: 1\n---\nversion: 1\n", "a single document", 2, 1),
         ("version: 1\nextends: nothing\n", "no preset", 2, 10),
         ("version: 1\nextends: gone/nothing.yaml\n", "cannot be read", 2, 10),
         ("- 1\n", "mapping", 1, 1),
         ("", "mapping, and this is empty", 1, 1),
         ("version: *x\n", "alias", 1, 10),
         ("? [1]\n: 2\n", "key is not text", 1, 3),
-        ("a: " + "[" * 40, "nested too deeply", 1, 35),
+        ("a: " + "[" * 40 + "]" * 40, "nested too deeply", 1, 35),
     ],
 )
 def test_mistakes_in_a_file_have_a_place(write, text, message, line, column):

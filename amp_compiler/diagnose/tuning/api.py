@@ -9,7 +9,6 @@ from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
-from amp_compiler.diagnose.tuning.writing import LOW
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 from amp_compiler.onnx import needs_onnx
 
@@ -23,7 +22,6 @@ def tune(
     dtype: DTypeArgument = "auto",
     tolerance: float | None = None,
     output: str | Path | None = None,
-    start: str = LOW,
     budget: float | None = None,
     max_runs: int | None = None,
     loss_fn: LossFunction | None = None,
@@ -51,11 +49,10 @@ def tune(
             Gradients are results each; one below a thousandth of the norm of all is measured against that.
         output: where the rule file is written, atomically. Beside it stands `<output>.journal` until all is done, from
             which a run that was killed, or stopped by a budget, goes on.
-        start: `low` keeps nodes in FP32 and leaves the others to the rules; `fp32` keeps everything in FP32, and puts
-            low what the tolerance allows of what the rules would put low.
         budget: seconds after which the search stops, with nodes that meet the tolerance.
         max_runs: runs of the model after which it does; 5 at least.
-        loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`. It calls the module once.
+        loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`; the rules are for what it computes
+            too.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
             gradients fit, if it can fall.
 
@@ -79,7 +76,7 @@ def tune(
         (['0', '1'], True)
     """
     path = Path(output) if isinstance(output, str) else output
-    options = TuneOptions(rules, low_name(dtype), tolerance, path, start, budget, max_runs)
+    options = TuneOptions(rules, low_name(dtype), tolerance, path, budget, max_runs)
     options.check()
     tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
     return Tuning(tuned, rule_set, options).run()

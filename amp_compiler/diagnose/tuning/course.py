@@ -7,7 +7,7 @@ import logging
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,18 +21,19 @@ from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
 from amp_compiler.diagnose.tuning.search import Found, OutOfReachError, find_kept, run_limit
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_prefix
 from amp_compiler.diagnose.tuning.subject import Subject, searched
-from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, entries_for, rules_file, with_chosen
+from amp_compiler.diagnose.tuning.writing import Entry, entries_for, rules_file, with_chosen
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.rule_text import head_lines
+from amp_compiler.policy.rules import Precision, RuleSet
 from amp_compiler.policy.sources import FROM_DICT
 
 logger = logging.getLogger("amp_compiler")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}  # those of `amp-compiler convert --verify`
-_WRITTEN = 2  # runs that the written file may take: once as it is, once with every node by its name
+_WRITTEN = 1  # run that the written file takes
 
 
 class Tuning:
@@ -51,20 +52,20 @@ class Tuning:
         self.subject, self.rules, self.options = subject, rules, options
         self.plan: PrecisionPlan = subject.plan(rules)
         products = [node.name for node in self.plan.nodes if Fp8.parse(node.math) is not None]
-        self.in_fp8 = bool(products) and options.start == LOW
+        self.in_fp8 = bool(products)
         self.names = products if self.in_fp8 else [node.name for node in searched(self.plan, rules.ops)]
         self.wide = "16 bits" if self.in_fp8 else "FP32"
+        self.precision = Precision.LOW if self.in_fp8 else Precision.FP32
         self.tolerance = TOLERANCES[self.plan.dtype] if options.tolerance is None else options.tolerance
-        data = options.rules if isinstance(options.rules, Mapping) else None
-        self.base = Base(rules.name, data if rules.name == FROM_DICT else None)
-        if self.base.is_open and options.output is not None:
+        self.data = options.rules if isinstance(options.rules, Mapping) else None
+        self.is_open = rules.name == FROM_DICT and self.data is None  # no file can extend them
+        if self.is_open and options.output is not None:
             raise AmpError(
                 "the rules came as a dict, which no file can extend",
                 where=str(options.output),
                 hint="pass rules= with the dict, or write it to a file",
             )
         self.limit = run_limit(len(self.names))
-        self.above = self.plan if options.start == FP32 else None
         self.worst: dict[frozenset[str], str] = {}
         self.begun = time.monotonic()
 
@@ -91,15 +92,14 @@ class Tuning:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("profile", total=self.limit)
-            estimates = self._estimates(journal)
+            estimates = self.subject.profile(self.plan, frozenset(self.names))
             order = in_order(estimates, self.names)
             places = {name: at for at, name in enumerate(self.names)}
 
             def measure(kept: frozenset[str]) -> float:
                 measured = journal.get(key := sorted(places[name] for name in kept))
                 if measured is None:
-                    chosen = frozenset(self._chosen(kept))
-                    measured = self.subject.measure(self._with(chosen))
+                    measured = self.subject.measure(with_chosen(self.rules, kept, self.precision))
                     journal.note(key, measured)
                 else:
                     self.subject.runs += 1  # of the run that was killed
@@ -116,25 +116,8 @@ class Tuning:
     def _digest(self) -> str:
         rules = [replace(rule, where="", text="") for rule in self.rules.rules]
         digest = hashlib.blake2b(self.subject.digest().encode(), digest_size=16)
-        digest.update(repr((rules, sorted(self.rules.keep.items()), self.options.start, self.names)).encode())
+        digest.update(repr((rules, sorted(self.rules.keep.items()), self.names)).encode())
         return digest.hexdigest()
-
-    def _estimates(self, journal: Journal) -> dict[str, Estimate]:
-        if journal.estimates and self.names:
-            self.subject.reference()
-            journal.check_fingerprint(self.subject.fingerprint())
-            self.subject.runs = journal.profiled  # a run that goes on counts as the one that it goes on from
-            return journal.estimates
-        estimates = self.subject.profile(self.plan, frozenset(self.names))
-        journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
-        return estimates
-
-    def _with(self, chosen: frozenset[str]) -> RuleSet:
-        return with_chosen(self.rules, chosen, above=self.above, in_fp8=self.in_fp8)
-
-    def _chosen(self, kept: Collection[str]) -> list[str]:
-        """The nodes that rules are written for, where some are to be FP32."""
-        return [name for name in self.names if (name in kept) == (self.above is None)]
 
     def _searched(
         self, order: list[str], estimates: Mapping[str, Estimate], measure: Callable[[frozenset[str]], float]
@@ -163,14 +146,12 @@ class Tuning:
     # ---- what was found
 
     def _written(self, search: Found, estimates: Mapping[str, Estimate]) -> TuneResult:
-        """Write the rules, and run with them; with every node by its name where more general rules do not do."""
-        chosen = self._chosen(frozenset(search.kept))
-        for by_name in (False, True):
-            entries = entries_for(self.plan, chosen, by_name=by_name)
-            measured, plan = self._tried(entries)
-            if measured.error <= self.tolerance:
-                break
-        else:
+        """Write the rules, and run with them as they are read back from a file."""
+        kept = set(search.kept)
+        chosen = [name for name in self.names if name in kept]
+        entries = entries_for(self.plan, chosen)
+        measured, plan = self._tried(entries)
+        if measured.error > self.tolerance:
             raise AmpError(
                 f"with the rules read from the file the error is {measured.error:.3g} ({measured.worst}), and "
                 f"{search.error:.3g} was measured for the same nodes",
@@ -182,8 +163,7 @@ class Tuning:
         result = TuneResult(
             nodes=nodes, what=self.subject.what, before=search.before, worst_before=self.worst.get(frozenset(), ""),
             error=measured.error, worst=measured.worst, tolerance=self.tolerance, dtype=self.plan.dtype,
-            start=self.options.start, searched=len(self.names), fp32=counts[FP32], low=counts[LOW],
-            runs=self.subject.runs,
+            searched=len(self.names), fp32=counts["fp32"], low=counts["low"], runs=self.subject.runs,
             limit=self.limit + len(nodes), batches=self.subject.batches, stopped=search.stopped, rules="", path=place,
             in_fp8=self.in_fp8,
         )  # fmt: skip
@@ -193,32 +173,20 @@ class Tuning:
         text = self._text(entries, reasons, head, None if place is None else place.parent)
         if place is not None:
             write_atomically(place, text)
-            self._check_written(place, plan)
         return replace(result, rules=text)
 
-    def _check_written(self, place: Path, measured: PrecisionPlan) -> None:
-        """Plan with the file where it lies now: it must be what was measured."""
-        plan = self.subject.plan(load_rules(place))
-        if [(one.name, one.precision, one.math) for one in plan.nodes] != [
-            (one.name, one.precision, one.math) for one in measured.nodes
-        ]:
-            raise AmpError(
-                "the rules that were written make another plan than those that were measured",
-                where=str(place),
-                hint="report this as a bug, with the model and the rules",
-            )
-
     def _text(self, entries: list[Entry], reasons: Mapping[str, str], head: Sequence[str], folder: Path | None) -> str:
-        return rules_file(self.base, entries, reasons, head, self.tolerance, folder, self.above, self.in_fp8)
+        base = head_lines(self.rules.name, self.data, folder)
+        return rules_file(base, entries, reasons, head, self.tolerance, self.precision)
 
     def _tried(self, entries: list[Entry]) -> tuple[Measured, PrecisionPlan]:
         """What a run gives with the rules as they are read back from a file, and the plan that they make."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "tuned.yaml"
             text = self._text(entries, {}, [], None)
-            file.write_text(text if not self.base.is_open else f"version: 1\n{text}", encoding="utf-8")
+            file.write_text(text if not self.is_open else f"version: 1\n{text}", encoding="utf-8")
             read = load_rules(file)
-        if self.base.is_open:
+        if self.is_open:
             read = replace(self.rules, rules=(*self.rules.rules, *read.rules))
         return self.subject.measure(read), self.subject.plan(read)
 

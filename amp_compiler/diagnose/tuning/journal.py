@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from amp_compiler.diagnose.tuning.deviation import Measured
-from amp_compiler.diagnose.tuning.sensitivity import Estimate
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 
-_VERSION = 2
-_CLOSE = 1e-3  # of numbers that FP32 gives again, on other threads or processors
+_VERSION = 3
 _HINT = "delete it, or name another output"
 
 
@@ -34,9 +31,6 @@ class Journal:
         self.path = path
         self._lines: list[str] = [json.dumps({"version": _VERSION, "subject": subject})]
         self._measured: dict[tuple[int, ...], Measured] = {}
-        self.estimates: dict[str, Estimate] = {}
-        self.profiled = 0  # runs that these took
-        self._fingerprint: list[float] = []
         if path is not None and path.exists():
             self._read(path, subject)
 
@@ -45,30 +39,6 @@ class Journal:
         """Measurements that stand in it."""
         return len(self._measured)
 
-    def note_estimates(self, estimates: Mapping[str, Estimate], runs: int, fingerprint: Sequence[float]) -> None:
-        """Keep what the profiled run showed, the runs that it took, and norms of what FP32 gave."""
-        self.estimates, self.profiled, self._fingerprint = dict(estimates), runs, list(fingerprint)
-        rows = [{key: _number(value) for key, value in asdict(one).items()} for one in estimates.values()]
-        self._add({"runs": runs, "fingerprint": [_number(one) for one in fingerprint], "estimates": rows})
-
-    def check_fingerprint(self, fingerprint: Sequence[float]) -> None:
-        """Compare with what FP32 gave when the estimates were made.
-
-        Raises:
-            AmpError: it is something else.
-        """
-        least = _CLOSE * max(fingerprint, default=0.0)
-        kept = self._fingerprint
-        same = len(kept) == len(fingerprint) and all(
-            math.isclose(one, two, rel_tol=_CLOSE, abs_tol=least) for one, two in zip(kept, fingerprint, strict=True)
-        )
-        if not same:
-            raise AmpError(
-                "this journal is of another model, loss or batches: FP32 gives other numbers",
-                where=str(self.path),
-                hint=_HINT,
-            )
-
     def get(self, kept: Sequence[int]) -> Measured | None:
         """What was measured with some nodes kept, by their places; `None` where nothing was."""
         return self._measured.get(tuple(kept))
@@ -76,7 +46,8 @@ class Journal:
     def note(self, kept: Sequence[int], measured: Measured) -> None:
         """Keep a measurement."""
         self._measured[tuple(kept)] = measured
-        self._add({"kept": list(kept), "error": _number(measured.error), "worst": measured.worst})
+        error = measured.error if math.isfinite(measured.error) else str(measured.error)  # JSON has no infinities
+        self._add({"kept": list(kept), "error": error, "worst": measured.worst})
 
     def close(self) -> None:
         """Remove the file: all is done."""
@@ -100,24 +71,7 @@ class Journal:
                     "this journal is of another model, other rules or other batches", where=where, hint=_HINT
                 )
             for line in lines[1:]:
-                if "estimates" in line:
-                    rows = [_estimate(one) for one in line["estimates"]]
-                    self.estimates, self.profiled = {one.name: one for one in rows}, int(line["runs"])
-                    self._fingerprint = [float(one) for one in line["fingerprint"]]
-                else:
-                    self._measured[tuple(line["kept"])] = Measured(float(line["error"]), line["worst"])
+                self._measured[tuple(line["kept"])] = Measured(float(line["error"]), line["worst"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
             raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, hint=_HINT) from cause
         self._lines = [json.dumps(line) for line in lines]
-
-
-def _number(value: Any) -> Any:
-    """JSON has no infinities."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _estimate(row: Mapping[str, Any]) -> Estimate:
-    values: dict[str, Any] = {
-        key: value if key == "name" or value is None else float(value) for key, value in row.items()
-    }
-    return Estimate(**values)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.diagnose.tuning.deviation import Measured
-from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
+from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
 from amp_compiler.errors import BUG, AmpError, OnnxError, first_line
 from amp_compiler.fx.graph import torch_dtype
@@ -85,11 +85,11 @@ class OnnxSubject(Subject):
 
     # ---- FP32
 
-    def reference(self) -> None:
-        """Run in FP32."""
+    def _reference(self) -> Expected:
+        """What FP32 gives."""
         self.runs += 1
-        self._expected = Expected(self._opened, self._batches)
-        bad = self._expected.nonfinite()
+        expected = Expected(self._opened, self._batches)
+        bad = expected.nonfinite()
         if bad:
             ranges = calibrate(self._opened, self._batches)
             makers = {name: node for node in self._opened.proto.graph.node for name in node.output}
@@ -100,30 +100,33 @@ class OnnxSubject(Subject):
                 where=self._opened.name,
                 hint="no precision fixes that: the model or its batches have to (amp.find_nonfinite tells more)",
             )
+        return expected
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """The reference, and a run as a module with the rounding of some nodes measured beside it."""
-        self.reference()
+        self._expected = self._reference()
         self.runs += 1
         makers = {value: node.name for node in plan.nodes if node.name in names for value, _ in node.outputs}
         try:
             module = onnx_to_fx(self._opened, check=False)
         except AmpError as cause:
             return self._by_range(makers, cause)
-        sums: dict[str, Sums] = {}
+        estimates: dict[str, Estimate] = {}
         device = torch.device("cpu")
         watched, inputs = _watched(module, makers), list(required_inputs(self._opened.proto))
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
                 for number, batch in enumerate(self._batches):
                     torch.manual_seed(SEED + number)
-                    run = ProfiledRun(module, watched, torch_dtype(self.low), sums, backward=False, device=device)
+                    run = ProfiledRun(module, watched, torch_dtype(self.low), estimates, backward=False, device=device)
                     results = run.run(*(torch.from_numpy(np.array(batch[name])) for name in inputs))
                     flat = results if isinstance(results, (list, tuple)) else [results]
                     run.spread_to([one for one in flat if isinstance(one, Tensor)])
             except (RuntimeError, TypeError, ValueError, IndexError) as cause:  # what onnxruntime runs, and torch not
                 return self._by_range(makers, cause)
-        return estimates_of(sums, self.batches)
+        for one in estimates.values():
+            one.batches = self.batches
+        return estimates
 
     def _by_range(self, makers: Mapping[str, str], cause: Exception) -> dict[str, Estimate]:
         """What magnitudes alone say: what is infinite in the low type."""
@@ -137,7 +140,9 @@ class OnnxSubject(Subject):
                 error = math.inf if largest > info.max else info.eps * largest / info.max
                 known = estimates.get(makers[value])
                 if known is None or error > known.error:
-                    estimates[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
+                    estimates[makers[value]] = Estimate(
+                        makers[value], error**2, math.isinf(error), least=None, greatest=largest
+                    )
         return estimates
 
     # ---- 16 bits
@@ -146,7 +151,7 @@ class OnnxSubject(Subject):
         """All batches through a conversion under some rules, against FP32."""
         self.runs += 1
         if self._expected is None:
-            raise AmpError("there is nothing to compare with", hint="call reference() first")
+            raise AmpError("there is nothing to compare with", hint="call profile() first")
         data = self._batches if rules.in_fp8 else None  # for the scales
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), calibration=data, check=False)
         if done.model is None:

@@ -8,20 +8,19 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from amp_compiler.diagnose.losses import (
     Arguments,
-    LossCall,
     LossFunction,
     arguments,
     batches_of,
     check_given,
+    loss_step,
     positional,
 )
 from amp_compiler.diagnose.tuning.subject import Subject
 from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
-from amp_compiler.diagnose.tuning.writing import FP32, LOW
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -34,7 +33,7 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.step import TrainingStep
 
-LEAST_RUNS = 5  # one in FP32, with nothing kept and with all, and two of the rules as a file
+LEAST_RUNS = 5  # in FP32, of a file twice; with nothing kept and with all; and of the rules as a file
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,6 @@ class TuneOptions:
         dtype: `fp16`, `bf16` or `auto`.
         tolerance: the largest error; `None` for that of the type.
         output: the file to write.
-        start: `low` or `fp32`.
         budget: in seconds.
         max_runs: runs of the model.
     """
@@ -55,7 +53,6 @@ class TuneOptions:
     dtype: Literal["fp16", "bf16", "auto"]
     tolerance: float | None
     output: Path | None
-    start: str
     budget: float | None
     max_runs: int | None
 
@@ -65,8 +62,6 @@ class TuneOptions:
         Raises:
             AmpError: an option is none of those that there are, or the output cannot be written.
         """
-        if self.start not in (LOW, FP32):
-            raise AmpError(f"start={self.start!r} is not known", hint="use 'low' or 'fp32'")
         if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
             raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
         if self.budget is not None and not _is_above_zero(self.budget):
@@ -119,10 +114,9 @@ def subject_of(
         args = [arguments(batch) for batch in _listed(batches)]
         if loss_fn is None:
             return TorchSubject(model, args, settings), settings.rules
-        calls = [LossCall(model, loss_fn, batch) for batch in args]
-        batches_of_loss = [call.batch for call in calls]
-        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, loss_args=batches_of_loss)
-        return TorchSubject(model, [call.model_args for call in calls], settings, goal), settings.rules
+        by_name = any(named for _, named in args)
+        step = loss_step(model, settings, loss_fn, loss_scale, by_name=by_name)
+        return _of_step(step, [(named,) if by_name else plain for plain, named in args], options)
     if not is_onnx(subject):
         raise AmpError(
             f"a {type(subject).__name__} cannot be tuned",
@@ -141,8 +135,7 @@ def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Su
         raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
     settings = step._settings
     settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
-    falls = step._scale_config.constant is None
-    goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
+    goal = Goal(float(step.loss_scale), step._scale_config.constant is None)
     args: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
     return TorchSubject(step._module, args, settings, goal, step._in_fp32, ROOT), settings.rules
 
@@ -152,12 +145,3 @@ def _listed(batches: Any) -> list[Any]:
     if not listed:
         raise AmpError("there is no batch to tune on", hint="pass at least one")
     return listed
-
-
-def _loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise AmpError(
-            f"loss_fn returned a {type(loss).__name__}" if not isinstance(loss, Tensor) else "loss_fn returned no loss",
-            hint="return one floating-point number",
-        )
-    return loss.float().reshape(())

@@ -55,7 +55,6 @@ class TuneResult:
         worst: the result that has it.
         tolerance: what was asked for.
         dtype: the 16-bit type.
-        start: `low` where nodes were kept in FP32, `fp32` where the others were put low.
         searched: nodes that round, among which was searched.
         fp32: nodes of the plan that is made with these rules which run in FP32.
         low: nodes of it that run in the 16-bit type.
@@ -76,7 +75,6 @@ class TuneResult:
     worst: str
     tolerance: float
     dtype: str
-    start: str
     searched: int
     fp32: int
     low: int

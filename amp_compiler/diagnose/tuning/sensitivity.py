@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,38 +25,50 @@ _ADDS = ("add", "sub", "rsub", "sum", "mean")  # of aten
 _CANCELS = 16.0  # times as large as a sum is what it adds up where that cancels: it loses four bits
 
 
-@dataclass(frozen=True)
+@dataclass
 class Estimate:
-    """What is known of one node's rounding.
+    """What is known of one node's rounding, gathered over batches.
 
     Args:
         name: the node.
-        error: the relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN.
+        spread: the squared relative errors of the results that it makes, estimated and added up.
+        spoilt: whether it makes an infinity or NaN.
+        batches: that were gathered.
         least: the smallest magnitude in its FP32 result but zero; `None` where only the largest is known.
         greatest: the largest one.
-        zero: fraction of the nonzero numbers in it that the low type makes zero.
-        subnormal: fraction that is subnormal in the low type.
-        infinite: fraction that is infinite in it.
+        numbers: how many are not zero.
+        zero: of these, how many the low type makes zero.
+        subnormal: how many are subnormal in the low type.
+        infinite: how many are infinite in it.
         cancelled: of a sum or difference that cancels, the largest magnitude of what it adds up; 0 for another node.
         step: the distance of the numbers of the low type at that magnitude.
     """
 
     name: str
-    error: float
-    least: float | None = 0.0
+    spread: float = 0.0
+    spoilt: bool = False
+    batches: int = 1
+    least: float | None = math.inf
     greatest: float = 0.0
-    zero: float = 0.0
-    subnormal: float = 0.0
-    infinite: float = 0.0
+    numbers: int = 0
+    zero: int = 0
+    subnormal: int = 0
+    infinite: int = 0
     cancelled: float = 0.0
     step: float = 0.0
+
+    @property
+    def error(self) -> float:
+        """The relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN."""
+        return math.inf if self.spoilt else math.sqrt(self.spread / self.batches)
 
     @property
     def summary(self) -> str:
         """In words."""
         parts = ((self.infinite, "infinite"), (self.zero, "zero"), (self.subnormal, "subnormal"))
-        lost = ", ".join(f"{_share(part)} becomes {what}" for part, what in parts if part)
-        magnitudes = f"it makes {'up' if self.least is None else f'{self.least:.2g}'} to {self.greatest:.2g}"
+        lost = ", ".join(f"{_share(part / self.numbers)} becomes {what}" for part, what in parts if part)
+        least = "up" if self.least is None else f"{self.least if self.numbers else 0:.2g}"
+        magnitudes = f"it makes {least} to {self.greatest:.2g}"
         if self.least is None and math.isinf(self.error):
             return f"{magnitudes}, which becomes infinite"
         if self.cancelled:
@@ -102,22 +114,6 @@ class _Tap(torch.autograd.Function):
 
 
 @dataclass
-class Sums:
-    """Of one node over batches, squared where they are norms."""
-
-    error: float = 0.0
-    spoilt: bool = False
-    least: float = math.inf
-    greatest: float = 0.0
-    numbers: int = 0
-    zero: int = 0
-    subnormal: int = 0
-    infinite: int = 0
-    cancelled: float = 0.0
-    step: float = 0.0
-
-
-@dataclass
 class _Place:
     """One result of a node in the run of one batch."""
 
@@ -134,7 +130,7 @@ class ProfiledRun(fx.Interpreter):
         graph_module: the graph, of FP32.
         watched: names of the nodes in the plan, by the node of the graph.
         low: the 16-bit type.
-        sums: what is gathered, by name; filled by `batch`.
+        estimates: what is gathered, by name of the node in the plan.
         backward: whether gradients are differentiated.
         device: whose random numbers are drawn, beside the CPU's.
     """
@@ -144,13 +140,13 @@ class ProfiledRun(fx.Interpreter):
         graph_module: fx.GraphModule,
         watched: Mapping[fx.Node, str],
         low: torch.dtype,
-        sums: dict[str, Sums],
+        estimates: dict[str, Estimate],
         *,
         backward: bool,
         device: torch.device,
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
-        self._watched, self._low, self._sums, self._backward = watched, low, sums, backward
+        self._watched, self._low, self._estimates, self._backward = watched, low, estimates, backward
         self._devices = [device] if device.type == "cuda" else []
         self.places: list[_Place] = []
         self.seen = Finiteness(is_forward)
@@ -169,16 +165,19 @@ class ProfiledRun(fx.Interpreter):
         value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
         self.seen.note(n, value)
         if getattr(n.target, "__name__", "").partition(".")[0] in _ADDS and isinstance(value, Tensor):
-            self._note_cancelling(self._sums.setdefault(self._watched[n], Sums()), args, value)
+            self._note_cancelling(self._of(self._watched[n]), args, value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._tapped(self._watched[n], *pair) for pair in zip(value, low, strict=True)])
         return self._tapped(self._watched[n], value, low)
 
-    def _note_cancelling(self, sums: Sums, args: Any, value: Tensor) -> None:
+    def _of(self, name: str) -> Estimate:
+        return self._estimates.setdefault(name, Estimate(name))
+
+    def _note_cancelling(self, known: Estimate, args: Any, value: Tensor) -> None:
         """Note that a sum is small beside what it adds up, whose rounding in 16 bits it then is made of."""
         added = max((_largest(one) for one in pytree.tree_leaves(args) if isinstance(one, Tensor)), default=0.0)
-        if added > sums.cancelled and _largest(value) * _CANCELS <= added:
-            sums.cancelled, sums.step = added, torch.finfo(self._low).eps * 2.0 ** math.floor(math.log2(added))
+        if added > known.cancelled and _largest(value) * _CANCELS <= added:
+            known.cancelled, known.step = added, torch.finfo(self._low).eps * 2.0 ** math.floor(math.log2(added))
 
     def _rounded(self, one: Any) -> Any:
         if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
@@ -188,7 +187,7 @@ class ProfiledRun(fx.Interpreter):
     def _tapped(self, name: str, value: Any, low: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        self._measure(self._sums.setdefault(name, Sums()), value.detach(), low)
+        self._measure(self._of(name), value.detach(), low)
         if not value.requires_grad:
             value = value.detach().requires_grad_()
         zero, tapped = value, value.view_as(value)
@@ -198,19 +197,20 @@ class ProfiledRun(fx.Interpreter):
         self.places.append(_Place(name, tapped, zero, torch.nan_to_num(low - value.detach(), 0.0, 0.0, 0.0)))
         return tapped
 
-    def _measure(self, sums: Sums, value: Tensor, low: Tensor) -> None:
+    def _measure(self, known: Estimate, value: Tensor, low: Tensor) -> None:
         finite, info = torch.isfinite(value), torch.finfo(self._low)
-        sums.spoilt |= bool((finite & ~torch.isfinite(low)).any())
+        known.spoilt |= bool((finite & ~torch.isfinite(low)).any())
         sizes = value[finite].abs()
         sizes = sizes[sizes > 0]
         if not sizes.numel():
             return
         rounded = sizes.to(self._low).float()
-        sums.least, sums.greatest = min(sums.least, float(sizes.min())), max(sums.greatest, float(sizes.max()))
-        sums.numbers += sizes.numel()
-        sums.zero += int((rounded == 0).sum())
-        sums.infinite += int(torch.isinf(rounded).sum())
-        sums.subnormal += int(((rounded > 0) & (rounded < info.tiny)).sum())
+        known.least = min(known.least or math.inf, float(sizes.min()))
+        known.greatest = max(known.greatest, float(sizes.max()))
+        known.numbers += sizes.numel()
+        known.zero += int((rounded == 0).sum())
+        known.infinite += int(torch.isinf(rounded).sum())
+        known.subnormal += int(((rounded > 0) & (rounded < info.tiny)).sum())
 
     # ---- how much of it reaches the results
 
@@ -271,7 +271,7 @@ class ProfiledRun(fx.Interpreter):
             return torch.zeros_like(place.value)
         held = gradient.detach()
         rounded = (held * scale).to(self._low).to(held.dtype) / scale
-        self._sums[place.name].spoilt |= bool((torch.isfinite(held) & ~torch.isfinite(rounded)).any())
+        self._of(place.name).spoilt |= bool((torch.isfinite(held) & ~torch.isfinite(rounded)).any())
         return torch.nan_to_num(rounded - held, 0.0, 0.0, 0.0)
 
     def _add(self, gradients: Sequence[Tensor | None], differences: Sequence[Tensor], parts: int) -> None:
@@ -280,9 +280,9 @@ class ProfiledRun(fx.Interpreter):
                 continue
             moved = float((gradient.detach().double() * difference.double()).sum())
             if math.isfinite(moved):
-                self._sums[place.name].error += moved**2 / parts
+                self._of(place.name).spread += moved**2 / parts
             else:
-                self._sums[place.name].spoilt = True
+                self._of(place.name).spoilt = True
 
 
 def _largest(value: Tensor) -> float:
@@ -307,15 +307,3 @@ def _projected(result: Tensor, number: int, floor: float = 0.0) -> Tensor:
     norm = max(float(result.detach().double().norm()), floor, torch.finfo(torch.float32).tiny)
     finite = torch.where(torch.isfinite(result.detach()), result, torch.zeros_like(result))
     return ((finite * signs).sum() / norm).cpu()
-
-
-def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
-    """What was gathered over some batches, by node."""
-    estimates = {}
-    for name, one in sums.items():
-        error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
-        parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
-        least = one.least if math.isfinite(one.least) else 0.0
-        known = Estimate(name, error, least, one.greatest, *parts)
-        estimates[name] = replace(known, cancelled=one.cancelled, step=one.step)
-    return estimates

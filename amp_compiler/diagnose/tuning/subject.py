@@ -35,10 +35,6 @@ class Subject(ABC):
     def digest(self) -> str:
         """What tells it from another model with other batches."""
 
-    def fingerprint(self) -> list[float]:
-        """Numbers of what FP32 gives, by which one that looks alike is told from it; empty where `digest` says all."""
-        return []
-
     @abstractmethod
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """One run in FP32, with the rounding of some nodes measured beside it; keeps what FP32 gives.
@@ -46,14 +42,6 @@ class Subject(ABC):
         Args:
             plan: the plan.
             names: the nodes that would be rounded.
-
-        Raises:
-            AmpError: what FP32 gives is not finite.
-        """
-
-    @abstractmethod
-    def reference(self) -> None:
-        """Run in FP32 without measuring, for measurements to be compared with, where `profile` is not called.
 
         Raises:
             AmpError: what FP32 gives is not finite.

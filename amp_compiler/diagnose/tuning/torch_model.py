@@ -17,7 +17,7 @@ from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.losses import Arguments
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
-from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
+from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, normalize, rewrite
@@ -43,21 +43,15 @@ _FALL = 4.0  # by which a loss scale falls where gradients are not finite with i
 
 @dataclass(frozen=True)
 class Goal:
-    """What is compared with FP32, where it is not the outputs.
+    """Loss and gradients of a training step, which are compared with FP32 instead of outputs.
 
     Args:
-        loss_of: the loss of what the module returns and of the number of the batch, FP32 scalar.
-        scale: what it is multiplied by before the backward.
+        scale: what the loss is multiplied by before the backward.
         falls: whether that falls where gradients are too large with it.
-        label: how a parameter is called, by its name in the module.
-        loss_args: what the loss is made of beside what the module returns.
     """
 
-    loss_of: Callable[[Any, int], Tensor]
-    scale: float = 1.0
-    falls: bool = False
-    label: Callable[[str], str] = str
-    loss_args: Sequence[Any] = ()
+    scale: float
+    falls: bool
 
 
 @dataclass
@@ -72,7 +66,7 @@ class TorchSubject(Subject):
     """A module with its batches.
 
     Args:
-        model: the module, in the mode in which it is to run.
+        model: the module, in the mode in which it is to run, or the loss of a step as a module.
         batches: arguments, positional and by name.
         settings: rules, type and pipelines.
         goal: loss and gradients instead of outputs; `None` for outputs.
@@ -138,49 +132,41 @@ class TorchSubject(Subject):
         return make_plan(lower(form.captured), rules, self.low, pipeline=self._settings.pipelines["PLAN"])
 
     def digest(self) -> str:
-        """Of graph, weights and batches, and of what else the loss is given; `fingerprint` tells the rest."""
-        digest = hashlib.blake2b(digest_size=16)
+        """Of the graphs, and of all that they are given: weights, buffers, constants and batches."""
+        digest = hashlib.blake2b(f"{self.low} {self._goal}".encode(), digest_size=16)
         with self._surrounded():
-            for form in self._forms.values():
+            for batch in self._batches:
+                form = self._form(batch)
                 digest.update(format_graph(lower(form.captured)).encode())
-            leaves = pytree.tree_leaves((self._batches, self._goal and self._goal.loss_args))
-            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(leaves)]
-            for name, one in tensors:
-                digest.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
-                held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
-                digest.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
-        digest.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
+                for one in self._inputs(form, form.captured.graph_module, batch):
+                    held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
+                    digest.update(f"{getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
+                    digest.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-    def fingerprint(self) -> list[float]:
-        """Norms of what FP32 gives: of constants, of the loss function and of code that no graph shows."""
-        return [float(one.double().abs().norm()) for batch in self._expected for _, one, _ in batch]
 
     # ---- FP32
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """One run in FP32, with the rounding of some nodes measured beside it."""
-        sums: dict[str, Sums] = {}
+        estimates: dict[str, Estimate] = {}
         self._expected = []
         self.runs += 1
         with self._surrounded():
             for number, batch in enumerate(self._batches):
-                self._expected.append(self._reference(number, batch, names, sums))
-        return estimates_of(sums, len(self._batches))
-
-    def reference(self) -> None:
-        """Run in FP32."""
-        self.profile(self.plan(self._settings.rules), frozenset())
+                self._expected.append(self._reference(number, batch, names, estimates))
+        for one in estimates.values():
+            one.batches = self.batches
+        return estimates
 
     def _reference(
-        self, number: int, batch: Arguments, names: frozenset[str], sums: dict[str, Sums]
+        self, number: int, batch: Arguments, names: frozenset[str], estimates: dict[str, Estimate]
     ) -> list[tuple[str, Tensor, bool]]:
         form = self._form(batch)
         graph_module = form.captured.graph_module
         watched = {node: node.name for node in graph_module.graph.nodes if node.name in names}
         goal, wide = self._goal, not _casts_itself(graph_module)
         run = ProfiledRun(
-            graph_module, watched, torch_dtype(self.low), sums, backward=goal is not None, device=self._device
+            graph_module, watched, torch_dtype(self.low), estimates, backward=goal is not None, device=self._device
         )
         inputs = [one.float() if wide and _is_low(one) else one for one in self._inputs(form, graph_module, batch)]
         # Of this form of attention the backward has a derivative too.
@@ -191,14 +177,14 @@ class TorchSubject(Subject):
                 self._check(run, named)
                 run.spread_to([one for _, one in named])
                 return [(name, one.detach(), False) for name, one in named]
-            loss = goal.loss_of(self._output(form, results), number)
+            loss = results[0]
             self._check(run, [(LOSS, loss)])
             if not loss.requires_grad:
                 raise AmpError("the loss has no gradient", hint="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
         named_gradients = [
-            (f"the gradient of {goal.label(name)}", one, True)
+            (f"the gradient of {name}", one, True)
             for (name, _), one in zip(trained, gradients, strict=True)
             if one is not None
         ]
@@ -257,13 +243,13 @@ class TorchSubject(Subject):
             if goal is None:
                 yield from self._named(form, results)
                 return
-            loss = goal.loss_of(self._output(form, results), number)
+            loss = results[0]
             trained = self._trained(form, inputs)
             gradients, scale = _backward(loss, [one for _, one in trained], goal)
         yield LOSS, loss.detach()
         for (name, _), one in zip(trained, gradients, strict=True):
             if one is not None:
-                yield f"the gradient of {goal.label(name)}", one.float() / scale
+                yield f"the gradient of {name}", one.float() / scale
 
     # ---- inputs and outputs
 
@@ -290,17 +276,13 @@ class TorchSubject(Subject):
         trained: dict[int, tuple[str, Tensor]] = {}
         for entry, one in zip(form.captured.inputs, inputs, strict=True):
             if entry.source is Source.PARAMETER and isinstance(one, Tensor) and one.requires_grad:
-                trained.setdefault(id(one), (entry.target, one))
+                trained.setdefault(id(one), (entry.target.partition(".")[2], one))
         if not trained:
             raise AmpError(
                 "the loss depends on no parameter that requires a gradient",
                 hint="leave loss_fn away, so that the outputs are compared",
             )
         return list(trained.values())
-
-    def _output(self, form: _Form, results: Sequence[Any]) -> Any:
-        spec = form.captured.out_spec
-        return pytree.tree_unflatten(list(results[: spec.num_leaves]), spec)
 
     def _named(self, form: _Form, results: Sequence[Any]) -> list[tuple[str, Tensor]]:
         count = form.captured.out_spec.num_leaves

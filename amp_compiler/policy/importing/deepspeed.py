@@ -1,28 +1,23 @@
-"""A JSON configuration of DeepSpeed as a rule file: its sections `fp16`, `bf16`, `torch_autocast` and `amp`."""
+"""A JSON configuration of DeepSpeed as a rule file: its sections `fp16` and `bf16`."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from amp_compiler.policy.exclusions import Imported
-from amp_compiler.policy.importing.facts import Place, facts, read_text
+from amp_compiler.policy.importing.facts import facts, read_text
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.marks import nearest
+from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 
 PRESET = "deepspeed"
 _OLD = "bfloat16"  # read where there is no bf16
 _BESIDE = ("torch_autocast", "amp")
-_AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
 _LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
-_AUTOCAST_TYPES = {
-    **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "torch.half"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
-}
 _READ = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "zero_optimization", "gradient_clipping",
          "gradient_accumulation_steps", "optimizer", "data_types")  # fmt: skip
 _OWN = (*_READ[:7], "train_batch_size", "train_micro_batch_size_per_gpu")  # no option of a converter has such a name
@@ -45,8 +40,7 @@ def import_deepspeed(path: Path, *, extends: str | None = None) -> Imported:
 
     Args:
         path: the JSON file.
-        extends: what the rules stand on; `None` for the preset `deepspeed`, or for that which `torch_autocast` or `amp`
-            asks for.
+        extends: what the rules stand on; `None` for the preset `deepspeed`.
 
     Raises:
         RuleError: it is no JSON, a key of `fp16` or `bf16` is unknown or has no fitting value (`"auto"` neither), or no
@@ -70,7 +64,7 @@ def _parsed(path: Path) -> Tree:
         json.loads(text)
     except (ValueError, RecursionError) as cause:
         line = getattr(cause, "lineno", None)
-        raise Place(str(path), line, "").error(f"it is no JSON: {cause}", "correct it") from cause
+        raise Mark(str(path), line).error(f"it is no JSON: {cause}", "correct it") from cause
     return parse_yaml(text.replace("\t", " "), str(path))  # YAML takes no tabs, and a string of JSON has none
 
 
@@ -104,12 +98,15 @@ class _Config:
         elif bf16["enabled"]:
             rules = self.bf16(bf16)
         else:
-            rules = self.other()
+            where = self.place("fp16", "enabled") if "fp16" in self.data else self.place()
+            hint = 'enable "fp16" or "bf16"; torch_autocast is the preset default, amp is apex-o1 to apex-o3'
+            raise where.error("it asks for no mixed precision of DeepSpeed's own", hint)
         rules = {"version": 1, **rules, **({"extends": extends} if extends else {})}
-        named = "fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else ""
+        named = "fp16" if fp16["enabled"] else "bf16"
         self.tell_step(named)
-        for name in _BESIDE if named else ():
-            if self.enabled_section(name) is not None:
+        for name in _BESIDE:
+            options = self.data.get(name)
+            if isinstance(options, dict) and options.get("enabled"):
                 line = self.place(name).line
                 self.notes.append(
                     f"{name} (line {line}) stands beside {named}, of which the rules are, and is not read"
@@ -117,11 +114,11 @@ class _Config:
         self.tell_rest()
         return Imported(rules, self.notes)
 
-    def place(self, *keys: str) -> Place:
+    def place(self, *keys: str) -> Mark:
         """Where a key stands."""
         keys = tuple(_OLD if key == "bf16" and self.old else key for key in keys)
         at = self.tree.locate(keys, key=True) if keys else self.tree
-        return Place(self.file, at.line, ".".join(keys), at.column)
+        return Mark(self.file, at.line, at.column, ".".join(keys))
 
     def section(self, name: str) -> dict[str, Any]:
         """A section's settings, those that are not given by their defaults.
@@ -150,7 +147,7 @@ class _Config:
             if not isinstance(value, bool):
                 raise place.error(f"it is {value!r}, and must be true or false", "correct it")
         else:
-            place.number(value, math.isfinite, "a number")
+            _number(place, value, math.isfinite, "a number")
             if isinstance(default, int) and value != int(value):
                 raise place.error(f"it is {value!r}, and must be a whole number", "correct it")
 
@@ -209,7 +206,9 @@ class _Config:
 
     def whole(self, options: dict[str, Any], key: str, least: int) -> int:
         """A whole number of the section `fp16`."""
-        number = self.place("fp16", key).number(options[key], lambda it: it >= least, f"a whole number from {least} on")
+        number = _number(
+            self.place("fp16", key), options[key], lambda it: it >= least, f"a whole number from {least} on"
+        )
         return int(number)
 
     def bf16(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -240,68 +239,20 @@ class _Config:
         self.notes.append(f"{section}.{key}: rounding to nearest loses small updates; see `weights.rounding`")
         return {"weights": {"master": "low", "rounding": "nearest"}}
 
-    def other(self) -> dict[str, Any]:
-        """What `torch_autocast` or `amp` ask for, which stand without `fp16` and `bf16`."""
-        autocast, apex = (self.enabled_section(name) for name in _BESIDE)
-        if autocast is not None:
-            for key in autocast:
-                if key not in _AUTOCAST_KEYS:
-                    self.unknown(f"torch_autocast.{key}", self.place("torch_autocast", key).line, key, _AUTOCAST_KEYS)
-            dtype = _AUTOCAST_TYPES.get(str(autocast.get("dtype", "bf16")).lower())
-            if dtype is None:
-                raise self.place("torch_autocast", "dtype").error(
-                    f"it is {autocast['dtype']!r}", "write float16 or bfloat16"
-                )
-            self.notes.append(f'the step takes: dtype="{dtype}"')
-            if "lower_precision_safe_modules" in autocast:
-                self.notes.append("torch_autocast.lower_precision_safe_modules is about communication, and no rule")
-            return {"extends": "default"}
-        if apex is not None:
-            return self.apex(apex)
-        where = self.place("fp16", "enabled") if "fp16" in self.data else self.place()
-        raise where.error("it asks for no mixed precision", 'enable "fp16", "bf16" or "torch_autocast"')
-
-    def enabled_section(self, name: str) -> dict[str, Any] | None:
-        """A section beside `fp16` and `bf16`, where it is enabled.
-
-        Raises:
-            RuleError: `enabled` is neither true nor false.
-        """
-        options = self.data.get(name)
-        if not isinstance(options, dict):
-            return None
-        enabled = options.get("enabled", False)
-        if not isinstance(enabled, bool):
-            raise self.place(name, "enabled").error(f"it is {enabled!r}, and must be true or false", "correct it")
-        return options if enabled else None
-
-    def apex(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The section `amp`, whose keys are arguments of `apex.amp.initialize`."""
-        level = str(options.get("opt_level", "O1"))
-        if level not in ("O1", "O2", "O3"):
-            raise self.place("amp", "opt_level").error(f"it is '{level}'", "write O1, O2 or O3; O0 is plain FP32")
-        for key in options:
-            if key not in ("enabled", "opt_level"):
-                line = self.place("amp", key).line
-                self.notes.append(f"amp.{key} (line {line}) is an argument of apex.amp.initialize and is not read")
-        self.notes.append('the step takes: dtype="fp16"')
-        return {"extends": f"apex-{level.lower()}"}
-
     def tell_step(self, dtype: str) -> None:
         """Notes what is an argument of `amp.training_step`."""
-        taken = [f'dtype="{dtype}"'] if dtype else []
+        taken = [f'dtype="{dtype}"']
         for key, name in (("gradient_clipping", "clip_norm"), ("gradient_accumulation_steps", "accumulate")):
             value = self.data.get(key)
             if value == "auto":
                 self.notes.append(f"{key} is 'auto', for the Trainer to fill in; the step takes {name}=")
             elif value is not None and not (key == "gradient_clipping" and value == 0):
                 if name == "accumulate":
-                    value = int(self.place(key).number(value, _counts, "a whole number from 1 on"))
+                    value = int(_number(self.place(key), value, _counts, "a whole number from 1 on"))
                 else:
-                    self.place(key).number(value, lambda it: it > 0, "a positive number")
+                    _number(self.place(key), value, lambda it: it > 0, "a positive number")
                 taken.append(f"{name}={value!r}")
-        if taken:
-            self.notes.append(f"the step takes: {', '.join(taken)}")
+        self.notes.append(f"the step takes: {', '.join(taken)}")
         optimizer = self.data.get("optimizer")
         if isinstance(optimizer, dict):
             self.notes.append(f"optimizer: make a torch.optim object of {optimizer.get('type')!r} and its params")
@@ -318,13 +269,17 @@ class _Config:
         known = (*_READ, *facts("deepspeed")["passed"])
         for key, at in self.tree.keys.items():
             if key not in known:
-                self.unknown(f"'{key}'", at.line, key, known)
+                hint = nearest(key, known).removesuffix("?")
+                near = f" ({hint}?)" if hint.startswith("did") else ""
+                what = f"'{key}' (line {at.line}) is no key that is known of DeepSpeed"
+                self.notes.append(f"{what}, and is passed over{near}")
 
-    def unknown(self, what: str, line: int | None, key: str, known: Sequence[str]) -> None:
-        """Notes a key that is passed over."""
-        hint = nearest(key, known).removesuffix("?")
-        near = f" ({hint}?)" if hint.startswith("did") else ""
-        self.notes.append(f"{what} (line {line}) is no key that is known of DeepSpeed, and is passed over{near}")
+
+def _number(mark: Mark, value: Any, good: Callable[[float], bool], must: str) -> float:
+    """A number that fits, as it was given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
+        raise mark.error(f"it is {value!r}, and must be {must}", "correct it")
+    return value
 
 
 def _counts(number: float) -> bool:

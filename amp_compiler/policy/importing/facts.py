@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -42,34 +40,3 @@ def read_text(path: Path) -> str:
         raise RuleError(f"it cannot be read: {why}", file=str(path), hint="name a file") from cause
     except UnicodeDecodeError as cause:
         raise RuleError("it is no UTF-8 text", file=str(path), hint="name a text file") from cause
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where something stands in a file.
-
-    Args:
-        file: name of the file.
-        line: from 1.
-        key: path of the key, such as `fp16.hysteresis`.
-        column: from 1.
-    """
-
-    file: str
-    line: int | None
-    key: str
-    column: int | None = None
-
-    def error(self, what: str, hint: str) -> RuleError:
-        """What is wrong there."""
-        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, hint=hint)
-
-    def number(self, value: Any, good: Callable[[float], bool], must: str) -> float:
-        """A number that fits, as it was given.
-
-        Raises:
-            RuleError: it is none, or does not fit.
-        """
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
-            raise self.error(f"it is {value!r}, and must be {must}", "correct it")
-        return value

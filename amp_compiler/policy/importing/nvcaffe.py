@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.policy.exclusions import Imported
-from amp_compiler.policy.importing.facts import Place, facts, read_text
+from amp_compiler.policy.importing.facts import facts, read_text
 from amp_compiler.policy.importing.text_format import Field, named, parse_text
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.marks import nearest
+from amp_compiler.policy.marks import Mark, nearest
 
 _FORMS = ("net", "solver")
 _LOSS_FUNCTION = "<loss_fn>"
-_OPTIMIZERS = {"SGD": "SGD", "Nesterov": "SGD(nesterov=True)", "AdaGrad": "Adagrad", "RMSProp": "RMSprop",
-               "AdaDelta": "Adadelta", "Adam": "Adam"}  # fmt: skip
-_SOLVER_TYPES = ("SGD", "NESTEROV", "ADAGRAD", "RMSPROP", "ADADELTA", "ADAM", "SAG")  # by the number of solver_type
-_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy", "rampup_interval")
-_OPTIMIZER_FIELDS = ("base_lr", "momentum", "momentum2", "rms_decay", "delta", "weight_decay")
+_FOR_THE_STEP = (
+    "type", "solver_type", "base_lr", "momentum", "momentum2", "rms_decay", "delta", "weight_decay",
+    "regularization_type", "larc", "lr_policy", "momentum_policy", "weight_decay_policy", "rampup_interval",
+    "iter_size", "clip_gradients",
+)  # fmt: skip
 _NETS = ("train_net_param", "net_param", "train_net", "net")
 _LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
-_OWN = "is not in torch.optim; an optimizer of your own that does it is taken as it stands"
 
 
 def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
@@ -98,9 +97,9 @@ class Message:
                 raise self.place(field).error(what, nearest(field.name, known, "correct or remove it"))
         return self
 
-    def place(self, field: Field) -> Place:
+    def place(self, field: Field) -> Mark:
         """Where a field stands."""
-        return Place(str(self.file), field.line, field.name)
+        return Mark(str(self.file), field.line, key=field.name)
 
     def text_of(self, field: Field) -> str:
         """A field as it is written, with its place."""
@@ -151,13 +150,6 @@ class Message:
         except ValueError as cause:
             raise self.place(field).error(f"it is {field.value}, and no number", "write a number") from cause
         return result
-
-    def whole(self, name: str, otherwise: int) -> int:
-        """The whole number from 1 on in a field."""
-        number = self.number(name, otherwise)
-        if not (number >= 1 and number == int(number)):
-            raise self.place(named(self.fields, name)[0]).error(f"it is {number:g}", "write a whole number from 1 on")
-        return int(number)
 
     def type(self, name: str) -> tuple[str, Field] | None:
         """The precision that a field of a type asks for, `low` or `fp32`, with the field.
@@ -302,7 +294,8 @@ class _Net:
             ", ".join(fields),
         )
         if not name and not own.same(self.default):
-            raise Place(str(self.net.file), layer.line, "layer").error("it has types of its own and no name", "name it")
+            mark = Mark(str(self.net.file), layer.line, key="layer")
+            raise mark.error("it has types of its own and no name", "name it")
         return _Layer(name, kind in types["losses"], own, layer.line)
 
     def check_names(self, layers: Sequence[_Layer]) -> None:
@@ -315,7 +308,7 @@ class _Net:
         for layer in layers:
             other = first.setdefault(layer.name, layer)
             if layer.name and not layer.types.same(other.types):
-                place = Place(str(self.net.file), layer.line, "layer")
+                place = Mark(str(self.net.file), layer.line, key="layer")
                 what = f"a layer of the same name, '{layer.name}', has other types at line {other.line}"
                 raise place.error(what, "give each a name of its own, here and in the model")
 
@@ -413,44 +406,10 @@ class _Solver:
         return None
 
     def tell_step(self) -> None:
-        """Notes what the step and the optimizer take."""
-        kind = self.solver.word("type") or self.solver.word("solver_type", "SGD")
-        kind = dict(zip("0123456", _SOLVER_TYPES, strict=True)).get(kind, kind)
-        optimizer = next((torch for name, torch in _OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-        fields = {name: self.solver.word(name) for name in _OPTIMIZER_FIELDS if self.solver.one(name)}
-        values = ", ".join(f"{name}: {value}" for name, value in fields.items())
-        self.notes.append(
-            f"the optimizer is torch.optim.{optimizer} with {values or 'its defaults'}"
-            if optimizer
-            else f"type: {kind} {_OWN}"
-        )
-        taken = []
-        clip, batches = self.solver.number("clip_gradients", -1.0), self.solver.whole("iter_size", 1)
-        if clip >= 0:
-            taken.append(f"clip_norm={clip:g}")
-        if batches != 1:
-            taken.append(f"accumulate={batches}")
-        if taken:
-            self.notes.append(f"the step takes: {', '.join(taken)}")
-        regularization = self.solver.word("regularization_type", "L2")
-        if regularization != "L2":
-            self.notes.append(
-                _REGULARIZATION.get(regularization, f"regularization_type: {regularization} is not known")
-            )
-        for name in _SCHEDULES:
-            field = self.solver.one(name)
-            if field is not None and field.value not in ("fixed", "false"):
-                self.notes.append(f"{self.solver.text_of(field)} is a scheduler's, and no rule")
-        larc = self.solver.one("larc")
-        if larc is not None and self.solver.flag("larc"):
-            self.notes.append(f"{self.solver.text_of(larc)} {_OWN}")
-
-
-_REGULARIZATION = {
-    "L1": "regularization_type: L1 is `l1_decay` in a param_group of the optimizer",
-    "WD": f"regularization_type: WD, which decays weights beside the momentum, {_OWN}",
-    "L2_unitary": "regularization_type: L2_unitary is L2 to the optimizer",
-}
+        """Notes what is for the optimizer, its scheduler and the step."""
+        fields = [self.solver.text_of(field) for field in self.solver.fields if field.name in _FOR_THE_STEP]
+        if fields:
+            self.notes.append(f"no rules, but for the optimizer, its scheduler and the step: {', '.join(fields)}")
 
 
 def _tests_only(layer: Message) -> bool:
