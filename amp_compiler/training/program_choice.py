@@ -106,7 +106,7 @@ class ProgramChoice:
             graph.programs.clear()
 
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str
+        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
     ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
@@ -115,6 +115,7 @@ class ProgramChoice:
             leaves: the batch, flat.
             spec: its tree.
             gather: as for `GatherGradients`.
+            hooked: whether an optimizer has hooks that run before its steps.
 
         Raises:
             CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
@@ -122,7 +123,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        step = self.subgraph_step or self._step_apart()
+        step = self.subgraph_step or self._step_apart(hooked)
         if step is None:
             try:
                 loss, aux = self._frontend()(*batch)
@@ -194,9 +195,9 @@ class ProgramChoice:
 
         return decide
 
-    def _step_apart(self) -> SubgraphStep | None:
+    def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
-        cause = _why_apart()
+        cause = _why_apart(hooked)
         if cause is None:
             return None
         if cause.what not in self._apart:
@@ -387,7 +388,7 @@ class ProgramChoice:
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
 
 
-def _why_apart() -> CaptureError | None:
+def _why_apart(hooked: bool) -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
@@ -397,5 +398,10 @@ def _why_apart() -> CaptureError | None:
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
             hint="leave them out: a step keeps no more than it needs",
+        )
+    if hooked:
+        return CaptureError(
+            "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
+            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

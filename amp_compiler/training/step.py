@@ -34,7 +34,7 @@ from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
-from amp_compiler.training.step_hooks import PostHooks, hooks_behind, refuse_hooks_before
+from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
 
@@ -323,7 +323,9 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        refuse_hooks_before(self._optimizers)
+        before = hooks_before(self._optimizers)
+        if before:
+            check_hooks(self._optimizers, self._setup.between)
         leaves, spec = self._flat(batch)
         self._look()
         if self._coordinator is not None:
@@ -332,7 +334,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._state.kept.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
-        program, output = self._choice.run(batch, leaves, spec, gather)
+        program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
         return program, output, leaves, spec
 
     def _look(self) -> None:

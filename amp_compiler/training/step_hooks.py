@@ -1,10 +1,11 @@
-"""Hooks around `optimizer.step()`: those behind it find the new weights, those before it are refused."""
+"""Hooks around `optimizer.step()`: those before it find gradients in `.grad`, those behind it the new weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -16,28 +17,73 @@ _OURS = OPTIMIZER_STEPS.note
 _NONE: Mapping[int, Any] = {}
 
 
-def refuse_hooks_before(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse hooks that run before an update: no gradient stands in `.grad` for them.
+def hooks_before(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
+    """The hooks that run before an update, each with its optimizer."""
+    everywhere = [*torch_optimizer._global_optimizer_pre_hooks.values()]
+    if not everywhere and not any(_own(optimizer, "_optimizer_step_pre_hooks") for optimizer in optimizers):
+        return []
+    return [
+        (optimizer, hook)
+        for optimizer in optimizers
+        for hook in (*everywhere, *_own(optimizer, "_optimizer_step_pre_hooks").values())
+    ]
+
+
+def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
+    """Refuse hooks that run before an update where their gradients would not be those of torch's loop.
 
     Args:
         optimizers: those of a training step.
+        between: what is done to gradients between the backward and the update, inside of a graph; empty for nothing.
 
     Raises:
         AmpError: names the optimizer's class.
     """
-    everywhere = torch_optimizer._global_optimizer_pre_hooks
-    for optimizer in optimizers:
-        if everywhere or _own(optimizer, "_optimizer_step_pre_hooks"):
-            raise AmpError(
-                f"{type(optimizer).__name__} has hooks that run before its steps, for which gradients have to stand in"
-                " `.grad`, and a training step leaves none there",
-                hint="write what they do into the loss, clip by clip_norm=, and read step.gradients()",
-            )
+    if between and (hooks := hooks_before(optimizers)):
+        raise AmpError(
+            f"{type(hooks[0][0]).__name__} has hooks that run before its steps, and {between} stands between them and"
+            " the gradients of a training step",
+            hint="remove them, or leave that out and do it in a hook",
+        )
 
 
 def _own(optimizer: Optimizer, name: str) -> Mapping[int, Any]:
     own: Mapping[int, Any] = optimizer.__dict__.get(name, _NONE)
     return own
+
+
+def with_hooks(
+    hooks: Sequence[tuple[Optimizer, Any]], parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Run the hooks before an update on gradients in `.grad`, which is as it was behind it.
+
+    Args:
+        hooks: as `hooks_before` gives them.
+        parameters: all of the model, by name.
+        gradients: of some of them, unscaled, in the type of the parameter.
+
+    Returns:
+        What the hooks left in `.grad`; a parameter whose gradient they took away is left out.
+
+    Raises:
+        AmpError: one changes the arguments of `optimizer.step()`, which is never called.
+    """
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients.get(name)
+        for optimizer, hook in hooks:
+            if hook(optimizer, (), {}) not in (None, ((), {})):
+                raise AmpError(
+                    f"a hook before the steps of {type(optimizer).__name__} gives other arguments for step(), which a"
+                    " training step never calls",
+                    hint="let it return None",
+                )
+        OPTIMIZER_STEPS.note()  # what they wrote to `parameter.data` shows nowhere else
+        return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
 
 
 def hooks_behind(optimizers: Sequence[Optimizer]) -> PostHooks | None:

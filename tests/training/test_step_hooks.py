@@ -1,4 +1,4 @@
-"""Hooks around `optimizer.step()`: those behind it run as in a torch loop, those before it are refused."""
+"""Hooks around `optimizer.step()`: all run as in a torch loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as torch_optimizer
 
 import amp_compiler as amp
 
@@ -87,7 +87,7 @@ def test_what_a_hook_writes_past_autograd_is_read_by_the_next_step():
 
 def test_a_hook_of_all_optimizers_runs_too():
     seen = []
-    handle = register_optimizer_step_post_hook(lambda one, args, kwargs: seen.append(one))
+    handle = torch_optimizer.register_optimizer_step_post_hook(lambda one, args, kwargs: seen.append(one))
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     try:
@@ -97,22 +97,84 @@ def test_a_hook_of_all_optimizers_runs_too():
     assert seen == [optimizer]
 
 
-@pytest.mark.parametrize("register", ["of the optimizer", "of all"])
-def test_a_hook_before_the_update_is_refused_and_changes_nothing(register):
+def sparsify(optimizer, args, kwargs):
+    """Changes gradients, takes one away, and sets a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+        for number, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(parameter.grad.abs() < 0.01, 0).mul_(0.5)
+                if number == 2:
+                    parameter.grad = None
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_hook_before_the_update_finds_and_writes_gradients_as_in_a_torch_loop(name):
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    plain = copy.deepcopy(model)
+    ours, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+    step = amp.training_step(model, classes, ours, enabled=False, backend="eager")
+    for number in range(5):
+        if number == 2:
+            ours.register_step_pre_hook(sparsify)
+            theirs.register_step_pre_hook(sparsify)
+        step(X, Y)
+        theirs.zero_grad()
+        classes(plain, X, Y).backward()
+        theirs.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert one.grad is None
+    assert "hooks that run before its steps" in step.execution
+
+
+def test_with_a_loss_scale_it_finds_gradients_without_it_and_not_those_of_a_skipped_step():
+    model = small()
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+    step = amp.training_step(model, classes, optimizer, dtype="fp16", backend="eager", loss_scale=1024.0)
+    expected = torch.autograd.grad(classes(model, X, Y), list(model.parameters()))
     step(X, Y)
-    before = [p.detach().clone() for p in model.parameters()]
-    hang_up = optimizer.register_step_pre_hook if register == "of the optimizer" else register_optimizer_step_pre_hook
-    handle = hang_up(lambda *_: None)
+    step(X * float("inf"), Y)
+    assert len(seen) == 1 and step.skipped_steps == 1
+    for one, other in zip(seen[0], expected, strict=True):
+        assert one.dtype is torch.float32 and (one - other).norm() < 1e-2 * other.norm()
+
+
+def test_a_hook_of_all_optimizers_runs_before_the_update_too():
+    model, seen = small(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda one, args, kwargs: seen.append(one))
     try:
-        with pytest.raises(amp.AmpError, match=r"SGD has hooks that run before its steps.*clip by clip_norm="):
-            step(X, Y)
+        amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")(X, Y)
     finally:
         handle.remove()
-    assert all(torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
+    assert seen == [optimizer]
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 1.0}], ids=str)
+def test_a_hook_before_the_update_is_refused_where_more_stands_between(options):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager", **options)
     step(X, Y)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(
+        amp.AmpError, match=f"SGD has hooks that run before its steps, and {next(iter(options))}= stands"
+    ):
+        step(X, Y)
+    handle.remove()
+    step(X, Y)
+
+
+def test_other_arguments_for_a_step_that_is_never_called_are_refused():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: ((None,), {}))
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    with pytest.raises(amp.AmpError, match="other arguments for step"):
+        step(X, Y)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_arguments_in_another_order_are_told():

@@ -16,7 +16,7 @@ from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import refuse_hooks_before
+from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
 
@@ -48,19 +48,19 @@ class StepInspection:
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        refuse_hooks_before(self._setup.optimizers)
+        self._check_hooks()
         with autocast_off(), building():
             return build_dry(self._setup.module, batch, self._choice.options("", []), self._setup.state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
-        refuse_hooks_before(self._setup.optimizers)
+        self._check_hooks()
         with autocast_off(), building():
             options = self._choice.options("")
             return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        refuse_hooks_before(self._setup.optimizers)
+        self._check_hooks()
         return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -69,8 +69,11 @@ class StepInspection:
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        refuse_hooks_before(self._setup.optimizers)
+        self._check_hooks()
         module = self._setup.module
         module.adopt(self._setup.optimizers)
         with widened(module.parameters()):
             yield module
+
+    def _check_hooks(self) -> None:
+        check_hooks(self._setup.optimizers, self._setup.between)
