@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
@@ -17,7 +16,6 @@ from amp_compiler.fx.text import parse_fx
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import LatePass
-from amp_compiler.passes.device import remake_masks
 from amp_compiler.passes.pipeline import LATE
 
 
@@ -131,25 +129,6 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient(late):
     assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0 and late == ["keep_images_once"]
     for mine, theirs in zip(results, gradients(*given), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_a_mask_is_found_in_the_gradient_of_a_batch_norm_as_inductor_opens_it(late, monkeypatch):
-    """As on a GPU, where the pass is run."""
-    results = []
-    for remade in (False, True):
-        monkeypatch.setattr(remake_masks, "normalizes_on_gpu", lambda graph, remade=remade: remade)
-        torch.manual_seed(0)
-        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2)]
-        model, x = nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
-        step = amp.training_step(
-            model, lambda m, x: m(x).float().square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16"
-        )
-        with torch._inductor.config.patch(force_disable_caches=True):
-            results.append([step(x), *(one.detach().clone() for one in model.parameters())])
-    assert late.count("remake_masks") == 1 and late.count("keep_images_once") == 2
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.compiles
