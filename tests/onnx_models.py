@@ -9,6 +9,8 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 
 RNG = np.random.default_rng(0)
@@ -75,6 +77,22 @@ def same_numbers(source, made, feeds, tolerance=4e-3):
     for want, got in zip(run(source, feeds), run(made, feeds), strict=True):
         assert want.dtype == got.dtype and want.shape == got.shape
         assert np.linalg.norm(want - got) <= tolerance * np.linalg.norm(want) + 1e-7
+
+
+def outputs(proto, feeds):
+    """What a model gives with true rounding after every node."""
+    twin = emulate(proto)
+    return list(Runner(twin.proto, None).run(twin.feeds(feeds)).values())
+
+
+def error(source, made, feeds):
+    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
+    want, got = outputs(source, feeds)[0], outputs(made, feeds)[0]
+    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
+
+
+def low_nodes(done):
+    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
 
 
 def casts(made):

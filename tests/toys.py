@@ -52,6 +52,21 @@ def classes(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
+def plain_step(model: Any, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, *batch: Any) -> Tensor:
+    """A step of a loop in plain torch: the loss."""
+    optimizer.zero_grad()
+    loss = loss_fn(model, *batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """The error of a tensor, of the L2 norms."""
+    found, exact = found.detach().double(), exact.detach().double()
+    return float((found - exact).norm() / exact.norm())
+
+
 def mlp(wide: int = 16) -> nn.Module:
     """Linear, GELU, LayerNorm, Linear: what every rule set treats in another way."""
     return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))

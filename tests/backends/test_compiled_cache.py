@@ -60,15 +60,6 @@ def test_the_second_of_two_alike_compiles_nothing(make):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [trained, compiled])
-def test_other_rules_make_another_graph_which_is_compiled(make):
-    make()
-    counters.clear()
-    make(FP32)
-    assert counters["inductor"]["fxgraph_cache_miss"] >= 1
-
-
 def test_what_gives_the_table_of_operators_can_be_part_of_a_cached_name(monkeypatch):
     """Torch 2.12 hands on a closure, which no cache can name: all compiled code would be compiled anew."""
     from torch._inductor import compile_fx

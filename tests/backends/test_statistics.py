@@ -35,11 +35,14 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
     "cross_entropy": lambda x: functional.cross_entropy(x, torch.arange(32)),
     "local_response_norm": lambda x: functional.local_response_norm(x.view(IMAGES), 5),
     "instance_norm": lambda x: functional.instance_norm(x.view(IMAGES)),
+    "group_norm": lambda x: functional.group_norm(x.view(IMAGES), 2),
+    "batch_norm": lambda x: functional.batch_norm(x.view(IMAGES), None, None, training=True),
+    "layer_norm": lambda x: functional.layer_norm(x, (64,)),
     "renorm": lambda x: torch.renorm(x, 2, 0, 1.0),
     "adaptive_avg_pool2d": lambda x: functional.adaptive_avg_pool2d(x.view(IMAGES), 1),
     "by_hand": lambda x: (x - x.mean(-1, keepdim=True)) * (x.var(-1, keepdim=True) + 1e-5).rsqrt(),
 }
-SHORT = ("var",)
+SHORT = ("var", "group_norm")
 
 
 class Weighed(nn.Module):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from table import DOORS, FORWARD, READS, X, row, rows_of, setting
-from torch import nn
+from table import DOORS, FORWARD, READS, X, row, rows_of
 
 SIZES = rows_of(8, 9, 10)
 KEPT = torch.tensor([True, False, True, True, False, True])
@@ -28,24 +26,6 @@ def never(m, x):
     return y if y.sum() > 1e9 else -y
 
 
-@row(
-    "branch on data amid a loop over layers",
-    builds={"compile": 2, "step": 4, "backend": 2},
-    broken="compile step backend",
-)
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-            if x.sum() > 1e9:
-                break
-        return x * 2
-
-
 @row("loop as often as data says", builds=4, broken="compile step backend")
 def repeats(m, x):
     y = m.fc(x)
@@ -54,28 +34,8 @@ def repeats(m, x):
     return y
 
 
-@row("loop until data says", builds=4, broken="compile step backend")
-def until(m, x):
-    y = m.fc(x)
-    while y.abs().sum() < 50:
-        y = y * 2
-    return y
-
-
 row("item", calls=((X,), (X * 2,), (X * 3,)), **READS)(lambda m, x: m.fc(x) * x.abs().sum().item())
 row("data as a size", calls=((X,), (X * 1.3,), (X * 0.6,)), **READS)(lambda m, x: m.fc(x)[: 1 + int(x.abs().sum()) % 5])
-
-
-@row("assertion on data")
-def asserts(m, x):
-    assert x.abs().sum() > 0
-    return m.fc(x)
-
-
-@row("assertion that fails on a shape", calls=((X,), (X[:3],), (X,)), builds=2)
-def asserts_shape(m, x):
-    assert x.shape[0] == 6, "six rows"
-    return m.fc(x)
 
 
 @row("graph break that is asked for", builds=4, broken="compile step backend")
@@ -98,9 +58,6 @@ def noted(m: Any, y: torch.Tensor) -> None:
 
 
 row("NumPy amid forward")(lambda m, x: m.fc(x) + torch.from_numpy(x.detach().numpy() * 2))
-row("address of a tensor", builds={"compile": 1, "step": 3, "backend": 1}, broken="step")(
-    lambda m, x: m.fc(x) + 0 * (x.data_ptr() % 2)
-)
 
 
 @torch.library.custom_op("amp_behaviour::opaque", mutates_args=())
@@ -133,19 +90,6 @@ class Own(Exception):
     pass
 
 
-@row(
-    "exception of a class of its own, at the first call",
-    {"fail": True},
-    change=lambda m, n: setattr(m, "fail", n == 0),
-    builds=2,
-)
-def own_class(m, x):
-    y = m.fc(x)
-    if m.fail:
-        raise Own("not today")
-    return y
-
-
 @row("exception behind a write", {"n": 0}, change=lambda m, n: setattr(m, "fail", n == 1), builds=2)
 def error_behind_write(m, x):
     m.n += 1
@@ -162,20 +106,6 @@ def error_on_data(m, x):
     return y
 
 
-@row("exception that forward catches")
-def catches(m, x):
-    try:
-        raise Own("inside")
-    except Own:
-        return m.fc(x)
-    finally:
-        m.done = True
-
-
-row("KeyError that a call raises", {"table": {"a": 1.0}, "key": "a"}, change=setting("key", "a", "b", "a"), builds=2)(
-    lambda m, x: m.fc(x) * m.table[m.key]
-)
-row("None where a tensor is needed", calls=((X,), (None,), (X,)))(lambda m, x: m.fc(x))
 row("wrong input shape", calls=((X,), (X[:, :3],), (X,)), lines=4)(lambda m, x: m.out(m.fc(x).relu()))
 row("wrong input shape at the first call", calls=((X[:, :3],), (X,)), lines=4)(lambda m, x: m.out(m.fc(x).relu()))
 row(
@@ -185,12 +115,6 @@ row(
     builds=5,
     broken="compile step backend",
 )(lambda m, x: never(m, m.out(x)))
-row("wrong input type", calls=((X,), (X.long(),), (X,)), lines=4)(lambda m, x: m.fc(x))
-row("FP64 data for FP32 weights", calls=((X,), (X.double(),), (X,)), lines=4)(lambda m, x: m.fc(x))
-row("too many arguments", calls=((X,), (X, X), (X,)), lines=4)(lambda m, x: m.fc(x))
-row("unknown keyword", calls=((X,), (X, {"other": 1}), (X,)), lines=4)(lambda m, x: m.fc(x))
-
-row("generator expression")(lambda m, x: sum(m.fc(one) for one in (x, x * 2)))
 
 
 @row("generator function")
@@ -212,33 +136,6 @@ def kept_generator(m, x):
     return m.fc(x) * next(m.source)
 
 
-@row("context manager of the model's own", {"depth": 0})
-def own_context(m, x):
-    @contextlib.contextmanager
-    def deeper():
-        m.depth += 1
-        yield
-        m.depth -= 1
-
-    with deeper():
-        return m.fc(x) * m.depth
-
-
-@row("closure made in forward")
-def closes(m, x):
-    scale = x.shape[0] / 2
-
-    def inner(h):
-        return h * scale
-
-    return inner(m.fc(x))
-
-
-row("recursion")(lambda m, x: (f := lambda h, n: h if n == 0 else f(m.fc(h), n - 1))(x, 3))
-row("map, filter, sorted")(lambda m, x: sum(map(m.fc, (x * k for k in sorted(filter(bool, [3, 0, 1]))))))
-row("einsum and string methods")(lambda m, x: torch.einsum(",".join(["ij", "kj"]) + "->ik", m.fc(x), x))
-
-
 # Sizes
 
 row("second and third batch size", calls=SIZES, doors=DOORS, inductor=True, builds=2)(
@@ -251,7 +148,6 @@ row("size in arithmetic", calls=SIZES, builds=2)(
     lambda m, x: m.fc(x) * (1.0 / x.shape[0]) + torch.arange(x.shape[0])[:, None] * 0.01
 )
 row("size in a branch", calls=SIZES, builds=3)(lambda m, x: m.fc(x) if x.shape[0] > 9 else m.out(x))
-row("size that the model fixes", calls=rows_of(6, 6, 6))(lambda m, x: m.fc(x) * torch.ones(6, 1))
 row("another number of dimensions", calls=((X,), (X[None],), (X[0],)), builds=3)(lambda m, x: m.fc(x))
 row("another type of input", calls=((X,), (X.bfloat16(),), (X,)), autocast=True, builds=2)(lambda m, x: m.fc(x))
 row("another memory layout", calls=((X,), (X.t().contiguous().t(),), (X,)), builds=2)(lambda m, x: m.fc(x))
@@ -277,17 +173,10 @@ def grows_cache(m, x):
 
 row("rows of a mask", **READS)(lambda m, x: m.fc(x)[KEPT].square())
 row("rows where data says", calls=((X,), (X - 0.5,), (X + 0.5,)), **READS)(lambda m, x: m.fc(x)[x.sum(1) > 0].square())
-row("nonzero", calls=((X,), (X - 0.5,)), **READS)(lambda m, x: m.fc(x)[(x.sum(1) > 0).nonzero()[:, 0]])
-row("masked_select")(lambda m, x: m.fc(x).masked_select(KEPT[:, None]))
 row("masked_select, the mask broadcasts to more")(
     lambda m, x: m.fc(x)[0].masked_select(torch.ones(6, 4, dtype=torch.bool))
 )
-row("unique", **READS)(lambda m, x: m.fc(x) * torch.unique((x * 3).long()).numel())
 row("repeat_interleave")(lambda m, x: torch.repeat_interleave(m.fc(x), (x.sum(1) > 0).long() + 1, dim=0))
-row("tensor_split by a tensor", builds={"compile": 1, "step": 3, "backend": 1}, broken="step")(
-    lambda m, x: torch.tensor_split(m.fc(x), torch.tensor([1, 3]))[1]
-)
-row("one_hot")(lambda m, x: m.fc(x).softmax(-1) - F.one_hot(x.argmax(1), 4))
 row("one_hot without a number of classes", builds=4, broken="compile step backend")(
     lambda m, x: m.fc(F.one_hot(torch.tensor([0, 3, 1])).float())
 )
@@ -302,11 +191,6 @@ class Output:
     logits: Any
     hidden: Any = None
     count: int = 0
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 @dataclasses.dataclass
@@ -327,7 +211,6 @@ class Result(collections.OrderedDict):
 
 row("dict as an output", doors=DOORS)(lambda m, x: {"logits": m.fc(x), "more": [m.out(x), None, 3, "text"]})
 row("dataclass as an output")(lambda m, x: Output(m.fc(x), m.out(x), 2))
-row("named tuple as an output")(lambda m, x: Pair(m.fc(x), (m.out(x), 1.5)))
 row("dict with attributes as an output", look=lambda m, y: type(y).__name__, doors=FORWARD)(
     lambda m, x: Result(a=m.fc(x))
 )
@@ -340,7 +223,6 @@ row("view as an output")(lambda m, x: ((y := m.fc(x)), y[:2]))
 row("no tensor among the outputs", doors=("compile", "backend"), fp32=True, builds=0, broken="compile backend")(
     lambda m, x: int(x.shape[0]) + 1
 )
-row("None as an output", doors=("compile", "backend"), fp32=True, builds=0, broken="compile backend")(lambda m, x: None)
 row("keywords", calls=((X, {"y": X, "flag": True}), (X, {"flag": False, "y": X}), (X, {"y": X + 1})), builds=3)(
     lambda m, x, y=None, flag=True: m.fc(x) + y if flag else m.out(x) * y
 )
@@ -351,9 +233,6 @@ row(
 )(lambda m, x, y=None, **others: (m.fc(x) + y) / others["count"])
 row("gathered arguments", calls=((X, X + 1), (X, X + 1, X + 2), (X,)), builds=3)(
     lambda m, *xs: sum(m.fc(x) for x in xs)
-)
-row("keyword-only argument", calls=((X, {"scale": 2.0}), (X, {"scale": 3.0})), builds=2)(
-    lambda m, x, *, scale: m.fc(x) * scale
 )
 row("argument that is not given", calls=((X,), (X, X), (X, None)), builds=3)(
     lambda m, x, y=None: m.fc(x) if y is None else m.fc(x) + y
@@ -367,12 +246,6 @@ row("dataclass as an input", calls=tuple((Held(X * n, slice(4)),) for n in (1, 2
 row("array as an input", calls=((X.numpy(),), (2 * X.numpy(),)))(lambda m, x: m.fc(torch.as_tensor(x)))
 row("text as an input", calls=((X, "a"), (X, "b"), (X, "a")), builds=2)(
     lambda m, x, kind: m.fc(x) if kind == "a" else m.out(x)
-)
-row("function as an input", calls=((X, torch.relu), (X, torch.tanh), (X, torch.relu)), builds=2)(
-    lambda m, x, act: act(m.fc(x))
-)
-row("bool as an input", calls=((X, True), (X, False), (X, True)), builds=2)(
-    lambda m, x, flag: m.fc(x) if flag else m.out(x)
 )
 row("sparse matrix as an input", calls=((X, torch.eye(6).to_sparse()),) * 3, builds=3, broken="step")(
     lambda m, x, s: torch.sparse.mm(s, m.fc(x))

@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import collections
-import contextvars
 import functools
 import itertools
 import logging
-import os
 import random
-import warnings
 from dataclasses import dataclass
-from queue import Queue
 from typing import Any
 
 import numpy as np
 import torch
-from table import DOORS, FORWARD, READS, X, at, row, rows_of
+from table import DOORS, FORWARD, READS, X, at, row
 from torch import nn
 
 FIVE = ((X,),) * 5
-LOSS: contextvars.ContextVar[Any] = contextvars.ContextVar("LOSS", default=None)
 
 
 @dataclass
 class Log:
     loss: Any = None
-
-
-class Counter:
-    __slots__ = ("last", "n")
-
-    def __init__(self) -> None:
-        self.n, self.last = 0, None
-
-    def count(self, h: torch.Tensor) -> int:
-        self.n, self.last = self.n + 1, h.detach()
-        return self.n
-
-
-class Cached:
-    @functools.lru_cache  # noqa: B019
-    def table(self, n: int) -> torch.Tensor:
-        return torch.arange(n).float()
 
 
 @row("auxiliary loss on an attribute", {"aux": None}, doors=DOORS, inductor=True)
@@ -61,30 +39,6 @@ def auxiliary_in_loss(m, x):
 
 def with_auxiliary(model: Any) -> Any:
     return lambda net, x: net(x).square().mean() + 2 * model.aux
-
-
-@row("auxiliary losses of two blocks, summed")
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        self.loss = sum(block.aux for block in self.blocks)
-        return x * self.loss
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.aux = nn.Linear(4, 4), None
-
-    def forward(self, x):
-        h = self.fc(x)
-        self.aux = h.square().mean()
-        return h.relu()
 
 
 @row(
@@ -110,18 +64,6 @@ def counts(m, x):
     return m.fc(x) * m.n
 
 
-@row("counter that nothing reads", {"n": 0}, calls=FIVE, builds=2)
-def counts_alone(m, x):
-    m.n += 1
-    return m.fc(x)
-
-
-@row("counter in a dict", {"table": {"calls": 0}}, calls=FIVE, builds=2)
-def counts_in_dict(m, x):
-    m.table["calls"] += 1
-    return m.fc(x) * m.table["calls"]
-
-
 @row(
     "float that forward moves", {"scale": 0.5}, calls=FIVE, change=at(3, lambda m: setattr(m, "scale", 0.25)), builds=2
 )
@@ -130,44 +72,11 @@ def moves_float(m, x):
     return m.fc(x) * m.scale
 
 
-@row("shape that is noted", calls=rows_of(6, 3, 6), look=lambda m, y: (m.rows, m.kind), builds=2)
-def notes_shape(m, x):
-    m.rows, m.kind = x.shape[0], "two" if x.dim() == 2 else "other"
-    return m.fc(x)
-
-
 @row("list that grows by tensors", {"maps": []}, calls=FIVE, settles=False, builds=7)
 def grows(m, x):
     h = m.fc(x)
     m.maps.append(h)
     return h.relu()
-
-
-@row("list that grows and is read", {"maps": []}, calls=FIVE, settles=False, builds=7)
-def grows_and_reads(m, x):
-    h = m.fc(x)
-    m.maps.append(1)
-    return h * len(m.maps)
-
-
-@row("list that is cleared between calls", {"maps": []}, change=lambda m, n: m.maps.clear(), settles=False, builds=3)
-def cleared(m, x):
-    h = m.fc(x)
-    m.maps.append(h)
-    return h * len(m.maps)
-
-
-@row("list that grows by numbers", {"seen": []}, calls=FIVE, settles=False, builds=7)
-def gathers(m, x):
-    y = m.fc(x)
-    m.seen.append(y.sum().item())
-    return y
-
-
-@row("list that is kept short", {"last": []}, calls=FIVE, builds=3)
-def short_list(m, x):
-    m.last = [*m.last, m.fc(x).detach().square().mean()][-2:]
-    return m.fc(x) * (1 + len(m.last))
 
 
 @row(
@@ -195,31 +104,10 @@ def writes_objects(m, x):
     return h
 
 
-@row("object that no graph makes", look=lambda m, y: type(m.box).__name__, builds=3, broken="step")
-def makes_object(m, x):
-    m.box = object()
-    return m.fc(x)
-
-
-@row("object with slots", {"held": Counter()}, calls=FIVE, look=lambda m, y: (m.held.n, m.held.last), builds=2)
-def slots(m, x):
-    h = m.fc(x)
-    return h * m.held.count(h)
-
-
-row("cached results", {"held": Cached()})(lambda m, x: m.fc(x) * m.held.table(4))
-
-
 @row("array that forward writes", {"held": np.zeros(2)}, calls=FIVE, **READS)
 def writes_array(m, x):
     m.held[0] += 1
     return m.fc(x) * float(m.held[0])
-
-
-@row("bytes that forward writes", {"held": bytearray(2)}, calls=FIVE, builds=6, broken="compile step backend")
-def writes_bytes(m, x):
-    m.held[0] += 1
-    return m.fc(x) * m.held[0]
 
 
 row(
@@ -234,83 +122,6 @@ row(
         "backend": "a call like the last one builds",
     },
 )(lambda m, x: m.fc(x) * next(m.held))
-row(
-    "iterator of a list",
-    {"held": iter([1.0, 5.0, 2.0, 7.0, 3.0, 4.0, 9.0])},
-    calls=FIVE,
-    builds=5,
-    broken="compile step backend",
-)(lambda m, x: m.fc(x) * next(m.held))
-row("enumerate and zip")(
-    lambda m, x: sum(m.fc(a) * (i + 1) * k for i, (a, k) in enumerate(zip((x, x + 1), (1.0, 3.0), strict=True)))
-)
-
-
-@row("user's dict", {"held": collections.UserDict()}, calls=FIVE, look=lambda m, y: dict(m.held), builds=3)
-def user_dict(m, x):
-    m.held["n"] = m.held.get("n", 0) + 1
-    return m.fc(x) * m.held["n"]
-
-
-@row("default dict", {"held": collections.defaultdict(int)}, calls=FIVE, builds=3)
-def default_dict(m, x):
-    m.held["n"] += 1
-    return m.fc(x) * m.held["n"]
-
-
-@row(
-    "queue",
-    calls=FIVE,
-    begin=lambda m: setattr(m, "held", Queue()),
-    look=lambda m, y: m.held.qsize(),
-    builds=5,
-    broken="compile step backend",
-)
-def queue(m, x):
-    h = m.fc(x)
-    m.held.put(h.detach())
-    return h * m.held.qsize()
-
-
-@row(
-    "attribute of a function",
-    begin=lambda m: setattr(m, "held", function()),
-    calls=FIVE,
-    look=lambda m, y: m.held.calls,
-    builds={"compile": 3, "step": 5, "backend": 3},
-    broken="compile step backend",
-)
-def function_attribute(m, x):
-    m.held.calls += 1
-    return m.fc(x) * m.held.calls
-
-
-def function() -> Any:
-    def inner() -> None:
-        pass
-
-    inner.calls = 0
-    return inner
-
-
-@row("context variable that is set", look=lambda m, y: LOSS.get(), builds=3, broken="step")
-def sets_context(m, x):
-    h = m.fc(x)
-    LOSS.set(h.sum())
-    return h
-
-
-@row(
-    "environment that is set",
-    quiet=True,
-    change=lambda m, n: os.environ.update(AMP_TEST_SET="1"),
-    look=lambda m, y: os.environ["AMP_TEST_SET"],
-    builds=3,
-    broken="step",
-)
-def sets_environment(m, x):
-    os.environ["AMP_TEST_SET"] = "7"
-    return m.fc(x)
 
 
 @row("buffers that are given new tensors", inductor=True, calls=FIVE)
@@ -335,18 +146,6 @@ class Writing(Averaging):
         self.mean.mul_(0.5).add_(h.mean(0).detach())
         self.calls += 1
         return h + self.mean
-
-
-@row("buffer that is made late", builds=2)
-class Late(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        if not hasattr(self, "late"):
-            self.register_buffer("late", x.mean(0), persistent=False)
-        return self.fc(x) + self.late
 
 
 @row("tensor that is no buffer, in place", {"calls": torch.zeros(())}, calls=FIVE)
@@ -398,21 +197,6 @@ def prints(m, x):
     return h
 
 
-@row("print that is not reached", {"loud": False})
-def quiet(m, x):
-    if m.loud:
-        print("shape", tuple(x.shape))
-    return m.fc(x)
-
-
-@row("warning at every call", builds=3, broken="step")
-def warns(m, x):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.warn("as models do", stacklevel=1)
-    return m.fc(x)
-
-
 @row("log line at every call", builds=3, broken="step")
 def logs(m, x):
     logging.getLogger("some.model").debug("shape %s", x.shape)
@@ -428,9 +212,6 @@ row("random numbers of NumPy", calls=FIVE, builds=5, broken="compile step backen
 row("random numbers of torch", doors=DOORS)(lambda m, x: m.fc(x) + torch.rand(4))
 row("dropout", autocast=True)(lambda m, x: nn.functional.dropout(m.fc(x), 0.5, m.training))
 row("generator of NumPy", {"held": np.random.default_rng(0)}, calls=FIVE, builds=5, broken="compile step backend")(
-    lambda m, x: m.fc(x) * (1 + m.held.random())
-)
-row("generator of Python", {"held": random.Random(0)}, calls=FIVE, builds=5, broken="compile step backend")(
     lambda m, x: m.fc(x) * (1 + m.held.random())
 )
 

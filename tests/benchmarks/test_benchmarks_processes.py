@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 
@@ -80,18 +79,6 @@ def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def broken(device):
-    raise RuntimeError("no such variant")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("importable")
-def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
-    with pytest.raises(SystemExit, match="ended with code 1"):
-        bench["processes"].Process(broken, (), "cpu", None, tmp_path)
-    assert "no such variant" in capfd.readouterr().err
-
-
 class Fragile(Hoarder):
     """Ends its process at the twelfth step: one when it is made, three that are timed, six for memory, one more."""
 
@@ -156,16 +143,3 @@ def test_both_sides_of_a_profile_take_turns(bench, monkeypatch):
         assert (row["model"], row["bound"], row["variant"]) == ("gpt2", "gemm", side)
         assert (row["step_ms"], row["page_faults"]) == (4.0, 6)
         assert row["classes_ms"] == {"matrix products": 2.0, "LSTM": 0.0, "the rest": 2.0}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("importable")
-def test_a_profile_from_the_command_line(bench, tmp_path):
-    path = tmp_path / "p.json"
-    bench["profile_step"].main(["--models", bench["cases"].TINY, "--steps", "2", "--json", str(path)])
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert [(row["bound"], row["variant"]) for row in rows] == [
-        (bound, variant) for bound in ("gemm", "update") for variant in ("torch.compile", "amp_compiler")
-    ]
-    for row in rows:
-        assert row["classes_ms"]["matrix products"] + row["classes_ms"]["compiled loops"] > 0

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
-from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.ops.cpu.update import most_inner
 from amp_compiler.ops.update.product import Product
 
@@ -138,22 +137,11 @@ class Convolutions(nn.Module):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("make", "dtype"),
-    [
-        (line, "fp16"),
-        *(
-            pytest.param(make, dtype, marks=pytest.mark.slow)
-            for make in (Net, Convolutions)
-            for dtype in ("bf16", "fp16")
-        ),
-    ],
-)
-def test_profiling_a_compiled_step_changes_no_number(make: Callable[[], nn.Module], dtype: str) -> None:
-    plain, profiled = make(), make()
+def test_profiling_a_compiled_step_changes_no_number() -> None:
+    plain, profiled = line(), line()
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, profiled)]
     step, other = (
-        amp.training_step(model, loss_fn, optimizer, dtype=dtype, clip_norm=1.0 if make is Net else None)
+        amp.training_step(model, loss_fn, optimizer, dtype="fp16")
         for model, optimizer in zip((plain, profiled), optimizers, strict=True)
     )
     torch.manual_seed(0)
@@ -270,36 +258,6 @@ def test_a_batch_that_the_loss_writes_to_is_counted_as_the_step_reads_it() -> No
     assert found.of("weight gradient") == expected.of("weight gradient")
     counts = {(row.module, row.dtype): row.histogram for row in expected.of("activation") if row.module}
     assert counts.items() <= {(row.module, row.dtype): row.histogram for row in found.of("activation")}.items()
-
-
-def test_weight_gradients_are_counted_as_numpy_counts_them() -> None:
-    digits = load_digits(train_images=128)
-    torch.manual_seed(0)
-    model = SmallCnn(batch_norm=False)
-    step = amp.training_step(
-        model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.1),
-        dtype="fp16", loss_scale=1024.0, backend="eager",
-    )  # fmt: skip
-    expected: dict[str, np.ndarray] = {}
-    dumped = copy.deepcopy(model)
-    reference = amp.training_step(
-        dumped, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(dumped.parameters(), 0.1),
-        dtype="fp16", loss_scale=1024.0, backend="eager",
-    )  # fmt: skip
-    given = [(digits.train_images[at : at + 32], digits.train_labels[at : at + 32]) for at in range(0, 128, 32)]
-    for batch in given:
-        reference(*batch)
-        for name, gradient in reference.gradients().items():
-            expected[name] = expected.get(name, 0) + counted_by_numpy(gradient)
-    found = amp.profile(step, given)
-    rows = {row.name: row for row in found.of("weight gradient")}
-    assert rows.keys() == expected.keys()
-    for name, counts in expected.items():
-        np.testing.assert_array_equal(rows[name].histogram.counts, counts, err_msg=name)
-        assert rows[name].stored == rows[name].histogram.shifted(10)  # with the scale of 1024
-    advice = found.loss_scale("fp16")
-    every = sum((row.histogram for row in rows.values()), Histogram.empty())
-    assert advice.lost == every.fractions("fp16", advice.scale).lost <= 1e-3
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bf16", None), ("fp16", None), ("fp16", 1024.0)], ids=str)
@@ -489,6 +447,8 @@ def test_wrong_arguments() -> None:
         amp.profile(3, batches(1))
     with pytest.raises(amp.AmpError, match="no batch"):
         amp.profile(step, [])
+    with pytest.raises(amp.AmpError, match="int"):
+        amp.profile(step, 3)  # type: ignore[arg-type]
     with pytest.raises(amp.AmpError, match=r"fp17.*fp16, bf16"):
         amp.profile(step, batches(1)).loss_scale("fp17")
 
@@ -552,11 +512,6 @@ def test_a_profile_of_a_model_in_training_writes_nothing(compiled: bool) -> None
         assert torch.equal(value, state[name]), name
 
 
-def test_batches_that_are_none_are_refused() -> None:
-    with pytest.raises(amp.AmpError, match="int"):
-        amp.profile(step_of(Net()), 3)  # type: ignore[arg-type]
-
-
 def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
     def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_fn(model, x, y)
@@ -592,23 +547,8 @@ def test_damaged_profiles_are_refused(change: dict[str, Any]) -> None:
         amp.Profile.from_dict(data)
 
 
-def _freeze(model, optimizer):
-    model[0].weight.requires_grad_(False)
-
-
-def _leave_out(model, optimizer):
-    optimizer.param_groups[0]["params"].pop(0)
-
-
-def _another(model, optimizer):
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-
-
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    "change", [_leave_out, *(pytest.param(one, marks=pytest.mark.slow) for one in (_freeze, _another))]
-)
-def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on(change):
+def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -619,7 +559,7 @@ def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on(change):
     def batches():
         for number in range(6):
             if number == 3:
-                change(model, optimizer)
+                optimizer.param_groups[0]["params"].pop(0)
             yield torch.randn(16, 64), torch.randint(0, 8, (16,))
 
     made = {row.name: row.made for row in amp.profile(step, batches()).updates}

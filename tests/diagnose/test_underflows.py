@@ -174,20 +174,6 @@ def test_narrowed_state_of_a_traced_optimizer_is_refused():
         step(X.half())
 
 
-def test_the_same_in_a_step_that_trains_an_onnx_file():
-    step = step_of(imported(), loss_scale=None)
-    rows = amp.profile(step, [X]).of("weight gradient")
-    assert rows and all(row.stored.zeros == row.stored.total for row in rows if row.name == "w")
-    found = amp.tune(step_of(imported(), loss_scale=None), [X])
-    assert found.before >= 1.0 and found.error <= found.tolerance and found.worst_before.startswith("the gradient of w")
-    scaled = step_of(imported(), loss_scale=2.0**20)
-    assert not amp.find_nonfinite(scaled, X)
-    scaled(X)
-    moments = [state["exp_avg_sq"] for state in scaled._optimizers[0].state.values()]
-    assert moments and all(one.dtype is torch.float32 and bool((one.half() == 0).all()) for one in moments)
-    assert any(bool((one != 0).any()) for one in moments)
-
-
 def faint_file() -> onnx.ModelProto:
     """Numbers made too small for FP16, and large again."""
     weights = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in

@@ -52,31 +52,3 @@ def test_a_block_is_compiled_once_for_all_layers_of_its_kind() -> None:
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 2**-6 * gradient.norm()
     assert counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-def test_a_cache_that_grows_with_every_token() -> None:
-    """The prompt, the first token, and all that follow: three graphs."""
-    transformers = pytest.importorskip("transformers")
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).eval()
-    prompt = torch.randint(3, 60, (2, 5))
-    settings = {
-        "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
-        "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = model.generate(prompt, **settings)
-    model.forward = torch.compile(model.forward, backend="amp_compiler", options=OPTIONS)
-    made = model.generate(prompt, **settings)
-    assert torch.equal(made.sequences, expected.sequences)
-    for got, wanted in zip(made.logits, expected.logits, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-6)
-    assert counters["stats"]["unique_graphs"] == 3

@@ -82,24 +82,6 @@ def test_custom_functions_of_which_one_is_made_of_the_other_keep_their_backwards
     assert check(model, X, backend="eager", times=2).execution == "as one graph"
 
 
-class Clamped(nn.Module):
-    """A weight that is clamped in place before it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = linear()
-
-    def forward(self, x):
-        with torch.no_grad():
-            self.fc.weight.clamp_(-0.1, 0.1)
-        return self.fc(x)
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_in_place_updates_under_no_grad(backend):
-    check(Clamped(), X, backend=backend, times=2)
-
-
 def test_spectral_norm():
     check(nn.utils.parametrizations.spectral_norm(linear()), X, times=2)
 
@@ -182,14 +164,6 @@ def test_dynamic_shapes_capture_again_for_what_they_do_not_cover():
     for rows, factor in ((4, 2.0), (6, 2.0), (6, 5.0), (9, 2.0)):
         x = torch.randn(rows, 8)
         check_close(compiled(x, factor), model(x, factor))
-
-
-def test_the_same_tensor_twice_is_another_signature():
-    model = Lambda(lambda m, a, b: m.fc(a.add_(1)) + b, fc=linear())
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    check_close(compiled(X.clone(), X.clone()), model(X.clone(), X.clone()))
-    one, two = X.clone(), X.clone()
-    check_close(compiled(one, one), model(two, two))
 
 
 def test_hugging_face_models_with_a_cache():

@@ -51,26 +51,6 @@ def test_the_next_call_reads_what_was_written(dtype, training, backend, loops):
             assert close(fast(X), plain), name
 
 
-def test_a_step_that_shares_the_weights_writes_them():
-    model = small()
-    fast = amp.compile(model, dtype="bf16", backend="eager").eval()
-    step = amp.training_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.SGD(model.parameters(), 1.0),
-        dtype="bf16",
-        backend="eager",
-    )
-    for _ in range(3):
-        with torch.no_grad():
-            old = fast(X)
-            assert close(old, model(X))
-        step(X)
-        with torch.no_grad():
-            assert not close(old, model(X))
-            assert close(fast(X), model(X))
-
-
 def test_kept_copies_are_new_tensors_where_results_may_hold_the_old_ones():
     class Given(nn.Module):
         def __init__(self):

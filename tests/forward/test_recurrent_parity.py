@@ -134,16 +134,6 @@ def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
     assert_no_worse(theirs, ours, dtype)
 
 
-@pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("name", SOME)
-def test_a_model_compiled_by_inductor_is_no_worse_than_autocast(name, dtype):
-    make, steps = CASES[name]
-    theirs, ours = errors(make, steps, dtype, 3, lambda m, x: measured(amp.compile(m, dtype=dtype), m, x))
-    assert_no_worse(theirs, ours, dtype)
-
-
 def of_a_step(model, x, **options):
     """Gradients that a step of plain descent shows in the weights."""
 

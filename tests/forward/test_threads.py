@@ -95,23 +95,6 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
         building.result()
 
 
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_compiled_calls_and_their_backwards_from_many_threads():
-    """A backward is compiled when it first runs, maybe while another thread builds a graph."""
-    model = model_of(Net)
-    compiled = amp.compile(model, dtype="bf16", backend="inductor")
-    batches = [torch.randn(1 + number // 12, 4) for number in range(24)]
-
-    def call(number: int) -> None:
-        result = compiled(batches[number])
-        assert torch.allclose(result, model(batches[number]), atol=0.03), number
-        result.sum().backward()
-
-    at_once(call, len(batches))
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 def test_steps_in_pieces_from_many_threads():
     """Each thread has a step of its own; what they change in Dynamo meanwhile is back when they are done."""
     from torch._dynamo.variables.tensor import TensorVariable

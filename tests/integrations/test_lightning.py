@@ -115,8 +115,7 @@ def test_a_checkpoint_resumes_bit_for_bit(tmp_path, dtype):
     saved = torch.load(tmp_path / "half.ckpt", weights_only=False)
     assert dtype == "bf16" or "scale" in saved["AmpPrecision"]
     again, _, _ = fitted(tmp_path, 4, tmp_path / "half.ckpt", plugins=plugin(dtype))
-    for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, again.parameters(), whole.parameters()))
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 from graph_reading import parse_graph
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from onnx_helpers import node_tests
 
-from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.graph_text import format_graph
-from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.model.data import convert, examine
 from amp_compiler.onnx.model.model import open_model, read_model
@@ -133,35 +129,3 @@ def test_data_are_examined_and_rounded(low, numpy):
     assert held.lost == int(((want.astype(np.float32) == 0) & (data != 0)).sum())
     made = convert(ir.tensor(data), low, name="w")
     assert made.tobytes() == want.tobytes()
-
-
-def float_cases():
-    return {case.name: case.model for case in node_tests()}
-
-
-def is_valid(model):
-    try:
-        onnx.checker.check_model(model, full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
-        return False
-    return True
-
-
-def sweep(every):
-    seen = low = 0
-    for index, (name, model) in enumerate(sorted(float_cases().items())):
-        if index % every or not is_valid(model):
-            continue
-        for dtype in ("fp16", "bf16"):
-            for rules in ("default", "apex-o3"):
-                try:
-                    done = convert_onnx(model, dtype=dtype, rules=rules)
-                except OnnxError as cause:  # Scan of opset 8, which onnx's converter makes invalid
-                    assert name == "test_scan_sum" and "version converter" in str(cause)
-                    continue
-                assert is_valid(done.model), (name, dtype, rules)
-                again = convert_onnx(done.model, dtype=dtype, rules=rules)
-                assert again.model.SerializeToString() == done.model.SerializeToString(), (name, dtype, rules)
-                assert list(done.model.graph.output) == list(model.graph.output), (name, dtype, rules)
-                seen, low = seen + 1, low + (done.plan.low_nodes > 0)
-    return seen, low

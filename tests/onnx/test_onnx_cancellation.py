@@ -5,29 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onnx import numpy_helper as nh
-from onnx_models import DTYPES, casts, check, info, model, node, scalar, weight
+from onnx_models import DTYPES, casts, check, error, info, low_nodes, model, node, outputs, scalar, weight
 
 import amp_compiler as amp
-from amp_compiler.onnx.check.emulate import emulate
-from amp_compiler.onnx.check.run import Runner
 
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
 RNG = np.random.default_rng(7)
 NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
 EYE = nh.from_array(np.eye(16, dtype=np.float32), "eye")
-
-
-def error(source, made, feeds):
-    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
-    want, got = (
-        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
-        for twin in (emulate(source), emulate(made))
-    )
-    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
-
-
-def low_nodes(done):
-    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
 
 
 def axes(opset, op="ReduceMean", **attrs):
@@ -219,8 +204,7 @@ def test_the_corners_of_a_box_are_as_near_as_its_size(form, dtype):
     feeds = {"x": RNG.standard_normal((1, 3, 80, 80)).astype(np.float32)}
     done = check(source, dtype)
     assert "product" in low_nodes(done)
-    want, got = (next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
-                 for twin in (emulate(source), emulate(done.model)))  # fmt: skip
+    want, got = outputs(source, feeds)[0], outputs(done.model, feeds)[0]
     pixels = {"fp16": 2.0**-4, "bf16": 2.0**-1}[dtype]  # of offsets and sizes of some ten pixels
     assert np.abs(want - got)[:, :2].max() < pixels
     assert error(source, done.model, feeds) < NEAR[dtype] / 8

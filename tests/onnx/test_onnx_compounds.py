@@ -19,6 +19,7 @@ WRITTEN = {
     "rms, no weights": lambda: norm(scale=""),
     "layer norm": lambda: norm(centred=True, bias=True),
     "layer norm, products": lambda: norm(centred=True, bias=True, square="mul", root="one_over"),
+    "layer norm, opset 13": lambda: norm(centred=True, bias=True, opset=13),
     "layer norm over channels": lambda: norm(centred=True, axes=(1,), scale_shape=(5, 1)),
 }
 
@@ -61,6 +62,13 @@ def test_a_norm_is_fp32_from_its_input_to_its_result(name, dtype):
     assert len(casts(done.model)) == 4  # of the input and of the output of the graph, and of those of the norm
     reasons = [entry.reason for entry in done.plan.nodes if entry.precision == "fp32"]
     assert all("norm" in reason or "the range of fp16" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("rules", ["fast", "apex-o3", "safe", "tensorflow"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_so_it_is_under_other_rules(name, rules):
+    """ONNX Runtime fuses it to one op of one type: `check` loads the model."""
+    assert set(inner(check(WRITTEN[name](), "fp16", rules, fuse=False).plan).values()) == {"fp32"}
 
 
 @BOTH

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
-from onnx_models import DTYPES, RNG, casts, check, info, model, node, weight
+from onnx_models import DTYPES, RNG, casts, check, error, info, model, node, weight
 
-from amp_compiler.onnx.check.emulate import emulate
-from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
@@ -36,14 +34,6 @@ def between_products(op):
     data = [weight("w", 8, 8), weight("v", 8, 8), weight("scale", 8), weight("bias", 8)]
     used = [one for one in data if one.name in {name for each in nodes for name in each.input}]
     return model(nodes, [info("x", 3, 8, 8)], [info("y", 3, 8, 8)], used, opset=23, ir_version=10)
-
-
-def error(source, made, feeds):
-    want, got = (
-        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
-        for twin in (emulate(source), emulate(made))
-    )
-    return np.linalg.norm(want - got) / np.linalg.norm(want)
 
 
 @BOTH

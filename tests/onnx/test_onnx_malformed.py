@@ -52,12 +52,6 @@ def function(name: str, calls: list[str], domain: str = "f") -> onnx.FunctionPro
     )
 
 
-def binary() -> onnx.FunctionProto:
-    """A function of two arguments, which is called with one."""
-    steps = [h.make_node("Add", ["a", "b"], ["o"])]
-    return h.make_function("f", "A", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])
-
-
 def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
     nodes = [h.make_node(call, ["x"], ["y"], domain="f", name="call")]
     return made(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
@@ -116,18 +110,6 @@ def with_opset(version: int) -> onnx.ModelProto:
     one = made([node("Relu", ["x"], ["y"])])
     one.opset_import[0].version = version
     return one
-
-
-def typed(**fields: Any) -> onnx.ModelProto:
-    one = made([node("Relu", ["x"], ["a"], "first"), node("Relu", ["a"], ["y"], "bad")])
-    for name, value in fields.items():
-        setattr(one.graph.input[0].type.tensor_type, name, value)
-    return one
-
-
-def declared(kind: int, *shape: int) -> onnx.ModelProto:
-    nodes = [node("Relu", ["x"], ["a"], "bad"), node("Relu", ["a"], ["y"])]
-    return made(nodes, value_info=[info("a", *shape, kind=kind)])
 
 
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {

@@ -9,18 +9,15 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
 import numpy as np
-import onnx
 import pytest
 import torch
 from number_models import doubled, offset_rows
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from onnx_models import DTYPES, RNG, casts, check, info, model, node, scalar, weight
+from onnx_models import DTYPES, RNG, casts, check, error, info, model, node, outputs, scalar, weight
 
 from amp_compiler.ir.dtypes import low_type
-from amp_compiler.onnx.check.emulate import emulate
-from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.export import export_onnx
 
@@ -31,17 +28,6 @@ OFF = {  # and what the costs would leave in FP32 anyway
     "keep": {"sizes": False, "angles": False, "running_sums": False},
     "rules": [{"match": {"op": ["onnx.Add", "onnx.Mul", "onnx.Sin"]}, "precision": "low"}],
 }
-
-
-def outputs(proto, feeds):
-    """What a model gives with true rounding after every node."""
-    twin = emulate(proto)
-    return list(Runner(twin.proto, None).run(twin.feeds(feeds)).values())
-
-
-def error(source, made, feeds):
-    want, got = outputs(source, feeds)[0], outputs(made, feeds)[0]
-    return np.linalg.norm(want - got) / np.linalg.norm(want)
 
 
 def kept(done):
@@ -388,41 +374,6 @@ def test_the_angles_end_at_the_sine(dtype):
     assert found["bias"] == "fp32"
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=2048, use_cache=False, initializer_range=0.2,
-    )  # fmt: skip
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = LlamaForCausalLM(config)
-
-        def forward(self, ids, positions):
-            return self.model(input_ids=ids, position_ids=positions).logits
-
-    return Logits().eval()
-
-
-@pytest.mark.slow
-def test_llama_of_two_thousand_tokens():
-    module = llama()
-    ids, positions = torch.randint(0, 64, (1, 2000)), torch.arange(2000)[None]
-    dynamic = ({1: torch.export.Dim("length", min=2, max=4096)},) * 2
-    source = export(module, ids[:, :16], positions[:, :16], names=["ids", "positions"], dynamic=dynamic)
-    feeds = {"ids": ids.numpy(), "positions": positions.numpy()}
-    with torch.no_grad():
-        want = module(ids, positions).numpy()
-        with torch.autocast("cpu", torch.bfloat16):
-            bound = np.abs(module(ids, positions).float().numpy() - want).max()
-    assert np.abs(outputs(convert_onnx(source, dtype="bf16").model, feeds)[0] - want).max() <= 2 * bound
-    assert np.abs(outputs(convert_onnx(source, dtype="bf16", rules=OFF).model, feeds)[0] - want).max() > 10 * bound
-
-
 @BOTH
 def test_positions_added_to_negated_ones(dtype):
     nodes = [
@@ -641,27 +592,6 @@ def test_a_recurrent_state_is_no_sum(dtype):
 
     done = check(summed("Scan", cell), dtype)
     assert "add" not in kept(done)
-
-
-def test_a_model_saved_with_a_function_body():
-    """The analysis sees what a model-local function is made of."""
-    function = h.make_function(
-        "own", "Angles", ["p", "f"], ["s"],
-        [h.make_node("Mul", ["p", "f"], ["a"], "angle"), h.make_node("Sin", ["a"], ["s"], "sine")],
-        [h.make_opsetid("", 18)],
-    )  # fmt: skip
-    nodes = [
-        node("Cast", ["ids"], ["p"], to=T.FLOAT), h.make_node("Angles", ["p", "f"], ["s"], domain="own"),
-        node("MatMul", ["s", "w"], ["y"]),
-    ]  # fmt: skip
-    graph = h.make_graph(nodes, "g", [info("ids", 4, 1, kind=T.INT64)], [info("y", 4, 8)],
-                         [weight("f", 1, 8), weight("w", 8, 8)])  # fmt: skip
-    imports = [h.make_opsetid("", 18), h.make_opsetid("own", 1)]
-    source = h.make_model(graph, opset_imports=imports, functions=[function], ir_version=9)
-    done = convert_onnx(source, dtype="bf16")
-    onnx.checker.check_model(done.model, full_check=True)
-    assert kept(done).keys() == {"angle__1"}
-    assert [entry.precision for entry in done.plan.nodes] == ["keep", "keep", "keep", "low"]
 
 
 @BOTH

@@ -19,10 +19,8 @@ from onnx_models import copy, info, mlp, model, node, weight
 import amp_compiler as amp
 from amp_compiler.cli import main as cli
 from amp_compiler.errors import OnnxError
-from amp_compiler.ir.files import PREFIX, output_file, sweep, workspace, write_atomically
+from amp_compiler.ir.files import PREFIX, sweep, workspace, write_atomically
 from amp_compiler.onnx.convert import convert_onnx
-
-SMALL = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
 
 
 def stored_beside(folder: Path, name: str, number: float = 1.0) -> Path:
@@ -135,11 +133,6 @@ def test_data_beside_a_link_to_another_folder_are_refused(tmp_path):
 
 
 # ---- model and data
-
-
-def test_the_data_of_a_new_output_have_the_models_name(tmp_path):
-    convert_onnx(stored_beside(tmp_path / "in", "m.onnx"), tmp_path / "out.onnx")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.onnx", "out.onnx.data"]
 
 
 def test_another_outputs_data_take_another_name_and_the_old_ones_go(tmp_path):
@@ -273,11 +266,6 @@ def test_a_folder_in_use_is_not_swept_away(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{PREFIX}file", f"{PREFIX}link", "kept", "plan.json",
     ]  # fmt: skip
-
-
-def test_the_place_of_an_output_is_told(tmp_path):
-    (tmp_path / "link").symlink_to("real")
-    assert output_file(tmp_path / "link") == tmp_path.resolve() / "real"
 
 
 # ---- the shell

@@ -6,30 +6,14 @@ import numpy as np
 import pytest
 import torch
 from onnx import numpy_helper as nh
-from onnx_models import DTYPES, check, info, model, node, scalar, weight
+from onnx_models import DTYPES, check, error, info, low_nodes, model, node, outputs, scalar, weight
 
-from amp_compiler.onnx.check.emulate import emulate
-from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.export import export_onnx
 
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
 RNG = np.random.default_rng(5)
 NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
-
-
-def error(source, made, feeds):
-    """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
-    want, got = (
-        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
-        for twin in (emulate(source), emulate(made))
-    )
-    assert np.isfinite(want).all() and np.abs(want).max() > 0
-    return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
-
-
-def low_nodes(done):
-    return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
 
 
 # ---- logarithms of probabilities
@@ -98,7 +82,7 @@ class Entropy(torch.nn.Module):
 def test_an_export_too():
     x = torch.from_numpy(RNG.standard_normal((3, 64)).astype(np.float32) * 1.5)
     made = export_onnx(Entropy(), (x,), dtype="fp16").model
-    got = next(iter(Runner(emulate(made).proto, None).run({made.graph.input[0].name: x.numpy()}).values()))
+    got = outputs(made, {made.graph.input[0].name: x.numpy()})[0]
     assert np.linalg.norm(got - Entropy()(x).numpy()) < NEAR["fp16"] * np.linalg.norm(Entropy()(x).numpy())
 
 

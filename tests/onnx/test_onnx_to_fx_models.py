@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import relative
 from twin_models import cnn
 
 import amp_compiler as amp
@@ -40,16 +41,6 @@ class Logits(nn.Module):
         return self.model(**dict(zip(self.names, args, strict=True)), **cache).logits
 
 
-def bert() -> tuple[nn.Module, Any]:
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
-    return Logits(model, ("input_ids", "attention_mask")), (IDS, torch.ones_like(IDS))
-
-
-def gpt2() -> tuple[nn.Module, Any]:
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=32)
-    return Logits(transformers.GPT2LMHeadModel(config), ("input_ids",)), (IDS,)
-
-
 def llama() -> tuple[nn.Module, Any]:
     config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1}, num_key_value_heads=1)
     return Logits(transformers.LlamaForCausalLM(config), ("input_ids",)), (IDS,)
@@ -65,40 +56,9 @@ def t5() -> tuple[nn.Module, Any]:
     )
 
 
-def vit() -> tuple[nn.Module, Any]:
-    config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8
-    )
-    return Logits(transformers.ViTForImageClassification(config), ("pixel_values",)), (image(),)
-
-
 def resnet() -> tuple[nn.Module, Any]:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck")
     return Logits(transformers.ResNetForImageClassification(config), ("pixel_values",)), (image(),)
-
-
-def convnext() -> tuple[nn.Module, Any]:
-    config = transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)
-    return Logits(transformers.ConvNextForImageClassification(config), ("pixel_values",)), (image(),)
-
-
-def whisper() -> tuple[nn.Module, Any]:
-    config = transformers.WhisperConfig(
-        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=50, num_mel_bins=8, max_source_positions=16,
-        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
-    model = transformers.WhisperForConditionalGeneration(config)
-    return Logits(model, ("input_features", "decoder_input_ids")), (features, IDS[:, :5])
-
-
-def segformer() -> tuple[nn.Module, Any]:
-    config = transformers.SegformerConfig(
-        hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, num_attention_heads=[1, 2], sr_ratios=[2, 1],
-        patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2], decoder_hidden_size=16,
-    )  # fmt: skip
-    return Logits(transformers.SegformerForSemanticSegmentation(config), ("pixel_values",)), (image(),)
 
 
 def made(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
@@ -120,18 +80,7 @@ def exported(model: nn.Module, args: Any, *, optimize: bool = False, dynamic_sha
         )
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).detach().norm() / wanted.detach().norm())
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        *(llama, resnet, t5),
-        *(pytest.param(build, marks=pytest.mark.slow) for build in (bert, gpt2, vit, convnext, segformer, whisper)),
-    ],
-    ids=lambda build: build.__name__,
-)
+@pytest.mark.parametrize("build", [llama, resnet, t5], ids=lambda build: build.__name__)
 def test_outputs_gradients_and_names_are_the_torch_models(build, tmp_path):
     model, args = made(build)
     path = tmp_path / "m.onnx"
@@ -160,11 +109,10 @@ def test_outputs_gradients_and_names_are_the_torch_models(build, tmp_path):
     assert set(mine) <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("build", [cnn, pytest.param(vit, marks=pytest.mark.slow)])
-def test_an_optimized_export_with_a_dynamic_batch(build):
-    model, args = made(build)
+def test_an_optimized_export_with_a_dynamic_batch():
+    model, args = made(cnn)
     shapes = ({0: torch.export.Dim.DYNAMIC},)
-    program = exported(model, args, optimize=True, dynamic_shapes=(shapes,) if isinstance(model, Logits) else shapes)
+    program = exported(model, args, optimize=True, dynamic_shapes=shapes)
     module = amp.onnx_to_fx(program.model)
     larger = tuple(torch.cat([one, one.flip(0), one]) for one in args)
     with torch.no_grad():

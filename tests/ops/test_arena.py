@@ -40,31 +40,6 @@ def in_block(tensor, memory):
     return storage(tensor) == storage(memory._block)
 
 
-def layers(source):
-    """A function as Inductor writes them: two outputs to be kept, one of them a view, and two that are not."""
-
-    def run(x):
-        a = source.allocate((8, 16), (16, 1), F32)
-        torch.mul(x, 2, out=a)
-        b = source.allocate((16, 8), (8, 1), F32).copy_(a.t())
-        part = a.view(-1)[5:21]
-        del a
-        c = source.allocate((128,), (1,), F32)
-        assert c.shape == (128,)
-        torch.add(b.flatten(), 1, out=c)
-        del b
-        c.as_strided_((8, 16), (16, 1))
-        low = source.allocate((8, 16), (1, 8), BF16).copy_(c)
-        total = source.allocate((), (), F32).copy_(part.sum() + c[:, 3].sum())
-        del c, part
-        wide = source.allocate((4, 8, 16), (128, 16, 1), F32).copy_(low.float().expand(4, 8, 16) * total)
-        gradient = source.allocate((16, 8), (8, 1), F32)
-        torch.sub(x.t(), total, out=gradient)
-        return total, wide[2:4], gradient, low.t()
-
-    return run
-
-
 @given(TIMES)
 @example([])
 def test_buffers_that_are_in_use_together_do_not_overlap(times):
@@ -79,37 +54,6 @@ def test_buffers_that_are_in_use_together_do_not_overlap(times):
     assert max(alive) <= total <= sum(span.size for span in spans)
     assert all(offset + span.size <= total for offset, span in zip(offsets, spans, strict=True))
     assert lay_out(list(spans)) == (offsets, total)
-
-
-@given(st.integers(1, 9), TIMES)
-def test_buffers_of_one_size_lie_at_multiples_of_it(units, times):
-    size, count = units * UNIT, len(times)
-    assert all(offset % size == 0 for offset in lay_out([Span(size, n, n + long) for _, n, long in times])[0])
-    assert lay_out([Span(size, n, n + 1) for n in range(count)]) == ([0] * count, size if count else 0)
-    assert sorted(lay_out([Span(size, 0, 1)] * count)[0]) == [n * size for n in range(count)]
-
-
-def test_five_calls_give_the_values_of_ordinary_memory_and_outputs_stay():
-    source, memory = Source(), ArenaMemory()
-    plain = layers(source)
-    run = ArenaRun(plain, 2, memory, least=0)
-    kept = []
-    for number in range(CALLS):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
-        before = source.calls
-        outputs = run(x)
-        assert source.calls - before == (2 if number else 7)
-        expected = plain(x)
-        assert all(map(torch.equal, outputs, expected))
-        kept.append((outputs[:2], expected[:2]))
-        assert [in_block(value, memory) for value in outputs] == [False, False, number > 0, number > 0]
-        assert outputs[2].is_contiguous() and outputs[3].shape == (16, 8) and outputs[3].is_contiguous()
-    assert all(all(map(torch.equal, outputs, expected)) for outputs, expected in kept)
-    assert len({storage(value) for outputs, _ in kept for value in outputs}) == 2 * CALLS
-    (_, end), (start, _) = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in outputs[2:])
-    assert (
-        end <= start and start % UNIT == 0 and memory._block.numel() < 4 * 512 + 256
-    )  # all five that are not kept, side by side
 
 
 @st.composite
@@ -273,28 +217,6 @@ def test_a_call_within_a_call_disturbs_neither():
         last, middle = run(base)
         assert holds(last, 2 * base + 1) and holds(middle, base + 1)
     assert in_block(last, memory) and in_block(middle, memory)
-
-
-def test_requests_for_nothing_are_met():
-    source, memory = Source(), ArenaMemory()
-
-    def plain():
-        empty, full = source.allocate((0, 3), (3, 1), F32), source.filled(1)
-        return empty, source.allocate((0,), (1,), BF16), full
-
-    run = ArenaRun(plain, 1, memory, least=0)
-    for number in range(CALLS):
-        empty, other, full = run()
-        assert empty.shape == (0, 3) and other.shape == (0,) and holds(full, 1)
-        assert in_block(full, memory) == (number > 0)
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_a_function_that_asks_for_nothing_or_keeps_all_needs_no_block(kept):
-    source, memory = Source(), ArenaMemory()
-    run = ArenaRun(lambda: [source.filled(2) for _ in range(kept)], kept, memory, least=0)
-    assert [[one.tolist() for one in run()] for _ in range(3)] == [[[2.0] * 16] * kept] * 3
-    assert memory._block.numel() == 0
 
 
 @pytest.mark.parametrize("more", [0, 1])

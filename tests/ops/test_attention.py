@@ -151,8 +151,7 @@ def test_a_query_that_a_finite_mask_hides_everything_from_is_as_atens():
     mask = torch.zeros(1, 1, 4, 5)
     mask[..., 2, :] = torch.finfo(torch.float32).min
     native, aten, _ = both((1, 2, 4, 5, 16), mask=mask)
-    for mine, theirs in zip(native, aten, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(native, aten, rtol=2e-2, atol=2e-2)
 
 
 @needs_loops
@@ -191,30 +190,6 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(cpu_attention, "backward", counting)
     return counted
-
-
-@needs_loops
-@pytest.mark.compiles
-@pytest.mark.slow  # by default a compiled model uses it, below
-@pytest.mark.parametrize("causal", [False, True])
-def test_compiled_steps_use_it_and_agree_with_the_eager_oracle(calls, causal):
-    x = torch.randn(2, 10, 32)
-    weights = {}
-    for backend in ("eager", "inductor"):
-        torch.manual_seed(0)
-        model = Attention(causal)
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        step = amp.training_step(
-            model, lambda m, x: m(x).float().pow(2).mean(), optimizer, dtype="bf16", backend=backend
-        )
-        step(x)
-        weights[backend] = model.project.weight.detach().clone()
-        assert len(calls) == (backend == "inductor")
-    torch.manual_seed(0)
-    start = Attention(causal).project.weight.detach()
-    moved, other = (weights[backend] - start for backend in ("eager", "inductor"))
-    assert moved.norm() > 1e-4
-    assert (moved - other).norm() < 0.01 * moved.norm()
 
 
 @needs_loops

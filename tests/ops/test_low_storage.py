@@ -21,21 +21,6 @@ def number(value):
     return torch.tensor(value, dtype=torch.float32)
 
 
-def test_fp16_storage_follows_the_formula_of_nvcaffe():
-    weights = [torch.randn(100).half()]
-    buffers, expected, history = [torch.zeros(100).half()], weights[0].clone(), torch.zeros(100).half()
-    started, rng = number(0), torch.tensor([0, 0])
-    for _ in range(3):
-        grads = [torch.randn(100).half()]
-        OPS.sgd_update_low(
-            weights, grads, buffers, [], started, rng, hyper(0.125, 0.5, 0, 0, 0), number(1), number(0), 0, False, False
-        )
-        history = (0.5 * history.float() + grads[0].float()).half()
-        expected = (expected.float() - 0.125 * history.float()).half()
-        assert torch.equal(buffers[0], history) and torch.equal(weights[0], expected)
-    assert rng.tolist() == [0, 0] and started == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @settings(max_examples=25, deadline=None, database=None, derandomize=True)
 @given(value=st.floats(-60000, 60000, width=32) | st.floats(-(2.0**-13), 2.0**-13, width=32), key=st.integers(0, 2**62))
@@ -86,44 +71,6 @@ def test_philox_gives_the_published_numbers():
     assert [int(word) for word in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("sgd", marks=pytest.mark.slow)])
-def test_small_updates_survive_in_low_storage(optimizer):
-    """1000 updates of 1e-4 on a weight of 1: nearest bf16 never moves, the two other storages end near 0.9."""
-    ends = {}
-    for mode in Storage:
-        weights = [torch.ones(256).bfloat16()]
-        extras = [torch.zeros_like(weight) for weight in weights] if mode == Storage.KAHAN else []
-        rng, started, steps = torch.tensor([1, 0]), number(0), [number(0)]
-        first, second = [torch.zeros(256)], [torch.zeros(256)]
-        for _ in range(1000):
-            tail = (number(1), number(0), int(mode))
-            if optimizer == "sgd":
-                OPS.sgd_update_low(
-                    weights, [torch.ones(256)], [], extras, started, rng, hyper(1e-4, 0, 0, 0, 0), *tail, False, False
-                )
-            else:
-                numbers = hyper(1e-4, 0.9, 0.999, 1e-8, 0, 0)
-                OPS.adam_update_low(
-                    weights,
-                    [torch.ones(256)],
-                    first,
-                    second,
-                    [],
-                    extras,
-                    steps,
-                    rng,
-                    numbers,
-                    *tail,
-                    False,
-                    False,
-                    True,
-                )
-        ends[mode] = weights[0].float().mean().item()
-    assert ends[Storage.NEAREST] == 1.0
-    assert ends[Storage.KAHAN] == pytest.approx(0.9, abs=2**-8)
-    assert ends[Storage.STOCHASTIC] == pytest.approx(0.9, abs=5e-3)
-
-
 @pytest.mark.parametrize("mode", list(Storage))
 @pytest.mark.parametrize(("dtype", "beyond"), [(torch.float16, 70000.0), (torch.bfloat16, 3.4e38)])
 def test_what_outgrows_its_type_is_clipped_and_what_is_infinite_stays(dtype, beyond, mode):
@@ -132,18 +79,6 @@ def test_what_outgrows_its_type_is_clipped_and_what_is_infinite_stays(dtype, bey
     stored, error = rounding.narrow(value, value.to(dtype), mode, torch.tensor([0, 0]), 0)
     assert stored[:5].tolist() == [largest, -largest, largest, torch.inf, -torch.inf] and stored[5].isnan()
     assert error is None or error[:3].tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("mode", list(Storage))
-def test_a_momentum_that_outgrows_fp16_is_clipped_and_comes_back(mode):
-    weights, buffers, rng = [torch.ones(3).half()], [torch.zeros(3).half()], torch.tensor([0, 0])
-    extras = [torch.zeros(3).half()] if mode == Storage.KAHAN else []
-    grown = torch.tensor([40000.0, -40000.0, 1.0])
-    for grad, momentum in ((grown, 40000.0), (grown, 65504.0), (0 * grown, 0.5 * 65504)):
-        tail = (extras, number(1), rng, hyper(0.5, 0.5, 0, 0, 0), number(1), number(0), int(mode), False, False)
-        OPS.sgd_update_low(weights, [4 * grad if momentum == 65504 else grad], buffers, *tail)
-        assert buffers[0][:2].tolist() == [momentum, -momentum]
-    assert weights[0][:2].tolist() == [-65504, 65504]
 
 
 def test_what_would_be_clipped_is_told_before():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from toys import relative
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
@@ -49,10 +50,6 @@ def results_and_gradients(op, kind, leaves, options, seeds):
     count = 3 if kind == "lstm" else 2
     results = call(op, kind, read[0], read[1:count], read[count:], options)
     return [*results, *torch.autograd.grad(results, read, [s.to(r.dtype) for s, r in zip(seeds, results, strict=True)])]
-
-
-def relative(value, reference):
-    return float((value.detach().double() - reference.detach()).norm() / reference.detach().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

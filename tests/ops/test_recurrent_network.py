@@ -225,5 +225,4 @@ def test_a_compiled_graph_of_forward_and_backward_holds_both():
     run = inductor.compile_graph(traced_graph(gradients, *given), given)
     with torch.no_grad():
         found = run(*given)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

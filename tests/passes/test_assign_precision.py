@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planning import draft_of, finish, labels_of
+from planning import draft_of, labels_of
 
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
 from amp_compiler.planner.fixed_labels import resolve
@@ -18,47 +18,11 @@ def chain(*ops: str) -> str:
     return "\n".join([*lines, f"return n{len(ops) - 1}"])
 
 
-@pytest.mark.parametrize("asked", ["low", "fp32", "keep"])
-def test_fixed_decisions_are_labels(asked: str) -> None:
-    assert labels_of(chain("gelu"), {"n0": asked}) == {"n0": asked}
-
-
-def test_one_upcast_serves_many_followers() -> None:
-    """Three followers of one low value, each read in fp32: one shared upcast before them beats three after them."""
-    graph = """graph cpu
-input x: fp32[8]
-h = aten.linear(input=x) -> fp32[8]
-g1 = aten.view(self=h) -> fp32[8]
-g2 = aten.view(self=h) -> fp32[8]
-g3 = aten.view(self=h) -> fp32[8]
-s1 = aten.softmax(self=g1) -> fp32[8]
-s2 = aten.softmax(self=g2) -> fp32[8]
-s3 = aten.softmax(self=g3) -> fp32[8]
-return s1, s2, s3
-"""
-    draft = finish(draft_of(graph))
-    assert [draft.labels[name] for name in ("g1", "g2", "g3")] == ["fp32"] * 3
-    assert [cast.value for cast in draft.casts or ()] == ["x", "h"]
-    assert draft.notes["g1"] == "follows: so that casts and nodes move the fewest bytes"
-
-
-def test_followers_in_a_row_move_the_cast_to_one_end() -> None:
-    labels = labels_of(chain("linear", "gelu", "gelu", "gelu", "softmax"))
-    assert list(labels.values()) == ["low", "low", "low", "low", "fp32"]
-    labels = labels_of(chain("softmax", "gelu", "gelu", "gelu", "linear"))
-    assert list(labels.values()) == ["fp32", "low", "low", "low", "low"]
-
-
 def test_an_exact_op_without_a_float_result_reads_every_bit() -> None:
     graph = (
         "graph cpu\ninput x: fp32[8]\nn = aten.softmax(self=x) -> fp32[8]\ni = aten.argmax(self=n) -> i64[]\nreturn i\n"
     )
     assert labels_of(graph)["i"] == "fp32"
-
-
-def test_bits_are_kept_through_a_row_of_exact_ops() -> None:
-    labels = labels_of(chain("softmax", "view", "relu", "view", "softmax"))
-    assert set(labels.values()) == {"fp32"}
 
 
 def test_a_low_source_is_semantically_low() -> None:

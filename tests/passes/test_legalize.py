@@ -8,9 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.errors import PassError
-from amp_compiler.passes.precision.legalize import Legalize
-from amp_compiler.policy.loader import load_rules
 
 
 def half(x: torch.Tensor) -> torch.Tensor:
@@ -90,28 +87,3 @@ def test_gradients_are_rounded_at_the_same_places():
     (gx, gw) = torch.autograd.grad(compiled(x), (x, model.weight), seed)
     assert torch.equal(gx, half(half(seed) @ half(model.weight)))
     assert torch.equal(gw, half(half(seed).t() @ half(x)))
-
-
-def graph_of(dtype: torch.dtype) -> torch.fx.GraphModule:
-    program = torch.export.export(nn.Linear(4, 2).to(dtype), (torch.ones(1, 4, dtype=dtype),), strict=False)
-    return program.graph_module
-
-
-def test_modified_is_true_only_where_something_changed():
-    legalize = Legalize(load_rules("default").ops)
-    assert legalize(graph_of(torch.float16)).modified
-    assert not legalize(graph_of(torch.bfloat16)).modified
-    assert not legalize(graph_of(torch.float32)).modified
-
-
-def test_twice_is_the_same_as_once():
-    legalize = Legalize(load_rules("default").ops)
-    once = legalize(graph_of(torch.float16)).subject
-    assert not legalize(once).modified
-
-
-def test_a_graph_without_types_is_refused():
-    graph = torch.fx.Graph()
-    graph.output((graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)),))
-    with pytest.raises(PassError, match="carries no example value"):
-        Legalize(load_rules("default").ops)(torch.fx.GraphModule({}, graph))

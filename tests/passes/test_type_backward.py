@@ -51,23 +51,6 @@ def test_types_in_the_joint_graph(rule: Any, forward: torch.dtype, backward: tor
     assert {n.meta["val"].dtype for n in check_node.args[0]} == {backward}  # handed to the update as they were made
 
 
-def test_neighbours_hand_gradients_over_unrounded() -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.c(self.b(self.a(x)))
-
-    step = stepped(Chain(), WIDE)
-    backward = [n for n in joint(step).nodes if n.meta.get("amp_phase") == "backward" and "val" in n.meta]
-    assert {n.meta["val"].dtype for n in backward if isinstance(n.meta["val"], torch.Tensor)} == {F32}
-    low = [n.meta["val"].dtype for n in joint(step).nodes if n.target in MATMULS and n.meta["amp_phase"] == "forward"]
-    assert low == [BF16] * 3
-
-
 def test_backward_nodes_know_their_module() -> None:
     step = stepped(Net(), WIDE)
     paths = {
@@ -76,13 +59,6 @@ def test_backward_nodes_know_their_module() -> None:
         if n.target in MATMULS and n.meta["amp_phase"] == "backward" and n.meta.get("nn_module_stack")
     }
     assert any(path.endswith("a") for path in paths) and any(path.endswith("b") for path in paths)
-
-
-def test_a_rule_that_asks_for_what_is_there_changes_nothing() -> None:
-    same = rules({"precision": "low"})
-    printed = [stepped(Net(), rule).graph_module.print_readable(print_output=False) for rule in ("default", same)]
-    assert printed[0] == printed[1]
-    assert "typed_op" not in printed[0]
 
 
 def test_nvcaffe() -> None:

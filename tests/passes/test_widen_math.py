@@ -91,15 +91,8 @@ def test_eager_computes_in_fp32_to_the_bit(name: str, dtype: str) -> None:
         assert torch.equal(one, other)
 
 
-INDUCTOR = [
-    pytest.param(name, marks=[] if name == "softmax" else [pytest.mark.slow])
-    for name in SINGLE
-    if name not in ("index", "embedding")
-]
-
-
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", INDUCTOR)
+@pytest.mark.parametrize("name", ["softmax", pytest.param("batch_norm", marks=pytest.mark.slow)])
 def test_inductor_computes_in_fp32(name: str) -> None:
     """What compiled code sums in another order may be rounded to the neighbour: one unit in the last place of BF16."""
     model = Op(*OPS[name])
@@ -110,16 +103,6 @@ def test_inductor_computes_in_fp32(name: str) -> None:
         assert torch.equal(one, one.to(BF16).float()), "a 16-bit number, inside and outside"
         assert float((one == other).float().mean()) > 0.98
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
-
-
-def test_without_math_the_gradient_of_a_broadcast_scale_is_rounded_before_it_is_summed() -> None:
-    """The test of the tests: what `math: fp32` is there for shows in these numbers."""
-    model = Op(*OPS["scale"])
-    plain = amp.compile(
-        model, rules={"version": 1, "rules": [{"match": {}, "precision": "low"}]}, dtype="bf16", backend="eager"
-    )
-    expected = numbers(lambda x: by_hand("scale", x, model.weight, BF16), "scale", model.weight)
-    assert not torch.equal(numbers(plain, "scale", model.weight)[2], expected[2])
 
 
 class Chain(nn.Module):
@@ -173,40 +156,15 @@ def test_what_legalize_will_widen_is_left_to_it() -> None:
     assert sum(node.target is CAST for node in graph.nodes) == 3 + 3 + 2  # the plan's, legalize's up, and down twice
 
 
-def test_the_fields_of_the_pass() -> None:
-    ops = load_rules("default").ops
-    traced = torch.fx.symbolic_trace(nn.ReLU())
-    for node in traced.graph.nodes:
-        node.meta["val"] = torch.ones(2)
-    assert not WidenMath(ops)(traced).modified, "no node is marked"
-
-
 # ---- gradients alone
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
 @pytest.mark.parametrize("name", ["softmax", "gelu"])
-def test_backward_math_alone(name: str, backend: str) -> None:
+def test_backward_math_alone(name: str) -> None:
     """The forward is what the 16-bit kernel gives; the gradients are computed in FP32 and rounded as they leave."""
     model = Op(*OPS[name])
     asked = rules(math="fp32")
     asked["rules"][0] = {"match": {}, "precision": "low", "backward": {"precision": "low", "math": "fp32"}}
-    compiled = amp.compile(model, rules=asked, dtype="bf16", backend=backend)
-    found = numbers(compiled, name, model.weight)
-    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        # Inductor may leave out that an operand is rounded in the loop that reads it: softmax subtracts what is near.
-        rounding = 0 if backend == "eager" else 2**-8
-        torch.testing.assert_close(one, other, rtol=2 * rounding, atol=rounding * float(other.abs().max()))
-
-
-def test_16_bit_gradients_of_an_fp32_node_with_fp32_arithmetic() -> None:
-    name = "softmax"  # a product and a scale are in test_rule_words.py, with all words
-    model = Op(*OPS[name])
-    asked = {
-        "version": 1,
-        "rules": [{"match": {}, "precision": "fp32", "backward": {"precision": "low", "math": "fp32"}}],
-    }
     compiled = amp.compile(model, rules=asked, dtype="bf16", backend="eager")
     found = numbers(compiled, name, model.weight)
     expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
@@ -214,14 +172,13 @@ def test_16_bit_gradients_of_an_fp32_node_with_fp32_arithmetic() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
-def test_a_training_step_of_nvcaffe(backend: str) -> None:
+def test_a_training_step_of_nvcaffe() -> None:
     """Everything low but the loss, FP32 arithmetic in all of it."""
     model = Chain()
     x, y = torch.randn(5, 8), torch.randint(0, 4, (5,))
     step = amp.training_step(
         model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.0), rules="nvcaffe",
-        dtype="bf16", loss_scale=None, backend=backend,
+        dtype="bf16", loss_scale=None, backend="eager",
     )  # fmt: skip
     step(x, y)
     found = {name: gradient.clone().float() for name, gradient in step.gradients().items()}

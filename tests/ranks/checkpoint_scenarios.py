@@ -28,12 +28,6 @@ READ: Readers = {
     "whole": (("split", 2, ""),),
     "one process": (("whole", 2, "begun"),),
 }
-# All three write the same, so that these find nothing else.
-READ_SLOWLY: Readers = {
-    "split": (("whole", 4, ""),),
-    "whole": (("whole", 1, "begun"),),
-    "one process": (("split", 4, "begun"),),
-}
 CASE = replace(SPLIT["fp16"], batches=lambda: rows(6))
 
 
@@ -69,15 +63,6 @@ def state_of(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
 @scenario
 def resharded(place: Place) -> dict[str, Any]:
     """Two ranks, whose update is split or whole, and one process write; four, two and one read, and go on."""
-    return _resharded(place, READ)
-
-
-@scenario
-def resharded_otherwise(place: Place) -> dict[str, Any]:
-    return _resharded(place, READ_SLOWLY)
-
-
-def _resharded(place: Place, read: Readers) -> dict[str, Any]:
     batches = CASE.batches()
     places = {size: one for size, one in {1: place.first(1), 2: place.first(2), 4: place}.items() if place.rank < size}
     folder, found = place.folder / "resharded", {}
@@ -92,7 +77,7 @@ def _resharded(place: Place, read: Readers) -> dict[str, Any]:
             train(at, step, batches[3:])
             found[form]["went on"] = state_of(model, step)
     dist.barrier(place.group)
-    for writer, readers in read.items():
+    for writer, readers in READ.items():
         for form, size, begun in readers:
             if size in places:
                 at = places[size]

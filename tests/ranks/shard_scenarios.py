@@ -74,9 +74,6 @@ SPLIT = {
 }
 
 
-PLAIN = ("adamw", "fp16")  # "two groups" is such an AdamW, and "accumulated" such a step in FP16
-
-
 def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:
     """The whole FP32 value of every parameter, which all ranks ask for."""
     (optimizer,) = step._optimizers
@@ -103,14 +100,8 @@ def everything(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
 
 @scenario
 def parts(place: Place) -> dict[str, Any]:
-    """Every case but the plain ones, with the update split and whole."""
-    return {name: in_both_ways(place, case) for name, case in SPLIT.items() if name not in PLAIN}
-
-
-@scenario
-def parts_of_plain_cases(place: Place) -> dict[str, Any]:
-    """Those of which another case does more."""
-    return {name: in_both_ways(place, SPLIT[name]) for name in PLAIN}
+    """Every case, with the update split and whole."""
+    return {name: in_both_ways(place, case) for name, case in SPLIT.items()}
 
 
 def in_both_ways(place: Place, case: Case) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_scenarios import READ, READ_SLOWLY
+from checkpoint_scenarios import READ
 from rank_harness import equal, of
 
 pytestmark = pytest.mark.ranks
@@ -28,26 +28,10 @@ def same(one, other, but=()):
     return True
 
 
-def each(read):
-    return pytest.mark.parametrize(
-        ("writer", "form", "size"), [(w, f, s) for w, some in read.items() for f, s, _ in some]
-    )
-
-
-@each(READ)
+@pytest.mark.parametrize(("writer", "form", "size"), [(w, f, s) for w, some in READ.items() for f, s, _ in some])
 def test_any_number_of_ranks_goes_on_from_any_other(four, writer, form, size):
-    check_going_on(four, "resharded", writer, form, size)
-
-
-@pytest.mark.slow
-@each(READ_SLOWLY)
-def test_other_numbers_of_ranks_go_on_too(four, writer, form, size):
-    check_going_on(four, "resharded_otherwise", writer, form, size)
-
-
-def check_going_on(ranks, name, writer, form, size):
-    first = of(ranks, name)[0]
-    for one in of(ranks, name, size):
+    first = of(four, "resharded")[0]
+    for one in of(four, "resharded", size):
         read = one[writer, form, size]
         assert read["extra"] == {"rank": 0}
         assert same(read["loaded"], first[writer]["saved"])

@@ -67,11 +67,7 @@ def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(two):
     first, second = of(two, "a_gan")
     assert first["batches"] == 2 * STEPS and first["losses"] != second["losses"]
     assert sum(first["losses"][-5:]) < sum(first["losses"][:5])
-    check_a_gan(two)
-
-
-def check_a_gan(ranks):
-    first, *others = of(ranks, "a_gan")
+    first, *others = of(two, "a_gan")
     for key in ("same", "together"):
         assert all(equal(first[key], one[key]) for one in others)
     assert 0 < distance(first["together"], first["jointly"]) < 1e-5  # the sums of 50 steps are made in another order
@@ -264,32 +260,11 @@ def test_compiled_steps_do_the_same(two):
     first, second = of(two, "compiled")
     assert equal(first["same"], second["same"])
     assert distance(first["together"], first["eager"]) < 1e-5
-    check_compiled_norms(two)
-
-
-def check_compiled_norms(ranks):
-    first, *others = of(ranks, "compiled_norms")
+    first, *others = of(two, "compiled_norms")
     for way, one in first.items():
         assert all(equal(one["same"], other[way]["same"]) for other in others)
     for dtype, bound in (("fp32", 1e-6), ("bf16", 2.0**-8)):
         assert distance(first[f"{dtype} inductor"]["weights"], first[f"{dtype} eager"]["weights"]) < bound
-
-
-@pytest.mark.slow
-def test_four_ranks_do_as_one_process_does_on_their_parts(four):
-    for name in CASES:
-        first, *others = (one[name] for one in of(four, "in_fp32"))
-        assert all(equal(first["together"], one["together"]) for one in others)
-        assert distance(first["together"], first["alone"]) < 1e-4  # four numbers are added in another order
-        assert 0 < distance(first["together"], first["jointly"]) < 1e-5  # as are the sums of 50 steps
-    first, *others = of(four, "missing_gradients")
-    assert all(equal(a, b) for one in others for a, b in zip(first["weights"], one["weights"], strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_compiled_steps_of_four_ranks_do_the_same(four):
-    check_compiled_norms(four)
 
 
 @pytest.mark.parametrize("case", JOINTLY)
@@ -309,38 +284,14 @@ def test_four_ranks_gather_batches_and_skip_steps_as_one(four):
         assert equal(one["weights"], first["weights"]) and equal(one["same"], first["same"])
 
 
-@pytest.mark.slow  # two ranks do the same, and that four sum as one process does is seen of plainer steps
-def test_a_gan_of_four_ranks_is_that_of_one_process(four):
-    check_a_gan(four)
-
-
 def test_on_four_ranks_low_types_lead_about_as_far_from_fp32_as_autocast_in_ddp(four):
-    check_low_types_of_four(four, "low_types_of_fp16", "fp16", "adamw")
-
-
-@pytest.mark.slow
-def test_on_four_ranks_bf16_leads_about_as_far_from_fp32_as_autocast_in_ddp(four):
-    check_low_types_of_four(four, "low_types", "bf16", "sgd")
-
-
-def check_low_types_of_four(ranks, name, dtype, optimizer):
-    first, *others = (one[dtype, optimizer] for one in of(ranks, name))
+    first, *others = (one["fp16", "adamw"] for one in of(four, "low_types_of_fp16"))
     assert all(equal(first["same"], one["same"]) for one in others)
     theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
-    print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
+    print(f"\nfp16 adamw: {theirs:.2e} {ours:.2e} {wide:.2e}")
     assert 0 < ours <= 1.5 * theirs  # one seed, by the largest difference
     assert 0 < wide <= 1.5 * theirs
     assert first["sent"] == [2 * (4 - 1) / 4 * (2 * 212 + 4 * 32)]  # elements in 16 bits, and those of the norm
-
-
-@pytest.mark.slow
-def test_four_ranks_round_alike_and_are_told_of_what_one_does_otherwise(four):
-    first, *others = of(four, "low_weights")
-    assert all(equal(first["same"], one["same"]) for one in others)
-    first, _, *others = of(four, "differences_later")
-    assert first["rate"] and all(
-        first[key] == one[key] for one in others for key in first if key not in ("same", "fails")
-    )
 
 
 def test_ranks_that_differ_are_told_so_on_each_of_them(two):

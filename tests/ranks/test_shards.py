@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from rank_harness import equal, of
-from shard_scenarios import PLAIN, SPLIT
+from shard_scenarios import SPLIT
 
 pytestmark = pytest.mark.ranks
 
@@ -17,19 +17,9 @@ def rounded_equal(some, others):
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("case", [case for case in SPLIT if case not in PLAIN])
+@pytest.mark.parametrize("case", SPLIT)
 def test_a_split_update_makes_the_weights_of_a_whole_one(two, case):
-    check_a_split_update(of(two, "parts"), case)
-
-
-@pytest.mark.slow
-def test_so_it_does_of_the_plain_cases(two):
-    ranks = of(two, "parts_of_plain_cases")
-    for case in PLAIN:
-        check_a_split_update(ranks, case)
-
-
-def check_a_split_update(ranks, case):
+    ranks = of(two, "parts")
     for one in ranks:
         whole, split = one[case]["whole"], one[case]["split"]
         if case == "clipping":  # the squares of the norm are added in another order

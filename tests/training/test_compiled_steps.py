@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toys import TOYS
+from toys import TOYS, relative
 
 import amp_compiler as amp
 
@@ -32,10 +32,6 @@ def trained(name, backend):
         gradients = gradients or {key: value.clone() for key, value in step.gradients().items()}
     moved = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
     return step, torch.stack(losses), gradients, torch.cat([one.flatten() for one in moved])
-
-
-def relative(found, exact):
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TOYS])

@@ -135,16 +135,3 @@ def test_other_complex_types_are_refused():
     model.spectral.weight = nn.Parameter(model.spectral.weight.to(torch.complex128))
     with pytest.raises(amp.AmpError, match=r"spectral\.weight' is complex128.*complex64"):
         step_of(model, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16")
-
-
-@pytest.mark.compiles
-@pytest.mark.slow
-def test_the_compiled_step_gives_the_same():
-    start, ours = models()
-    theirs = copy.deepcopy(start)
-    autocast(theirs, BATCHES)
-    optimizer = torch.optim.AdamW(ours.parameters(), 1e-2)
-    step = amp.training_step(ours, loss, optimizer, clip_norm=0.1, dtype="bf16")
-    for batch in BATCHES:
-        step(batch)
-    check_near(ours, theirs, start)

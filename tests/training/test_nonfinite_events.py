@@ -57,12 +57,6 @@ def test_only_parameters_with_bad_gradients_are_named():
     assert events.read() == (NonfiniteEvent(1, 2.0, ("b", "c")),)
 
 
-def test_without_a_check_there_are_none():
-    step = make(loss_scale="none")
-    step(GOOD, GOOD)
-    assert step.nonfinite_events() == ()
-
-
 def test_of_gathered_batches_the_update_is_named():
     step = make(loss_scale=8.0, accumulate=2)
     for x in (GOOD, GOOD, BAD, GOOD, GOOD, GOOD):

@@ -16,7 +16,9 @@ from torch.testing._internal.common_optimizers import optim_db
 pytestmark = pytest.mark.long
 
 KNOWN = {info.optim_cls.__name__: info for info in optim_db}
+LISTED = ("RMSprop", "RAdam", "NAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "Rprop", "Adafactor", "Muon")
 SHORT = (
+    *((name, "default", "FP32") for name in LISTED),
     ("SGD", "weight_decay w/ momentum, fused", "FP32"),
     ("Adam", "amsgrad, foreach", "BF16"),
     ("Adagrad", "default", "sparse"),

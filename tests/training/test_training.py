@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes
+from toys import classes, plain_step
 
 import amp_compiler as amp
 
@@ -51,10 +51,7 @@ def test_plain_fp32_equals_a_torch_loop(name):
     step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     for _ in range(20):
         loss = step(X, Y)
-        plain.zero_grad()
-        expected = classes(reference, X, Y)
-        expected.backward()
-        plain.step()
+        expected = plain_step(reference, classes, plain, X, Y)
         assert abs(float(loss - expected.detach())) < 1e-5
     for got, wanted in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
         if isinstance(optimizer, torch.optim.SGD):
@@ -84,53 +81,6 @@ def test_clipping_is_torchs():
     assert all(torch.allclose(step.gradients()[n], g, rtol=1e-6, atol=1e-8) for n, g in gradients.items())
 
 
-def test_the_16_bit_weight_is_the_rounded_master():
-    model, _ = models()
-    step = amp.training_step(model, classes, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", backend="eager")
-    for _ in range(3):
-        step(X, Y)
-    for key, copies in step._state.kept.low_weights._copies.items():
-        master = next(p for p in model.parameters() if id(p) == key)
-        assert set(copies) == {torch.bfloat16}
-        assert torch.equal(copies[torch.bfloat16], master.detach().bfloat16())
-    names = [n.name for n in step.graph_module.graph.find_nodes(op="placeholder")]
-    assert sum("_low" in name for name in names) == 3
-    with torch.no_grad():
-        model.a.weight.zero_()
-    step(X, Y)
-    copy = step._state.kept.low_weights.get(model.a.weight, torch.bfloat16)
-    assert torch.equal(copy, model.a.weight.detach().bfloat16())
-
-
-def test_schedulers_groups_and_scaler_states_carry_over():
-    model, reference = models()
-
-    def build(m):
-        groups = [
-            {"params": m.a.parameters(), "lr": 0.1},
-            {"params": [*m.norm.parameters(), *m.b.parameters()], "lr": 0.01},
-        ]
-        optimizer = torch.optim.SGD(groups)
-        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-    (ours, our_schedule), (plain, schedule) = build(model), build(reference)
-    step = amp.training_step(model, classes, ours, backend="eager", enabled=False)
-    for _ in range(6):
-        step(X, Y)
-        our_schedule.step()
-        plain.zero_grad()
-        classes(reference, X, Y).backward()
-        plain.step()
-        schedule.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-    scaled = amp.training_step(model, classes, ours, dtype="fp16", loss_scale="dynamic", backend="eager")
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    scaler.scale(torch.ones(()))
-    scaled.load_state_dict(scaler.state_dict())
-    assert float(scaled.loss_scale) == 512.0
-    scaler.load_state_dict(scaled.state_dict())
-
-
 def dampened(optimizer_of_ours: bool, disturb) -> list[torch.Tensor]:
     """Weights after steps of dampened SGD, ours or torch's; `disturb` gets number, model and optimizer before each."""
     torch.manual_seed(0)
@@ -147,9 +97,7 @@ def dampened(optimizer_of_ours: bool, disturb) -> list[torch.Tensor]:
         if optimizer_of_ours:
             step(x, torch.tensor(gain))
         else:
-            optimizer.zero_grad()
-            loss_fn(model, x, torch.tensor(gain)).backward()
-            optimizer.step()
+            plain_step(model, loss_fn, optimizer, x, torch.tensor(gain))
     return [p.detach() for p in model.parameters()]
 
 
@@ -220,37 +168,6 @@ def test_a_first_step_that_is_skipped_leaves_the_first_one_to_come(made_anew):
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
-
-
-def test_parameters_that_come_later_are_trained():
-    model, _ = models()
-    model.a.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD([model.a.weight, model.b.weight], 0.1)
-    step = amp.training_step(model, classes, optimizer, backend="eager", dtype="bf16")
-    frozen, bias = model.a.weight.detach().clone(), model.b.bias.detach().clone()
-    step(X, Y)
-    assert torch.equal(frozen, model.a.weight) and torch.equal(bias, model.b.bias)
-    model.a.weight.requires_grad_(True)
-    optimizer.add_param_group({"params": [model.b.bias]})
-    step(X, Y)
-    assert not torch.equal(frozen, model.a.weight) and not torch.equal(bias, model.b.bias)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"clip_norm": -1.0}, "positive"),
-        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "LBFGS"),
-        ({"loss_fn": lambda m, x, y: m(x)}, "one floating-point number"),
-        ({"model": {"a": 3}}, "nn.Module"),
-    ],
-)
-def test_wrong_arguments_are_named(change, text):
-    model, _ = models()
-    arguments = {"model": model, "loss_fn": classes, "optimizer": torch.optim.SGD(model.parameters(), 0.1)} | change
-    options = {key: arguments.pop(key) for key in list(arguments) if key == "clip_norm"}
-    with pytest.raises(amp.AmpError, match=text):
-        amp.training_step(**arguments, **options, backend="eager")(X, Y)
 
 
 def test_the_next_call_updates_where_fewer_are_gathered():

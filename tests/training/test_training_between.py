@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes, small
+from toys import classes, plain_step, small
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, CaptureError
@@ -32,8 +31,9 @@ def adamw(model):
 
 
 def assert_same_weights(first, second, **tolerance):
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
+    torch.testing.assert_close(
+        list(first.parameters()), list(second.parameters()), **(tolerance or {"rtol": 0, "atol": 0})
+    )
 
 
 @BACKENDS
@@ -67,26 +67,13 @@ def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     torch.testing.assert_close(step(x, Y), expected.detach(), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("backend", "enabled", "accumulate"),
-    [
-        ("eager", False, 1),
-        ("eager", True, 2),
-        pytest.param("eager", False, 2, marks=pytest.mark.slow),
-        pytest.param("eager", True, 1, marks=pytest.mark.slow),
-        *(
-            pytest.param("inductor", enabled, accumulate, marks=pytest.mark.slow)
-            for enabled in (False, True)
-            for accumulate in (1, 2)
-        ),
-    ],
-)
-def test_a_model_may_become_channels_last(backend, enabled, accumulate):
+@pytest.mark.parametrize(("enabled", "accumulate"), [(False, 1), (True, 2)])
+def test_a_model_may_become_channels_last(enabled, accumulate):
     results = []
     for convert in (False, True):
         model = convnet()
         step = amp.training_step(
-            model, classes, adamw(model), dtype="bf16", backend=backend, enabled=enabled, accumulate=accumulate
+            model, classes, adamw(model), dtype="bf16", backend="eager", enabled=enabled, accumulate=accumulate
         )
         for number in range(6):
             if number == 3 and convert:
@@ -97,22 +84,13 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        *((kind, "eager") for kind in ("adamw", "sgd", "rmsprop", "kahan", "master")),
-        *(
-            pytest.param(kind, "inductor", marks=pytest.mark.slow)
-            for kind in ("adamw", "sgd", "rmsprop", "kahan", "master")
-        ),
-    ],
-)
-def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "kahan", "master"])
+def test_a_checkpoint_of_another_memory_format_is_taken(kind):
     """Moments, masters and compensations have the strides of the model that was saved."""
     rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
     kinds = {"sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2)}
     make = kinds.get(kind, lambda p: torch.optim.AdamW(p, 1e-2))
-    options = {"dtype": "bf16", "backend": backend, "rules": rules if kind == "kahan" else "default"}
+    options = {"dtype": "bf16", "backend": "eager", "rules": rules if kind == "kahan" else "default"}
     model = convnet().bfloat16() if kind == "master" else convnet()
     images = IMAGES.bfloat16() if kind == "master" else IMAGES
     optimizer = make(model.parameters())
@@ -137,9 +115,7 @@ def test_weights_that_are_slices_are_trained(backend):
     plain = adamw(reference)
     for _ in range(4):
         step(X, Y)
-        plain.zero_grad()
-        classes(reference, X, Y).backward()
-        plain.step()
+        plain_step(reference, classes, plain, X, Y)
     assert_same_weights(model, reference, rtol=0, atol=1e-6)
 
 
@@ -171,9 +147,7 @@ def test_weights_that_are_tied_later_have_one_gradient():
     step, plain = amp.training_step(model, loss, adamw(model), backend="eager", enabled=False), adamw(reference)
     for number in range(4):
         step(X)
-        plain.zero_grad()
-        loss(reference, X).backward()
-        plain.step()
+        plain_step(reference, loss, plain, X)
         if number == 1:
             model.b.weight, reference.b.weight = model.a.weight, reference.a.weight
     assert_same_weights(model, reference, rtol=0, atol=1e-6)
@@ -196,22 +170,6 @@ def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
     for options in ({"clip_norm": "1"}, {"clip_norm": True}, {"accumulate": True}):
         with pytest.raises(AmpError, match=next(iter(options))):
             amp.training_step(model, classes, adamw(model), **options)
-
-
-def test_steps_may_be_captured_in_several_threads():
-    models, losses = [small(seed) for seed in range(3)], [None] * 3
-
-    def run(place):
-        step = amp.training_step(models[place], classes, adamw(models[place]), dtype="bf16", backend="eager")
-        losses[place] = float(step(X, Y))
-
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = [float(classes(small(seed), X, Y)) for seed in range(3)]
-    assert losses == pytest.approx(expected, rel=1e-2)
 
 
 class Sometimes(nn.Module):

@@ -198,30 +198,6 @@ def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run, whole):
     assert kept and all(torch.equal(value, same) and storage(value) != storage(run.block) for value, same in kept)
 
 
-@pytest.mark.compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["plain"], indirect=True)
-def test_a_model_that_a_user_compiles_and_trains_beside_a_step_is_not_disturbed(run):
-    models = [copy.deepcopy(run.model) for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in models]
-    calls, kept = [torch.compile(models[0], dynamic=False), models[1]], []
-    for number in range(0, 8, 2):
-        run.step(*batch(number))
-        x, y = batch(number)
-        results = []
-        for call, optimizer in zip(calls, optimizers, strict=True):
-            logits, hidden = call(x)
-            run.step(*batch(number + 1))
-            optimizer.zero_grad()
-            F.cross_entropy(logits, y).backward()
-            optimizer.step()
-            results.append((logits.detach(), hidden.detach()))
-        torch.testing.assert_close(*results)
-        kept += [(one, one.clone()) for one in results[0]]
-    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict())
-    assert all(torch.equal(value, same) and storage(value) != storage(run.block) for value, same in kept)
-
-
 @pytest.mark.parametrize("case", ["eager", "dynamic_shapes"])
 def test_steps_that_ask_anew_at_each_call_have_no_block(case, monkeypatch):
     monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))

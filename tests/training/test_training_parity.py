@@ -185,51 +185,6 @@ def injected(batches, bad):
         yield images * factor, labels
 
 
-def grad_scaler_run(model, batches, **options):
-    """Whether each step was skipped, and the scale after it, of torch's own loop."""
-    scaler = torch.amp.GradScaler("cpu", **options)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    pattern = []
-    for batch in batches:
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_fn(model, *batch)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        pattern.append((skipped, scaler.get_scale()))
-    return pattern, scaler.state_dict()
-
-
-@pytest.mark.sweep(3)
-@pytest.mark.parametrize("bad", [{0}, {3, 4, 11}, {2, 6, 7, 8, 9, 17, 18, 22}], ids=["the first step", "a few", "many"])
-@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.7, 0.6)], ids=["powers of two", "other factors"])
-def test_the_same_steps_are_skipped_and_the_scale_goes_the_same_way_as_grad_scalers(bad, factors):
-    options = {"init_scale": 1024.0, "growth_interval": 3, "growth_factor": factors[0], "backoff_factor": factors[1]}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
-    expected, state = grad_scaler_run(copy.deepcopy(model), injected(digit_batches(24, 0), bad), **options)
-    step = amp.training_step(
-        model,
-        loss_fn,
-        torch.optim.AdamW(model.parameters(), 1e-3),
-        dtype="fp16",
-        loss_scale=DynamicLossScale(**options),
-        backend="eager",
-    )
-    pattern = []
-    for batch in injected(digit_batches(24, 0), bad):
-        count = int(step.skipped_steps)
-        step(*batch)
-        pattern.append((int(step.skipped_steps) > count, float(step.loss_scale)))
-    assert [number for number, (skipped, _) in enumerate(pattern) if skipped] == sorted(bad)
-    assert pattern == expected
-    mine = step.state_dict()
-    assert {key: mine[key] for key in state} == state
-
-
 class WithDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from toys import classes
@@ -56,42 +54,3 @@ def test_a_norm_adaptive_scale_changes_no_bit_of_the_training(name):
         results.append(everything(model, optimizer))
     assert len(set(scales)) >= 3
     assert same(*results)
-
-
-def trajectory(flags, section):
-    """The scale after each step of a net, `x` being a batch with an inf; only the other steps move the weights."""
-    model = net()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=section, backend="eager")
-    bad = X.clone()
-    bad[3, 2] = INF
-    scales, moved = [], ""
-    for flag in flags:
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        step(bad if flag == "x" else X, Y)
-        scales.append(float(step.loss_scale))
-        moved += "x" if same(before, [parameter.detach() for parameter in model.parameters()]) else "."
-    return scales, moved, step
-
-
-def by_definition(flags, section):
-    scale, good, bad = section["init"], 0, 0
-    for flag in flags:
-        good, bad = (0, bad + 1) if flag == "x" else (good + 1, 0)
-        if bad >= section["hysteresis"]:
-            scale = max(scale / 2, section["min"])
-        elif good == section["growth_interval"]:
-            scale, good = min(scale * 2, section["max"]), 0
-        yield scale
-
-
-@pytest.mark.parametrize(("hysteresis", "growth_interval"), [(1, 1), (2, 3), (3, 2)])
-def test_the_scale_of_a_long_run_is_the_one_of_the_definition(hysteresis, growth_interval):
-    section = {"mode": "dynamic", "init": 64.0, "min": 8.0, "max": 256.0}
-    section |= {"hysteresis": hysteresis, "growth_interval": growth_interval}
-    flags = "".join(random.Random(2).choices("x.", k=60))
-    expected = list(by_definition(flags, section))
-    scales, moved, step = trajectory(flags, section)
-    assert scales == expected and moved == flags
-    assert int(step.skipped_steps) == flags.count("x")
-    assert len(set(expected)) >= 4 and max(expected) > 64.0 > min(expected)

@@ -123,42 +123,6 @@ def test_accumulated_batches_are_averaged(mode):
     assert set(step.gradients()) == {name for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_groups_and_schedulers_work_without_masters(half):
-    model = net()
-    model, x = (model.half(), X.half()) if half else (model, X)
-    groups = [{"params": model.a.parameters(), "lr": 0.1}, {"params": model.b.parameters(), "lr": 0.0}]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
-    step = amp.training_step(model, classes, optimizer, rules=rules(), dtype="fp16", loss_scale=64.0, backend="eager")
-    norm, first, second = (p.detach().clone() for p in (model.norm.weight, model.a.weight, model.b.weight))
-    step(x, Y), schedule.step()
-    moved = model.a.weight.detach().clone()
-    assert not torch.equal(moved, first.half()) and torch.equal(model.b.weight, second.half())
-    step(x, Y)
-    assert torch.equal(moved, model.a.weight)  # the learning rate is zero by now
-    assert torch.equal(norm, model.norm.weight)  # in no group
-
-
-def test_two_steps_share_the_modules_of_a_gan():
-    torch.manual_seed(0)
-    nets = {"g": nn.Linear(4, 8), "d": nn.Linear(8, 1)}
-    optimizers = {name: torch.optim.SGD(part.parameters(), 0.05, momentum=0.9) for name, part in nets.items()}
-    options = {"rules": rules(), "dtype": "fp16", "loss_scale": 64.0, "backend": "eager"}
-    learn_d = amp.training_step(nets, lambda m, z: m["d"](m["g"](z)).square().mean(), optimizers["d"], **options)
-    learn_g = amp.training_step(nets, lambda m, z: (m["d"](m["g"](z)) - 1).square().mean(), optimizers["g"], **options)
-    both = amp.training_step(nets, lambda m, z: m["d"](m["g"](z)).square().mean(), optimizers, **options)
-    z = torch.randn(6, 4)
-    for step, moving, still in ((learn_d, "d", "g"), (learn_g, "g", "d"), (learn_d, "d", "g")):
-        before = {name: part.weight.detach().float() for name, part in nets.items()}
-        step(z)
-        assert torch.equal(before[still], nets[still].weight.float())
-        assert not torch.equal(before[moving], nets[moving].weight.float())
-    assert all(p.dtype is torch.float16 for part in nets.values() for p in part.parameters())
-    losses = [float(both(z)) for _ in range(10)]
-    assert losses[-1] < losses[0]
-
-
 def test_tied_and_later_frozen_weights():
     class Tied(nn.Module):
         def __init__(self):

@@ -43,9 +43,6 @@ OPTIMIZERS = {
     "adafactor": lambda p: O.Adafactor(p, 1e-2, weight_decay=0.1),
     "muon": lambda p: O.Muon(p, 1e-2),
 }
-# The step of these is the one of torch's CPU loop to the last bit; the others compute bias corrections in another order
-# where they are capturable, or take a norm, and the last bit of a step of 0.01 is below 1e-8.
-EXACT = ("rmsprop", "rmsprop, all options", "adadelta", "rprop", "asgd", "muon")
 
 
 def models(name="") -> tuple[nn.Module, nn.Module]:
