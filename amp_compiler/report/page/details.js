@@ -56,7 +56,7 @@ class Details {
       [
         "runs in",
         badge(node.precision, side),
-        node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
+        node.requested && node.requested !== node.precision ? ` requested: ${node.requested}` : "",
         types && `, gives ${types}`,
       ],
       ["op", named(node.op), soft(node.family)],

@@ -67,7 +67,8 @@ function storedWords(casts) {
   return total ? `+ ${bytes(total)}` : "";
 }
 
-const firstType = (node) => node.makes[0]?.type ?? "";
+/** The type that a node makes, and behind it the one that a rule has it compute in. */
+const firstType = ({ makes, math }) => (makes[0]?.type ?? "") + (math ? ` (${math.match(/^\w*/)[0]})` : "");
 /** A node's name where it is its op and a number, else the op. */
 const titleOfNode = (node) => (tellsOp(node) ? node.name : shortOp(node.op));
 const tellsOp = (node) => node.name.replace(/(_\d+)+$/, "") === shortOp(node.op);

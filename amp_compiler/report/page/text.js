@@ -81,3 +81,10 @@ const typeOf = (precision, side = null) =>
 /** The same with its sign, which tells it apart without colour. */
 const badge = (precision, side, ...words) =>
   make("span", { class: `badge ${precision}` }, ...words, typeOf(precision, side));
+
+/** Hears keys: Enter and the space bar do what a click does. */
+const onEnter = (act) => (event) => {
+  if (event.key !== "Enter" && event.key !== " ") return;
+  event.preventDefault();
+  act();
+};
