@@ -136,7 +136,7 @@ def _reason_table(nodes: tuple[PlannedNode, ...]) -> Table:
 def _precision_text(node: PlannedNode, low: str) -> Text:
     text = Text(type_of(node.precision, low), style=PRECISION_STYLES.get(node.precision, ""))
     if node.requested and node.requested != node.precision:
-        text.append(f" ({node.requested})", style="dim")
+        text.append(f" ({type_of(node.requested, low)})", style="dim")
     return text
 
 

@@ -17,7 +17,7 @@ from test_page import hostile_plan, small_step
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PlannedModel, PlannedNode, PrecisionPlan
 
 LAYERS = 3
 ALL = LAYERS * len(LAYER)
@@ -179,6 +179,10 @@ def test_a_product_in_fp8_says_so_and_is_found(browser, pages):
     assert names(browser) == ["linear", "linear_1"]
     types = "return [...document.querySelectorAll('.box .type')].map((text) => text.textContent)"
     assert browser.run(types) == ["bf16 (fp8)", "bf16", "bf16 (fp8)"]
+    shares = "return [...document.querySelectorAll('.share')].map((share) => share.textContent)"
+    low, eights, made = browser.run(shares)
+    assert low == "of the arithmetic in bf160.4 %"  # a GELU beside two products
+    assert eights == "of the arithmetic in fp899.6 %" and made == "of the bytes made in bf16100 %"
 
 
 def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
@@ -502,6 +506,26 @@ def test_names_break_at_signs_alone(browser, pages, width, tmp_path):
     )
     assert broken == []
     assert browser.run("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_names_of_any_length_have_room(browser, width, tmp_path):
+    word = "Averylongnamewithoutanybreakingpoint" * 5
+    plan = transformer(13)
+    nodes = tuple(replace(node, module=f"{word}.{node.module}", rule=f"/{word}/{word}.yaml:3") for node in plan.nodes)
+    about = PlannedModel(word, 12, (f"fp32[{word}]",))
+    one, other = replace(plan, nodes=nodes, rules=word, model=about), replace(plan, nodes=nodes[:-1])
+    one.to_html(tmp_path / "page.html", other=other, names=(f"/home/{word}.json", word))
+    browser.open(tmp_path / "page.html", "#node=linear_1", width=width)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    beyond = (
+        "return [...document.querySelectorAll('header *, figcaption, #details *')].filter((one) => one.clientWidth"
+        "  && one.scrollWidth > one.clientWidth + 1 && !one.matches('dl.cards')).map((one) => one.outerHTML)"
+    )
+    assert browser.run(beyond) == []
+    frames = "return [...document.querySelectorAll('figcaption')].map((one) => one.getBoundingClientRect().right)"
+    panes = "return [...document.querySelectorAll('figure')].map((one) => one.getBoundingClientRect().right)"
+    assert all(one <= pane for one, pane in zip(browser.run(frames), browser.run(panes), strict=True))
 
 
 def test_light_and_dark(browser, pages):

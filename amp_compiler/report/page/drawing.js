@@ -234,7 +234,7 @@ class Drawing {
     );
     shape.append(draw("title", {}, group.name));
     shape.append(draw("text", { class: "fold", x: 16, y: 20 }, group.open ? "−" : "+"));
-    shape.append(draw("text", { class: "title", x: 28, y: 19 }, group.label));
+    shape.append(draw("text", { class: "title", x: 28, y: 19 }, shortened(group.label, 60)));
     if (!group.open) {
       shape.append(draw("text", { class: "small", x: 28, y: 34 }, many(group.nodes.length, "node")));
       let left = 10;

@@ -19,7 +19,7 @@ function layOut(group) {
     }
   }
   const level = arrange([...sizes.keys()], lines, sizes);
-  const title = group.parent ? widthOf(group.label, TITLE) + 60 : 0;
+  const title = group.parent ? widthOf(shortened(group.label, 60), TITLE) + 60 : 0;
   const dx = group.parent ? PAD : 0,
     dy = group.parent ? HEAD + PAD / 2 : 0;
   const width = Math.max(level.width + 2 * dx, title);
@@ -43,7 +43,7 @@ function sizeOf(child) {
 }
 
 const foldedWidth = (group) =>
-  Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
+  Math.max(150, 44 + widthOf(shortened(group.label, 60), TITLE), 110 + widthOf(many(group.nodes.length, "node")));
 
 function boxWidth(entry) {
   const widths = entry.sides.map((node) => {

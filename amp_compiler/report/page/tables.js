@@ -85,7 +85,7 @@ const precisionCell = (node, side) =>
   node
     ? [
         badge(node.precision, side),
-        node.requested && node.requested !== node.precision ? make("span", { class: "soft" }, ` (${node.requested})`) : "",
+        node.requested && node.requested !== node.precision ? make("span", { class: "soft" }, ` (${typeOf(node.requested, side)})`) : "",
       ]
     : make("span", { class: "soft" }, "–");
 
