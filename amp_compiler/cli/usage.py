@@ -133,8 +133,9 @@ def emit(text: str, output: Path | None) -> None:
 
 
 def print_error(error: AmpError) -> None:
-    """Tell an error on the standard error: what and where, and the hint on a line of its own."""
+    """Tell an error on the standard error: what and where, the hint, and where the catalogue has its kind."""
     lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
     if error.hint:
         lines.append(f"  hint: {error.hint}")
+    lines.append(f"  see:  docs/errors.md#{type(error).__name__.lower()}")
     typer.echo("\n".join(lines), err=True)

@@ -75,18 +75,18 @@ class UpdateRow:
     Args:
         name: of the parameter.
         ratios: of `|update| / |weight|`, where the weight is not zero.
-        made: number of elements whose update was not zero.
+        changed: number of elements whose update was not zero.
         lost: of these, by type, how many would have left a weight of that type as it was.
     """
 
     name: str
     ratios: Histogram
-    made: int
+    changed: int
     lost: dict[str, int]
 
     def fraction_lost(self, dtype: LowArgument) -> float:
         """The fraction of updates that a weight of this type would not have noticed."""
-        return self.lost[low_type(dtype).short] / self.made if self.made else 0.0
+        return self.lost[low_type(dtype).short] / self.changed if self.changed else 0.0
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Profile:
                 for row in self.rows
             ],
             "updates": [
-                {"name": row.name, "ratios": _sparse(row.ratios), "made": row.made, "lost": row.lost}
+                {"name": row.name, "ratios": _sparse(row.ratios), "changed": row.changed, "lost": row.lost}
                 for row in self.updates
             ],
         }
@@ -293,7 +293,8 @@ class Profile:
                 for one in data["rows"]
             ]
             updates = [
-                UpdateRow(one["name"], _dense(one["ratios"]), one["made"], dict(one["lost"])) for one in data["updates"]
+                UpdateRow(one["name"], _dense(one["ratios"]), one["changed"], dict(one["lost"]))
+                for one in data["updates"]
             ]
             if not isinstance(data["dtype"], str):
                 raise TypeError(f"dtype is {data['dtype']!r}")

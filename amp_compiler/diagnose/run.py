@@ -289,7 +289,7 @@ class _StepRun(_Run):
         changed, *lost = map(int, numbers)
         known = self.updates.get(name, UpdateRow(name, Histogram.empty(), 0, dict.fromkeys(_LOST_IN, 0)))
         sums = {dtype: known.lost[dtype] + more for dtype, more in zip(_LOST_IN, lost, strict=True)}
-        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + changed, sums)
+        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.changed + changed, sums)
 
 
 class _ModelRun(_Run):

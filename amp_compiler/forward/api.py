@@ -251,7 +251,8 @@ def explain(
     if isinstance(model, fx.GraphModule) and example_args is None:
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
-        return plan_captured(captured, settings, settings.low(device_of(tensors)), device=device or "")
+        low = settings.low(device_of(tensors))
+        return plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
     if is_onnx(model):
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")

@@ -115,6 +115,6 @@ def _read_wide(captured: Captured, plan: PrecisionPlan) -> dict[str, str]:
         read = [of[value] for value in node.inputs if value in of]
         if node.family == "view":
             of.update((value, read[0]) for value, _ in node.outputs if read)
-        elif node.precision == "fp32" and node.asked not in ("widest", "follow"):
+        elif node.precision == "fp32" and node.requested not in ("widest", "follow"):
             wide.update((name, node.name) for name in read)
     return wide

@@ -113,10 +113,10 @@ def build_subgraph(
         LoweringError: it cannot be rewritten or compiled.
         ValuesReadError: it needs the values of a tensor while it is traced.
     """
-    stages = Stages() if stages is None else stages
+    stages, names = Stages() if stages is None else stages, names or Names()
     with generators_kept(), no_saved_tensor_hooks():
-        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names or Names())
-        plan = plan_captured(captured, settings, low, stages)
+        captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names)
+        plan = plan_captured(captured, settings, low, stages, name=names.model)
         stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
         protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
@@ -394,7 +394,13 @@ def plan_of(subgraphs: Sequence[Subgraph]) -> PrecisionPlan:
     outputs = tuple(f"graph{i}/{value}" for i, plan in enumerate(plans) for value in plan.outputs)
     unmatched = [{rule.rule for rule in plan.unused_rules} for plan in plans]
     unused = tuple(rule for rule in plans[0].unused_rules if all(rule.rule in rules for rules in unmatched))
-    return replace(plans[0], nodes=nodes, casts=casts, inputs=inputs, outputs=outputs, unused_rules=unused)
+    model = replace(
+        plans[0].model,
+        parameters=0,  # several graphs may read one
+        inputs=tuple(shape for plan in plans for shape in plan.model.inputs),
+        names={f"graph{i}/{value}": name for i, plan in enumerate(plans) for value, name in plan.model.names.items()},
+    )
+    return replace(plans[0], nodes=nodes, casts=casts, inputs=inputs, outputs=outputs, unused_rules=unused, model=model)
 
 
 def stages_of(subgraphs: Sequence[Subgraph]) -> Stages:

@@ -31,7 +31,7 @@ class PlannedNode:
         precision: `low`, `fp32` or `keep`: what it runs in, after `widest` and `follow` were resolved.
         rule: `file:line` of the rule that decided, empty where the model or a guard did.
         reason: why.
-        asked: what the rule asked for (`widest` and `follow` included).
+        requested: what the rule asks for (`widest` and `follow` included).
         source: `file:line` of the user's model.
         outputs: (value, type) of each output after the rewrite.
         math: type that it computes in, empty for the op's default.
@@ -50,7 +50,7 @@ class PlannedNode:
     precision: str
     rule: str
     reason: str
-    asked: str = ""
+    requested: str = ""
     source: str = ""
     outputs: tuple[tuple[str, str], ...] = ()
     math: str = ""
@@ -132,7 +132,7 @@ class PlannedModel:
 
     Args:
         name: class of the model, or the name of its file; empty where it is not known.
-        parameters: how many numbers its parameters hold.
+        parameters: how many numbers its parameters hold; 0 where that is not known.
         inputs: type and shape of each input, as `i64[2, 16]`.
         names: qualified name of each parameter and buffer, by the value that the graph has of it.
     """
@@ -338,19 +338,20 @@ class PrecisionPlan:
         to_svg = report.to_svg
 
     def to_text(self) -> str:
-        """One line for each node, cast and unused rule, for reading and for diffing."""
+        """One line for each node, cast and unused rule, for reading and for diffing, in the names of the model."""
+        shown, low = self.model.names, {"low": self.dtype}
         lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]
         for node in self.nodes:
             types = ", ".join(dtype for _, dtype in node.outputs)
             lines.append(
-                f"{node.precision:<5}{node.name} = {node.op} -> {types}"
+                f"{low.get(node.precision, node.precision):<5}{node.name} = {node.op} -> {types}"
                 + (f"  backward={node.backward}" if node.backward not in ("", node.precision) else "")
                 + (f"  module={node.module}" if node.module else "")
                 + (f"  rule={node.rule}" if node.rule else "")
                 + f"  ({node.reason})"
             )
         for cast in self.casts:
-            lines.append(str(cast))
+            lines.append(str(replace(cast, value=shown.get(cast.value, cast.value))))
         lines += [f"unused rule {rule}" for rule in self.unused_rules]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines) + "\n"

@@ -114,7 +114,7 @@ class _Search:
 
     def _leave_out_followers(self) -> None:
         """Name no node that goes with its neighbours, a view say, where it does so by itself."""
-        requested = {node.name: node.asked for node in self.first.plan.nodes}
+        requested = {node.name: node.requested for node in self.first.plan.nodes}
         fewer = {name: why for name, why in self.why.items() if requested[name] not in _FOLLOWING}
         if fewer and len(fewer) < len(self.why):
             self.why, all_of_them = fewer, self.why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.report.html import render
+from amp_compiler.report.names import for_people, type_of
 from amp_compiler.report.table import CAST_HEADS, cast_cells, short_place, summary_line
 
 MOST_NODES, MOST_CASTS = 40, 20
@@ -15,10 +16,11 @@ def plan_cell(plan: PrecisionPlan) -> str:
     Args:
         plan: any plan.
     """
+    plan = for_people(plan, plan)
     nodes = [
         (
-            node.name, node.op, node.module, node.precision, ", ".join(dtype for _, dtype in node.outputs),
-            short_place(node.rule), node.reason,
+            node.name, node.op, node.module, type_of(node.precision, plan.dtype),
+            ", ".join(dtype for _, dtype in node.outputs), short_place(node.rule), node.reason,
         )
         for node in plan.nodes
     ]  # fmt: skip

@@ -75,8 +75,9 @@ def plan_html(
 def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:
     """By precision, the bytes that nodes make and their arithmetic, as far as all is known; else how many they are."""
     sums = {}
-    for name in ("flops", "bytes"):
-        counted = [(node.precision, getattr(node, name)) for node in plan.nodes]
+    products = ["fp8" if node.math.startswith("fp8") else node.precision for node in plan.nodes]
+    for name, kinds in (("flops", products), ("bytes", [node.precision for node in plan.nodes])):
+        counted = [(kind, getattr(node, name)) for kind, node in zip(kinds, plan.nodes, strict=True)]
         if all(number is not None for _, number in counted) and any(number for _, number in counted):
             sums[name] = Counter[str]()
             for precision, number in counted:
@@ -110,9 +111,11 @@ def _short(text: str, most: int = 120) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    """In percent; what is not all never reads as all."""
+    """In percent; what is not all never reads as all, nor what is not nothing as nothing."""
     percent = 100 * part / max(whole, 1)
-    return f"{percent:.0f} %" if percent <= 99 or part == whole else f"{min(percent, 99.9):.1f} %"
+    if part in (0, whole) or 1 <= percent <= 99:
+        return f"{percent:.0f} %"
+    return f"{min(max(percent, 0.1), 99.9):.1f} %"
 
 
 def part(name: str) -> str:

@@ -15,6 +15,7 @@ from rich.cells import cell_len, set_cell_size
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.report.html import part
+from amp_compiler.report.names import for_people, type_of
 from amp_compiler.report.page_data import precision_of
 from amp_compiler.report.table import human_bytes, short_place
 
@@ -58,6 +59,7 @@ def plan_svg(plan: PrecisionPlan) -> str:
     """
     if not plan.nodes:
         raise AmpError("the plan has no nodes to draw", hint="plan.to_html(path) shows what there is")
+    plan = for_people(plan, plan)
     rows = list(_rows(plan))
     wires, lanes = _wires(rows, plan.dtype)
     widths = [min(_LONGEST, max(map(cell_len, column))) for column in zip(*(row.columns for row in rows), strict=True)]
@@ -104,7 +106,8 @@ def _rows(plan: PrecisionPlan) -> Iterator[_Row]:
         yield from due.get(node.name, ())
         weights = f"+ casts of weights, {human_bytes(stored[node.name])}" if node.name in stored else ""
         columns = (node.op.partition(".")[2] or node.op, node.name, node.module, weights)
-        title = f"{node.name} = {node.op}\n{node.module}\n{node.precision} by {short_place(node.rule)}: {node.reason}"
+        title = f"{node.name} = {node.op}\n{node.module}\n"
+        title += f"{type_of(node.precision, plan.dtype)} by {short_place(node.rule)}: {node.reason}"
         inputs = tuple(reads.get((node.name, place), (value, -1)) for place, value in enumerate(node.inputs))
         makes = {(name, -1): dtype for name, dtype in node.outputs}
         yield _Row(node.precision, columns, title, makes, inputs, node.name)

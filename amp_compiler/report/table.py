@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.report.names import for_people, type_of
 
 WIDE = 140
 CAST_HEADS = ("value", "from", "to", "bytes", "for", "by")
@@ -48,7 +49,7 @@ def short_place(place: str) -> str:
 def summary_line(plan: PrecisionPlan) -> str:
     """The plan in one line: type, rules, device, nodes per precision, casts and their bytes."""
     counts = Counter(node.precision for node in plan.nodes)
-    nodes = ", ".join(f"{counts[precision]} {precision}" for precision in PRECISION_STYLES if counts[precision])
+    nodes = ", ".join(f"{counts[one]} {type_of(one, plan.dtype)}" for one in PRECISION_STYLES if counts[one])
     own = sum(cast.explicit for cast in plan.casts)
     casts = f"{len(plan.casts)} casts" + (f" ({own} the model's own)" if own else "")
     return (
@@ -73,7 +74,8 @@ def plan_tables(plan: PrecisionPlan, width: int = WIDE) -> RenderableType:
         width: characters in a line. From `WIDE` on, each node has its reason beside it; below, the reasons stand in a
             table of their own, one a rule.
     """
-    parts: list[RenderableType] = [_node_table(plan.nodes, with_reason=width >= WIDE)]
+    plan = for_people(plan, plan)
+    parts: list[RenderableType] = [_node_table(plan, with_reason=width >= WIDE)]
     if width < WIDE:
         parts.append(_reason_table(plan.nodes))
     if plan.casts:
@@ -100,18 +102,18 @@ def plan_text(plan: PrecisionPlan, width: int = 200) -> str:
     return text.getvalue()
 
 
-def _node_table(nodes: tuple[PlannedNode, ...], with_reason: bool) -> Table:
+def _node_table(plan: PrecisionPlan, with_reason: bool) -> Table:
     table = _table("nodes")
     for name in ("node", "op", "precision", "gives", "rule", *(["reason"] if with_reason else []), "source"):
         table.add_column(name, overflow="fold", no_wrap=name in ("gives", "rule"))
-    for module, group in itertools.groupby(nodes, key=lambda node: node.module):
+    for module, group in itertools.groupby(plan.nodes, key=lambda node: node.module):
         # Text, not str: a name such as `x[0]` must not be read as markup.
         table.add_row(Text(module or "(root)", style="bold cyan"))
         for node in group:
             table.add_row(
                 Text(f"  {node.name}"),
                 Text(node.op),
-                _precision_text(node),
+                _precision_text(node, plan.dtype),
                 Text(", ".join(dtype for _, dtype in node.outputs)),
                 Text(short_place(node.rule)),
                 *([Text(node.reason)] if with_reason else []),
@@ -131,10 +133,10 @@ def _reason_table(nodes: tuple[PlannedNode, ...]) -> Table:
     return table
 
 
-def _precision_text(node: PlannedNode) -> Text:
-    text = Text(node.precision, style=PRECISION_STYLES.get(node.precision, ""))
-    if node.asked and node.asked != node.precision:
-        text.append(f" ({node.asked})", style="dim")
+def _precision_text(node: PlannedNode, low: str) -> Text:
+    text = Text(type_of(node.precision, low), style=PRECISION_STYLES.get(node.precision, ""))
+    if node.requested and node.requested != node.precision:
+        text.append(f" ({type_of(node.requested, low)})", style="dim")
     return text
 
 

@@ -234,7 +234,7 @@ class _Joint:
 
     Args:
         graph_module: the graph; its first result is the loss, its last ones are the gradients.
-        given: the values of its placeholders, but for the loss scale.
+        values: of its placeholders, but for the loss scale.
         behind: per placeholder the parameter or buffer that its value is made of, where there is one.
         plan: of the forward; `None` in plain FP32.
         updated: names of the parameters, in the order of the gradients.
@@ -242,7 +242,7 @@ class _Joint:
     """
 
     graph_module: fx.GraphModule
-    given: Mapping[fx.Node, Any]
+    values: Mapping[fx.Node, Any]
     behind: Mapping[fx.Node, Tensor]
     plan: PrecisionPlan | None
     updated: tuple[str, ...]
@@ -286,7 +286,7 @@ class _Joint:
 
     def _replayed(self, scale: Tensor) -> Replay:
         replay = Replay(self.graph_module)
-        replay.run_again({**self.given, **dict.fromkeys(_scales(self.graph_module.graph), scale)}, scale.device)
+        replay.run_again({**self.values, **dict.fromkeys(_scales(self.graph_module.graph), scale)}, scale.device)
         return replay
 
     def _gradients(self) -> dict[str, Any]:

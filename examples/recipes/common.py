@@ -202,7 +202,7 @@ def measured_ranges(profiles: list[amp.Profile], low: str) -> dict[str, Any]:
         "scale": scale,
         "zero": {kind: sums[kind].fractions(low).zero for kind in gradients},
         "zero with the scale": {kind: sums[kind].fractions(low, scale).zero for kind in gradients},
-        "updates lost": sum(row.lost[low] for row in updates) / max(sum(row.made for row in updates), 1),
+        "updates lost": sum(row.lost[low] for row in updates) / max(sum(row.changed for row in updates), 1),
     }
 
 

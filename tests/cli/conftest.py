@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from amp_compiler.cli import main as cli
 
 Shell = Callable[..., tuple[int, str, str]]
+ERRORS = Path(__file__).parents[2] / "docs" / "errors.md"
+SECTIONS = {title.lower() for title in re.findall(r"^## (.*)", ERRORS.read_text(encoding="utf-8"), re.MULTILINE)}
 
 
 @pytest.fixture
@@ -27,6 +31,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
             code = stop.code or 0
         captured = capsys.readouterr()
         assert "Traceback" not in captured.out + captured.err
+        assert {*re.findall(r"see:  docs/errors.md#(.*)", captured.err)} <= SECTIONS
         assert isinstance(code, int)
         return code, captured.out, captured.err
 

@@ -23,7 +23,7 @@ def plans(tmp_path: Path) -> tuple[Path, Path]:
 def test_what_differs_is_shown_and_told_by_the_exit_code(plans: Any, shell: Any) -> None:
     code, out, _ = shell("diff", *map(str, plans))
     assert code == 1 and out.startswith(f"--- {plans[0]}\n+++ {plans[1]}\n")
-    assert "\n-low  layer_norm = " in out and "\n+low  layer_norm = " in out and "rule=fast.yaml" in out
+    assert "\n-bf16 layer_norm = " in out and "\n+bf16 layer_norm = " in out and "rule=fast.yaml" in out
     assert shell("diff", str(plans[0]), str(plans[0])) == (0, "", "")
 
 

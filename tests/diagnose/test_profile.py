@@ -72,7 +72,7 @@ class Followed:
         assert [row.name for row in found.updates] == list(self.found)
         for row in found.updates:
             np.testing.assert_array_equal(row.ratios.counts, self.ratios[row.name], err_msg=row.name)
-            assert [row.made, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
+            assert [row.changed, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
 
 
 @pytest.mark.sweep(2)
@@ -562,7 +562,7 @@ def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on():
                 optimizer.param_groups[0]["params"].pop(0)
             yield torch.randn(16, 64), torch.randint(0, 8, (16,))
 
-    made = {row.name: row.made for row in amp.profile(step, batches()).updates}
+    made = {row.name: row.changed for row in amp.profile(step, batches()).updates}
     assert 0 < made["0.weight"] <= 3 * 64 * 64 and made["2.weight"] > 5 * 8 * 64
 
 

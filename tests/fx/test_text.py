@@ -26,10 +26,10 @@ index: fp32[2, 4] = aten.index.Tensor(w, [None, mul])
 zeros: bf16[4, 8] = Product.zeros(4, 8)
 reshaped: bf16[8, 4] = call_method("reshaped", zeros, 8, 4)
 inner = attribute("inner")
-call: (fp32[4]) = call_module("piece", getitem)
+call: (fp32[4]) = call_module("inner", getitem)
 check = aten._assert_async.msg(s, "it's \\"odd\\"")
 return getitem, None, full, 1
-graph piece
+graph inner
 in getitem: fp32[4]
 neg: fp32[4] = aten.neg.default(getitem)
 return neg
@@ -52,7 +52,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_lines_that_are_kept_are_those_that_would_be_written(change) -> None:
     module, lines = parse_fx(EVERYTHING), Lines()
-    for graph_module in (module, module.piece):
+    for graph_module in (module, module.inner):
         before = lines.format(graph_module)
         assert before == lines.format(graph_module) == format_fx(graph_module)
     before = lines.format(module)
@@ -67,7 +67,7 @@ def test_everything_reads_back_as_itself() -> None:
     assert nodes["x"].meta["val"].stride() == (1, 4) and nodes["x"].meta[Key.LOW] == ("w", torch.bfloat16)
     assert nodes["full"].args[1] == math.inf and nodes["full"].kwargs["device"] == torch.device("cpu")
     assert nodes["mul"].meta[Key.SEED] is True and nodes["s"].meta[Key.STATE] == ("scale", "scale", 0)
-    assert isinstance(module.piece, fx.GraphModule)
+    assert isinstance(module.inner, fx.GraphModule)
 
 
 numbers = st.one_of(

@@ -67,7 +67,7 @@ def test_text_tells_kinds_of_casts_apart() -> None:
     assert str(PLAN) == PLAN.to_text()
     assert PLAN.to_text().splitlines() == [
         "plan dtype=fp16 rules=default device=cpu cast_bytes=108",
-        "low  y = aten.linear -> fp16  module=fc  rule=default.yaml:4  (tensor cores)",
+        "fp16 y = aten.linear -> fp16  module=fc  rule=default.yaml:4  (tensor cores)",
         "fp32 é = aten.linear ->   module=fc  rule=default.yaml:4  (tensor cores)",
         "cast x: fp32 -> fp16, 96 bytes, for y[0], return[1]",
         "model's own cast h: fp16 -> fp32, 12 bytes",

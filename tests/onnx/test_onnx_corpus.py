@@ -165,7 +165,7 @@ def test_on_benign_models_nothing_is_fp32_without_a_cause(name, dtype):
     """
     plan = converted(name, dtype).plan
     for node in (node for node in plan.nodes if node.precision == "fp32"):
-        if node.asked in ("widest", "follow"):
+        if node.requested in ("widest", "follow"):
             assert node.family in ("view", "movement", "index", "reduction"), (node.name, node.reason)
         elif "range" not in node.reason and not node.reason.startswith(("part of one normalisation", "part of a norm")):
             denied = ("normalization", "softmax", "reduction", "loss", "resample", "transcendental")

@@ -149,11 +149,11 @@ def test_stages_are_found_by_name_and_place_and_told_apart() -> None:
         ("alias: fp32[2] = aten.alias.default(x)", "CAPTURE", "aten.alias"),
         ("neg: fp32[2] = aten.neg.default(x)  # phase=forward", "CAPTURE", "'amp_phase', which does not belong here"),
         ("neg: fp32[2] = aten.neg.default(x)", "STEP", "has the phase None"),
-        ('neg: fp32[2] = call_module("piece", x)', "STEP", "calls a module"),
+        ('neg: fp32[2] = call_module("inner", x)', "STEP", "calls a module"),
     ],
 )
 def test_the_table_of_legal_graphs(line: str, spec: str, says: str) -> None:
-    graph = parse_fx(f"in x: fp32[2]\n{line}\nreturn x\ngraph piece\nin x: fp32[2]\nreturn x\n")
+    graph = parse_fx(f"in x: fp32[2]\n{line}\nreturn x\ngraph inner\nin x: fp32[2]\nreturn x\n")
     assert says in str(complaint(graph, SPECS[spec]))
     assert complaint(parse_fx("in x: fp32[2]\nreturn x\n"), SPECS[spec]) is None
 

@@ -65,7 +65,7 @@ def test_a_plan_of_real_rules() -> None:
     assert by_name["h"].outputs == (("h", "fp16"),)
     assert by_name["h"].rule.startswith("default.yaml:")
     assert (by_name["h"].family, by_name["h"].module, by_name["h"].source) == ("matmul", "fc1", "model.py:3")
-    assert (by_name["v"].asked, by_name["a"].asked) == ("follow", "widest")
+    assert (by_name["v"].requested, by_name["a"].requested) == ("follow", "widest")
     assert by_name["a"].reason.endswith("; 'w' is fp32")
     assert "; follows: so that casts and nodes move the fewest bytes" in by_name["v"].reason
     assert plan.device == "cpu" and plan.dtype == "fp16" and plan.rules == RULES.name

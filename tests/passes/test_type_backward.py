@@ -95,7 +95,7 @@ def test_fp32_gradients_of_an_nvcaffe_layer_survive_in_fp16() -> None:
 
 def test_the_plan_shows_it() -> None:
     plan = amp.explain(Net(), (X,), rules=WIDE, dtype="bf16")
-    assert "low  linear = aten.linear -> bf16  backward=fp32  module=a" in plan.to_text()
+    assert "bf16 linear = aten.linear -> bf16  backward=fp32  module=a" in plan.to_text()
     assert "backward" not in amp.explain(Net(), (X,), dtype="bf16").to_text()
     assert "backward" not in amp.explain(Net(), (X,), rules="nvcaffe", dtype="bf16").to_text().replace("_backward_", "")
 

@@ -52,10 +52,10 @@ def test_nodes_and_casts_stand_in_tables():
     cells = Reader(text).cells
     for node in plan.nodes:
         at = cells.index(node.name)
-        assert cells[at + 1 : at + 4] == [node.op, node.module, node.precision]
+        assert cells[at + 1 : at + 4] == [node.op, node.module, node.precision.replace("low", "bf16")]
     for cast in plan.casts:
         assert ", ".join(f"{name}[{index}]" for name, index in cast.users) in cells
-    assert "13 nodes (8 low, 5 fp32)" in unescape(text)
+    assert "13 nodes (8 bf16, 5 fp32)" in unescape(text)
     assert "the first" not in text and "the largest" not in text
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 import time
 from collections.abc import Callable
@@ -13,47 +11,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_plans import LAYER, transformer
+from page_plans import LAYER, MIXED, transformer
+from planning import plan_text
 from test_page import hostile_plan, small_step
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PlannedModel, PlannedNode, PrecisionPlan
 
-ROOT = Path(__file__).parents[2]
-REQUIRED = os.environ.get("AMP_BROWSER") == "require"  # continuous integration must not leave them out
 LAYERS = 3
 ALL = LAYERS * len(LAYER)
-_SPEC = importlib.util.spec_from_file_location("chromium", ROOT / "tools" / "chromium.py")
-chromium = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(chromium)
+PAGES = ("one", "two", "step", "large", "hostile", "flat", "cnn", "more", "fp8")
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def window():
-    lacking = chromium.missing()
-    if lacking and not REQUIRED:
-        pytest.skip(lacking)
-    assert not lacking, f"AMP_BROWSER=require: {lacking}"
-    with chromium.window() as opened:
-        yield opened
-
-
-@pytest.fixture
-def browser(window):
-    """The window; nothing may have come to its console when the test ends."""
-    window.complaints()
-    yield window
-    assert window.complaints() == []
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     """Pages that several tests open."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("one", "two", "step", "large", "hostile", "flat", "cnn", "more")}
+    made = {name: folder / f"{name}.html" for name in PAGES}
     plan = transformer(ALL)
     plan.to_html(made["one"])
     plan.to_html(made["two"], other=transformer(ALL, wide=("softmax", "add")), names=("before.json", "after.json"))
@@ -66,6 +43,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     amp.explain(cnn, (torch.randn(2, 3, 8, 8),), dtype="fp16").to_html(made["cnn"])
     plan.to_html(made["more"], other=with_one_more(plan))
+    net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    amp.explain(net, (torch.randn(32, 64),), dtype="bf16", rules="fp8").to_html(made["fp8"])
     return made
 
 
@@ -185,6 +164,27 @@ def test_the_keyboard_unfolds(browser, pages):
     assert browser.run("return document.activeElement.dataset.module") == "model.layers.0"
 
 
+def test_a_row_takes_the_keyboard_as_the_mouse(browser, pages):
+    browser.open(pages["one"])
+    browser.run(
+        "const row = document.querySelectorAll('#list-nodes tbody tr')[4]; row.focus();"
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    assert text(browser, "#details h3") == "softmax_4"
+    assert count(browser, '.box.chosen[data-node="softmax_4"]') == 1
+
+
+def test_a_product_in_fp8_says_so_and_is_found(browser, pages):
+    browser.open(pages["fp8"], "#q=fp8")
+    assert names(browser) == ["linear", "linear_1"]
+    types = "return [...document.querySelectorAll('.box .type')].map((text) => text.textContent)"
+    assert browser.run(types) == ["bf16 (fp8)", "bf16", "bf16 (fp8)"]
+    shares = "return [...document.querySelectorAll('.share')].map((share) => share.textContent)"
+    low, eights, made = browser.run(shares)
+    assert low == "of the arithmetic in bf160.4 %"  # a GELU beside two products
+    assert eights == "of the arithmetic in fp899.6 %" and made == "of the bytes made in bf16100 %"
+
+
 def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     browser.open(pages["one"])
     fold(browser)
@@ -268,6 +268,39 @@ def test_a_link_to_a_node_shows_it(browser, pages):
     assert count(browser, ".chosen") == 0
     type_in(browser, "#search", "gelu")
     assert browser.run("return location.hash") == "#q=gelu"
+
+
+def reads_of(browser, page: Path, node: str) -> list[str]:
+    browser.open(page, f"#node={node}")
+    return browser.run(
+        "const terms = [...document.querySelectorAll('#details dt')];"
+        "const reads = terms.find((term) => term.textContent === 'reads').nextSibling;"
+        "return [...reads.querySelectorAll('li')].map((item) => item.textContent)"
+    )
+
+
+def test_reads_are_shown_with_the_casts_on_their_way(browser, tmp_path):
+    plan_text(MIXED).to_html(tmp_path / "page.html")
+    assert reads_of(browser, tmp_path / "page.html", "y")[1].startswith("w stored fp32cast fp32 → fp16")
+    assert reads_of(browser, tmp_path / "page.html", "s") == ["y fp16cast fp16 → fp32, 3.0 KiB"]
+    assert reads_of(browser, tmp_path / "page.html", "z") == ["s fp32cast fp32 → fp16, 3.0 KiB", "y fp16"]
+
+
+def test_a_read_past_an_upcast_is_one_of_the_value_itself_and_the_models_cast_is_no_edge(browser, tmp_path):
+    nodes = (
+        PlannedNode("y", "aten.relu", "", "", "low", "", "", outputs=(("y", "bf16"),), inputs=("x",)),
+        PlannedNode("up", "aten.to", "", "", "keep", "", "", outputs=(("up", "fp32"),), inputs=("y",)),
+        PlannedNode("z", "aten.relu", "", "", "low", "", "", outputs=(("z", "bf16"),), inputs=("up",)),
+    )
+    casts = (PlannedCast("y", "bf16", "bf16", 0, (("z", 0),)), PlannedCast("y", "bf16", "fp32", 48, explicit=True))
+    plan = PrecisionPlan("bf16", "default", "cpu", nodes, casts, (("x", "bf16"),), ("z",))
+    plan.to_html(tmp_path / "page.html")
+    assert reads_of(browser, tmp_path / "page.html", "z") == ["y bf16"]
+    rows = (
+        "const rows = [...document.querySelectorAll('#list-casts tbody tr')];"
+        "return rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    )
+    assert [(row[0], row[1], row[2], row[-1]) for row in browser.run(rows)] == [("y", "bf16", "fp32", "the model")]
 
 
 def test_two_plans_stand_side_by_side(browser, pages):
@@ -359,9 +392,9 @@ def test_the_whole_step_and_its_histograms(browser, pages):
     assert count(browser, ".histogram") >= 2
     shown = browser.run(
         "const data = JSON.parse(document.getElementById('data').textContent);"
-        "const row = data.profile.find((row) => data.strings[row[4]] === 'linear');"
+        "const row = data.profile.find((row) => row.planned === 'linear');"
         "const drawn = document.querySelector('.histogram').querySelectorAll('.column').length;"
-        "return [Object.keys(row[6]).filter((name) => /\\d/.test(name)).length, drawn]"
+        "return [Object.keys(row.stored).filter((name) => /\\d/.test(name)).length, drawn]"
     )
     assert shown[0] == shown[1] > 0
     assert count(browser, ".histogram:first-of-type .range.subnormal") >= 1
@@ -475,11 +508,31 @@ def test_names_break_at_signs_alone(browser, pages, width, tmp_path):
     assert browser.run("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+def test_names_of_any_length_have_room(browser, width, tmp_path):
+    word = "Averylongnamewithoutanybreakingpoint" * 5
+    plan = transformer(13)
+    nodes = tuple(replace(node, module=f"{word}.{node.module}", rule=f"/{word}/{word}.yaml:3") for node in plan.nodes)
+    about = PlannedModel(word, 12, (f"fp32[{word}]",))
+    one, other = replace(plan, nodes=nodes, rules=word, model=about), replace(plan, nodes=nodes[:-1])
+    one.to_html(tmp_path / "page.html", other=other, names=(f"/home/{word}.json", word))
+    browser.open(tmp_path / "page.html", "#node=linear_1", width=width)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    beyond = (
+        "return [...document.querySelectorAll('header *, figcaption, #details *')].filter((one) => one.clientWidth"
+        "  && one.scrollWidth > one.clientWidth + 1 && !one.matches('dl.cards')).map((one) => one.outerHTML)"
+    )
+    assert browser.run(beyond) == []
+    frames = "return [...document.querySelectorAll('figcaption')].map((one) => one.getBoundingClientRect().right)"
+    panes = "return [...document.querySelectorAll('figure')].map((one) => one.getBoundingClientRect().right)"
+    assert all(one <= pane for one, pane in zip(browser.run(frames), browser.run(panes), strict=True))
+
+
 def test_light_and_dark(browser, pages):
     ground = "return getComputedStyle(document.body).backgroundColor"
     browser.open(pages["one"])
     light = browser.run(ground)
-    browser.open(pages["one"], scheme=chromium.DARK)
+    browser.open(pages["one"], scheme="dark")
     assert browser.run(ground) != light
 
 
@@ -517,7 +570,7 @@ def drawings(browser) -> list[str]:
     return browser.run("return [...document.querySelectorAll('#graphs button')].map((tab) => tab.value)") or [""]
 
 
-@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "flat", "cnn", "more"])
+@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "flat", "cnn", "more", "fp8"])
 def test_texts_stand_in_their_boxes(browser, pages, name):
     browser.open(pages[name])
     for graph in drawings(browser):
@@ -585,7 +638,7 @@ return [...document.querySelectorAll("body *")].filter((element) => seen(element
 
 @pytest.mark.parametrize(("name", "fragment"), [("one", ""), ("two", ""), ("step", "#node=linear"), ("hostile", "")])
 def test_on_paper_all_is_there(browser, pages, name, fragment):
-    browser.open(pages[name], fragment, scheme=chromium.DARK)
+    browser.open(pages[name], fragment, scheme="dark")
     paper(browser)
     lists = browser.run(
         "return [...document.querySelectorAll('.list')].map((list) => [list.getClientRects().length > 0,"

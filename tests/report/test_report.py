@@ -17,7 +17,7 @@ def node(name: str, precision: str = "low", **changes) -> PlannedNode:
         "module": "encoder.layer.0",
         "rule": "/home/me/rules/mine.yaml:7",
         "reason": "tensor cores run it in 16 bits; every input is low",
-        "asked": precision,
+        "requested": precision,
         "source": "/home/me/model.py:12",
         "outputs": ((name, "bf16"),),
     }
@@ -30,7 +30,7 @@ def plan(*nodes: PlannedNode, casts: tuple[PlannedCast, ...] = ()) -> PrecisionP
 
 MIXED = plan(
     node("linear"),
-    node("relu", asked="follow", op="aten.relu", family="elementwise"),
+    node("relu", requested="follow", op="aten.relu", family="elementwise"),
     node("softmax", "fp32", op="aten.softmax", family="softmax", outputs=(("softmax", "fp32"),)),
     node("index", "keep", op="aten.index", family="view", rule="", module="", outputs=(("index", "i64"),)),
     casts=(
@@ -53,7 +53,7 @@ def test_the_wide_table_shows_everything_of_a_node():
     (line,) = (line for line in text.splitlines() if line.startswith("   relu"))
     for part in (
         "aten.relu",
-        "low (follow)",
+        "bf16 (follow)",
         "bf16",
         "mine.yaml:7",
         "tensor cores",
@@ -82,7 +82,7 @@ def test_the_cast_table_tells_the_models_own_casts():
 
 def test_the_summary_counts():
     line = summary_line(MIXED)
-    assert "4 nodes (2 low, 1 fp32, 1 keep)" in line
+    assert "4 nodes (2 bf16, 1 fp32, 1 keep)" in line
     assert "2 casts (1 the model's own) move 6.6 KiB" in line
 
 

@@ -60,4 +60,4 @@ def searched(plan: PrecisionPlan, ops: OpTable) -> list[PlannedNode]:
         ops: says with which ops rounding commutes.
     """
     low = [node for node in plan.nodes if node.precision == "low"]
-    return [node for node in low if node.asked != "follow" or not ops.info(node.op).exact]
+    return [node for node in low if node.requested != "follow" or not ops.info(node.op).exact]

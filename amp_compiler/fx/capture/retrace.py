@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, ValuesReadError
 from amp_compiler.fx.capture.autocast_state import regions_in
-from amp_compiler.fx.capture.errors import user_frame
+from amp_compiler.fx.capture.errors import name_of, user_frame
 from amp_compiler.fx.capture.exact_numbers import settle_numbers
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.tracing import tracing_context
@@ -47,12 +47,14 @@ class Names:
         arguments: names of the model's positional arguments.
         traced: path of the module that is a graph itself, by the `id` of each stack of modules that its nodes hold:
             Dynamo hands on what an exported program says of its own modules, and leaves out those around it.
+        model: how the model is called: its class.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     tensors: Mapping[int, tuple[Source, str]] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     traced: Mapping[int, str] = field(default_factory=dict)
+    model: str = ""
 
     @classmethod
     def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Names:
@@ -78,7 +80,7 @@ class Names:
         modules = {str(id(one)): name for name, one in model.named_modules()}
         graphs = [(name, one) for name, one in model.named_modules() if isinstance(one, fx.GraphModule)]
         stacks = [(name, node.meta.get("nn_module_stack")) for name, one in graphs for node in one.graph.nodes]
-        return cls(modules, tensors, arguments, {id(stack): name for name, stack in stacks if stack})
+        return cls(modules, tensors, arguments, {id(stack): name for name, stack in stacks if stack}, name_of(model))
 
 
 def captured_from_dynamo(

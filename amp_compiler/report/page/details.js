@@ -56,7 +56,7 @@ class Details {
       [
         "runs in",
         badge(node.precision, side),
-        node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
+        node.requested && node.requested !== node.precision ? ` requested: ${typeOf(node.requested, side)}` : "",
         types && `, gives ${types}`,
       ],
       ["op", named(node.op), soft(node.family)],
@@ -67,7 +67,7 @@ class Details {
       ["computes in", node.math, soft(shortPlace(node.math_rule))],
       [
         "gradients",
-        node.backward !== node.precision ? node.backward : "",
+        node.backward !== node.precision ? typeOf(node.backward, side) : "",
         node.backward_math && `, summed in ${node.backward_math}`,
       ],
       ["line", code(node.source), DATA.code[node.source] && make("pre", {}, DATA.code[node.source])],

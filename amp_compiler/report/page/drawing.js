@@ -234,7 +234,7 @@ class Drawing {
     );
     shape.append(draw("title", {}, group.name));
     shape.append(draw("text", { class: "fold", x: 16, y: 20 }, group.open ? "−" : "+"));
-    shape.append(draw("text", { class: "title", x: 28, y: 19 }, group.label));
+    shape.append(draw("text", { class: "title", x: 28, y: 19 }, shortened(group.label, 60)));
     if (!group.open) {
       shape.append(draw("text", { class: "small", x: 28, y: 34 }, many(group.nodes.length, "node")));
       let left = 10;
@@ -272,12 +272,8 @@ class Drawing {
   listen(shape, item) {
     const act = () => (item.kind === "group" ? (this.toggle(item), this.onChoose(item)) : this.onChoose(item));
     shape.addEventListener("click", act);
-    shape.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" && event.key !== " ") return;
-      event.preventDefault();
-      act();
-      this.shapes.get(item)?.[0].focus();
-    });
+    const focused = () => (act(), this.shapes.get(item)?.[0].focus());
+    shape.addEventListener("keydown", onEnter(focused));
     return shape;
   }
 
@@ -330,31 +326,3 @@ function curve(points, dx, dy) {
 }
 
 const round = (number) => Math.round(number * 10) / 10;
-
-/** Arrow heads, and the pattern that tells precisions apart in grey: once for all drawings, never hidden with one. */
-function marks() {
-  const tips = ["low", "fp32", "keep", "cast", "mixed"].map((kind) =>
-    draw(
-      "marker",
-      {
-        id: `tip-${kind}`,
-        class: `tip ${kind}`,
-        viewBox: "0 0 8 8",
-        refX: "7",
-        refY: "4",
-        markerWidth: "7",
-        markerHeight: "7",
-        orient: "auto",
-        markerUnits: "userSpaceOnUse",
-      },
-      draw("path", { d: "M0 0L8 4L0 8z" }),
-    ),
-  );
-  const hatch = draw(
-    "pattern",
-    { id: "hatch", width: "5", height: "5", patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-    draw("rect", { class: "ground", width: "5", height: "5" }),
-    draw("rect", { class: "line", width: "2.4", height: "5" }),
-  );
-  return draw("defs", {}, ...tips, hatch);
-}

@@ -115,7 +115,8 @@ class Filters {
           node.rule,
           node.reason,
           node.source,
-          node.asked,
+          node.requested,
+          node.math,
           typesOf(node),
         ]
           .join("\n")

@@ -88,12 +88,12 @@ function measured(row) {
   });
   const head = heads.map((name, at) => make("th", { class: at ? "number" : null }, name));
   const name = row.kind.startsWith("weight") ? named(row.name) : "";
-  const range = make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`);
+  const range = make("span", { class: "soft" }, ` ${row.dtype}, ${rangeOf(row.stored)}`);
   return make(
     "section",
     { class: "measured" },
     make("h4", {}, `${row.kind} `, name, range),
-    row.scaled
+    row.exponents
       ? note("As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".")
       : null,
     histogram(row, row.stored),

@@ -19,7 +19,7 @@ function layOut(group) {
     }
   }
   const level = arrange([...sizes.keys()], lines, sizes);
-  const title = group.parent ? widthOf(group.label, TITLE) + 60 : 0;
+  const title = group.parent ? widthOf(shortened(group.label, 60), TITLE) + 60 : 0;
   const dx = group.parent ? PAD : 0,
     dy = group.parent ? HEAD + PAD / 2 : 0;
   const width = Math.max(level.width + 2 * dx, title);
@@ -43,7 +43,7 @@ function sizeOf(child) {
 }
 
 const foldedWidth = (group) =>
-  Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
+  Math.max(150, 44 + widthOf(shortened(group.label, 60), TITLE), 110 + widthOf(many(group.nodes.length, "node")));
 
 function boxWidth(entry) {
   const widths = entry.sides.map((node) => {
@@ -67,7 +67,8 @@ function storedWords(casts) {
   return total ? `+ ${bytes(total)}` : "";
 }
 
-const firstType = (node) => node.makes[0]?.type ?? "";
+/** The type that a node makes, and behind it the one that a rule has it compute in. */
+const firstType = ({ makes, math }) => (makes[0]?.type ?? "") + (math ? ` (${math.match(/^\w*/)[0]})` : "");
 /** A node's name where it is its op and a number, else the op. */
 const titleOfNode = (node) => (tellsOp(node) ? node.name : shortOp(node.op));
 const tellsOp = (node) => node.name.replace(/(_\d+)+$/, "") === shortOp(node.op);

@@ -5,41 +5,41 @@ const PRECISIONS = ["low", "fp32", "keep"];
 const [NODE, INPUT, STORED, CAST] = [0, 1, 2, 3];
 const FEW_OUTPUTS = 4; // results that are drawn by themselves
 
-/** One plan's side of a graph: its nodes, values and casts. */
-function readSide(rows) {
-  const text = (number) => DATA.strings[number];
-  const values = rows.values.map(([name, type, kind, maker], index) => ({
-    index,
-    name: text(name),
-    type: text(type),
-    kind,
-    maker,
-    readers: [],
-  }));
-  const nodes = rows.nodes.map((row) => {
-    const node = Object.fromEntries(DATA.texts.map((name, place) => [name, text(row[place])]));
-    const [precision, makes, reads, size] = row.slice(DATA.texts.length);
-    node.precision = PRECISIONS[precision];
-    node.bytes = size;
-    node.makes = makes.map((number) => values[number]);
-    node.reads = reads.map((number) => values[number]);
-    node.reads.forEach((value, place) => value.readers.push([node, place]));
-    return node;
-  });
-  const casts = rows.casts.map(([value, made, src, dst, bytes, own]) => ({
-    value: values[value],
-    src: text(src),
-    dst: text(dst),
-    made: made < 0 ? null : values[made],
-    bytes,
-    own: Boolean(own),
-  }));
-  const outputs = rows.outputs.map((number) => values[number]);
-  for (const value of values) {
-    if (value.kind === NODE) value.maker = nodes[value.maker];
-    if (value.kind === CAST) value.maker = casts[value.maker];
+/** Rows, from columns that say each value once. */
+function rowsOf(columns) {
+  const names = Object.keys(columns);
+  const row = (_, at) => Object.fromEntries(names.map((name) => [name, columns[name][0][columns[name][1][at]]]));
+  return names.length ? columns[names[0]][1].map(row) : [];
+}
+
+/** One plan's side of a graph, or a step: its nodes, values and casts. */
+function readSide({ inputs, stored = [], ...rows }) {
+  const [nodes, casts, values] = [rowsOf(rows.nodes), rowsOf(rows.casts), []];
+  const [byName, reads] = [new Map(), new Map()];
+  const make = (name, type, kind, maker = null) => {
+    values.push({ index: values.length, name, type, kind, maker, readers: [] });
+    return values.at(-1);
+  };
+  const declare = (name, ...rest) => byName.set(name, make(name, ...rest)).get(name); // of two the later one is read
+  const read = (name, type = "") => byName.get(name) ?? declare(name, type, STORED);
+  for (const [name, type] of inputs) declare(name, type, INPUT);
+  for (const [name, type] of stored) declare(name, type, STORED);
+  for (const node of nodes) node.makes = node.outputs.map(([name, type]) => declare(name, type, NODE, node));
+  for (const cast of casts) if (cast.name) cast.made = declare(cast.name, cast.dst, CAST, cast); // one of a step
+  for (const cast of casts) {
+    cast.value = read(cast.value, cast.src);
+    if (cast.name) continue;
+    const past = cast.src === cast.dst; // read past an upcast: nothing is cast
+    cast.made = cast.explicit || past ? null : make(cast.value.name, cast.dst, CAST, cast);
+    if (!cast.explicit || past)
+      for (const [user, place] of cast.users) reads.set(`${place} ${user}`, cast.made ?? cast.value);
   }
-  return { nodes, values, casts, outputs };
+  const readBy = (user, names) => names.map((name, place) => reads.get(`${place} ${user}`) ?? read(name));
+  for (const node of nodes) {
+    node.reads = readBy(node.name, node.inputs);
+    node.reads.forEach((value, place) => value.readers.push([node, place]));
+  }
+  return { nodes, values, casts: casts.filter(({ src, dst }) => src !== dst), outputs: readBy("return", rows.outputs) };
 }
 
 /** Where a value comes from, and the casts on the way from there. */
@@ -93,7 +93,6 @@ class Graph {
         sides: this.sides.map(() => null),
         stored: this.sides.map(() => []),
         into: [],
-        outOf: [],
       };
       made.order = this.entries.push(made);
       this.byName.set(key, made);
@@ -121,7 +120,6 @@ class Graph {
       }
       const from = source.kind === NODE ? this.node(source.maker.name) : this.byName.get(`input ${source.name}`);
       const edge = { from, to, value: source, type: value.type, casts, side: number };
-      from.outOf.push(edge);
       to.into.push(edge);
       this.edges[number].push(edge);
     };
@@ -137,7 +135,7 @@ class Graph {
     if (!after) return "removed";
     if (before.precision !== after.precision) return "precision";
     if (typesOf(before) !== typesOf(after)) return "types";
-    return before.rule !== after.rule || before.reason !== after.reason || before.asked !== after.asked ? "rule" : "";
+    return before.rule !== after.rule || before.reason !== after.reason || before.requested !== after.requested ? "rule" : "";
   }
 }
 
@@ -150,21 +148,8 @@ const GRAPHS = DATA.graphs.map((rows) => new Graph(rows));
 
 /** The rows of the profile, by the node of the plan, the node of the step and the module that they belong to. */
 const PROFILE = (() => {
-  if (!DATA.profile) return null;
-  const text = (number) => DATA.strings[number];
-  const rows = DATA.profile.map(([name, kind, op, module, planned, type, stored, exponents, fractions, updates]) => ({
-    name: text(name),
-    kind: text(kind),
-    op: text(op),
-    module: text(module),
-    planned: text(planned),
-    type: text(type),
-    stored,
-    exponents: exponents ?? stored,
-    scaled: exponents !== null,
-    fractions,
-    updates,
-  }));
+  const rows = DATA.profile;
+  if (!rows) return null;
   const byNode = new Map(),
     byModule = new Map();
   const add = (map, key, row) => key && (map.has(key) ? map.get(key).push(row) : map.set(key, [row]));

@@ -130,47 +130,37 @@ class Page {
   /** The tables of a graph. */
   fill() {
     const { graph } = this.view;
-    const at = (name) => document.getElementById(`list-${name}`);
-    this.nodeTable = new Table(at("nodes"), nodeColumns(graph), (entry) => {
+    const at = (name) => document.getElementById(name);
+    const show = (entry) => {
       this.choose(entry);
-      document.getElementById("graph").scrollIntoView({ block: "start" });
-    });
-    const casts = castRows(graph);
-    this.castTable = new Table(at("casts"), castColumns(graph));
-    this.castTable.by(this.castTable.columns[3]); // the largest first
-    this.castTable.show(casts);
-    const rules = ruleRows(graph);
-    this.ruleTable = new Table(at("rules"), ruleColumns(graph), (row) => this.filters.set({ rule: row.rule }));
-    this.ruleTable.show(rules);
+      at("graph").scrollIntoView({ block: "start" });
+    };
+    this.nodeTable = new Table(at("list-nodes"), nodeColumns(graph), show, differs);
+    const casts = new Table(at("list-casts"), castColumns(graph), null, (row) => row.only);
+    casts.by(casts.columns[3]); // the largest first
+    casts.show(castRows(graph));
+    const byRule = (row) => this.filters.set({ rule: row.rule });
+    const rules = new Table(at("list-rules"), ruleColumns(graph), byRule, ({ counts }) => counts[0] !== counts[1]);
+    rules.show(ruleRows(graph));
+    this.tables = [this.nodeTable, casts, rules];
     if (PROFILE) {
-      this.rangeTable = new Table(document.getElementById("ranges"), RANGE_COLUMNS, (row) => {
-        const entry = graph.nodes.find((one) => measuredOf(graph, one).includes(row)) ?? graph.node(row.planned);
-        if (!entry) return;
-        this.choose(entry);
-        document.getElementById("graph").scrollIntoView({ block: "start" });
-      });
-      this.rangeTable.show([...PROFILE.rows].sort((one, other) => isDead(other) - isDead(one))); // in red
+      const measuredBy = (row) =>
+        graph.nodes.find((entry) => measuredOf(graph, entry).includes(row)) ?? graph.node(row.planned);
+      const ranges = new Table(at("ranges"), RANGE_COLUMNS, (row) => measuredBy(row) && show(measuredBy(row)));
+      ranges.show([...PROFILE.rows].sort((one, other) => isDead(other) - isDead(one))); // in red
+      this.tables.push(ranges);
     }
-    this.nodeTable.differs = differs;
-    this.castTable.differs = (row) => row.only;
-    this.ruleTable.differs = ({ counts }) => counts[0] !== counts[1];
-    const differing = document.getElementById("differing");
+    const differing = at("differing");
     const of = (...kinds) => many(graph.nodes.filter(({ change }) => kinds.includes(change)).length, "node");
     differing.hidden = graph.sides.length < 2;
     differing.textContent =
       `${of("precision")} in another precision, ${of("types")} of another type alone, ` +
       `${of("added", "removed")} in one plan alone`;
-    this.tables = [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable].filter(Boolean);
-    const counts = {
-      nodes: graph.nodes.length,
-      casts: casts.length,
-      rules: rules.length,
-      ranges: PROFILE?.rows.length ?? 0,
-    };
-    for (const list of this.lists) {
-      list.querySelector("span").textContent = counts[list.value].toLocaleString("en");
-      at(list.value).dataset.title = list.textContent;
-    }
+    this.lists.forEach((list, place) => {
+      const { length } = place ? this.tables[place].rows : graph.nodes;
+      list.querySelector("span").textContent = length.toLocaleString("en");
+      at(`list-${list.value}`).dataset.title = list.textContent;
+    });
     this.list(this.listed ?? "nodes");
   }
 
@@ -197,6 +187,5 @@ class Page {
   }
 }
 
-document.body.append(draw("svg", { class: "marks", "aria-hidden": "true", width: "0", height: "0" }, marks()));
 const page = new Page();
 document.documentElement.dataset.ready = "yes";

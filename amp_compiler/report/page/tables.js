@@ -2,10 +2,10 @@
 
 const AT_ONCE = 100;
 
-/** A table; `columns` are {label, value, cell, numeric}, `rows` anything. */
+/** A table; `columns` are {label, value, cell, numeric}, `rows` anything; `differs` tells of two plans what to print. */
 class Table {
-  constructor(holder, columns, onRow = null) {
-    Object.assign(this, { holder, columns, onRow, sort: null, down: false, rows: [], shown: 0 });
+  constructor(holder, columns, onRow = null, differs = null) {
+    Object.assign(this, { holder, columns, onRow, differs, sort: null, down: false, rows: [], shown: 0 });
     this.body = make("tbody");
     this.heads = columns.map((column) =>
       make(
@@ -62,7 +62,9 @@ class Table {
       const kind = [column.numeric ? "number" : "", content.textContent ? "" : "empty"].join(" ").trim();
       return make("td", { "data-label": column.label, class: kind || null }, content);
     });
-    return make("tr", this.onRow ? { class: "clickable", onclick: () => this.onRow(row) } : {}, cells);
+    if (!this.onRow) return make("tr", {}, cells);
+    const onclick = () => this.onRow(row);
+    return make("tr", { class: "clickable", tabindex: "0", onclick, onkeydown: onEnter(onclick) }, cells);
   }
 }
 
@@ -83,7 +85,7 @@ const precisionCell = (node, side) =>
   node
     ? [
         badge(node.precision, side),
-        node.asked && node.asked !== node.precision ? make("span", { class: "soft" }, ` (${node.asked})`) : "",
+        node.requested && node.requested !== node.precision ? make("span", { class: "soft" }, ` (${typeOf(node.requested, side)})`) : "",
       ]
     : make("span", { class: "soft" }, "–");
 
@@ -132,7 +134,7 @@ function castColumns(graph) {
     ),
     column("of", (row) => ["a node", "an input", "stored data", "a cast"][row.cast.value.kind]),
     column("for", (row) => row.users.length, users),
-    column("by", (row) => (row.cast.own ? "the model" : "the plan")),
+    column("by", (row) => (row.cast.explicit ? "the model" : "the plan")),
     ...(graph.sides.length > 1
       ? [column("in", plan, (row) => make("span", { class: row.only ? "changedto" : "soft" }, named(plan(row))))]
       : []),
@@ -198,7 +200,7 @@ const RANGE_COLUMNS = [
   column("kind", (row) => row.kind),
   names("op", (row) => row.op),
   names("module", (row) => row.module),
-  column("type", (row) => row.type),
+  column("type", (row) => row.dtype),
   numeric(
     "range",
     (row) => Math.max(-150, ...exponentsOf(row.stored)),

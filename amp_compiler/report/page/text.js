@@ -46,12 +46,13 @@ function named(text) {
   );
 }
 
-/** The end of a long name, cut where it may be broken; its last word is shown whole, however long. */
+/** The end of a long name, cut where it may be broken; its last word is shown whole, where that is not far too long. */
 function shortened(text, most) {
   if (text.length <= most) return text;
   const starts = [...text.matchAll(/(?<=[._/:])[^._/:]/g)].map((found) => found.index);
   const start = starts.find((place) => text.length - place < most) ?? starts.at(-1);
-  return start === undefined ? text : `…${text.slice(start)}`;
+  const end = start === undefined ? text : `…${text.slice(start)}`;
+  return end.length > 2 * most ? `…${end.slice(-most)}` : end;
 }
 
 /** Bytes for people, in powers of 1024. */
@@ -81,3 +82,10 @@ const typeOf = (precision, side = null) =>
 /** The same with its sign, which tells it apart without colour. */
 const badge = (precision, side, ...words) =>
   make("span", { class: `badge ${precision}` }, ...words, typeOf(precision, side));
+
+/** Hears keys: Enter and the space bar do what a click does. */
+const onEnter = (act) => (event) => {
+  if (event.key !== "Enter" && event.key !== " ") return;
+  event.preventDefault();
+  act();
+};
