@@ -300,11 +300,11 @@ class StepContents:
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         name = self._names[id(parameter)]
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key in self._files[0]["state"].get(name, {}):
             value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])
-            found[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
-        return found
+            state[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
+        return state
 
     def _place_sums(self) -> None:
         step, sums, gathered = self._step, self._kept.sums, set()
