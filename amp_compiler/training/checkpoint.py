@@ -95,7 +95,7 @@ def save_checkpoint(
         return {"number": number, "keep": keep, "entries": shared}
 
     check_equal(checkpoint_folder.each(ranks, prepare), _SAME)
-    own = {"steps": saved, "random": _random_state(next(iter(named.values())).device)}
+    own: dict[str, Any] = {"steps": saved, "random": _random_state(next(iter(named.values())).device)}
     if checkpoint_folder.place(ranks)[0] == 0:
         own["extra"] = extra
     return checkpoint_folder.write(Path(folder), number, {"steps": about}, own, keep, ranks)

@@ -247,7 +247,8 @@ class StepContents:
         """Take over what `check` was given."""
         step = self._step
         masters: dict[int, Tensor] = {}  # of each parameter that has one
-        values, own = self._module.state_dict(), {}
+        values = self._module.state_dict()
+        own: Mapping[str, Any] = {}
         if len(self._files) == self._size:
             own = self._files[self._rank]["buffers"]
         with torch.no_grad():

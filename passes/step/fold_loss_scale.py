@@ -11,11 +11,11 @@ from torch import fx
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
 
 SCALE = "loss_scale"
 WEIGHT, TOTAL = ("samples", "weight", 0), ("samples", "total", 0)  # marks of what a step keeps, see `Samples`
 aten = torch.ops.aten
-SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
 _PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 _OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
     {
@@ -49,6 +49,19 @@ class FoldLossScale(InPlacePass):
 
         div: "f32[]" = aten.div.Scalar(loss_scale, 640)
         expand: "f32[64, 10]" = aten.expand.default(div, [64, 10])
+
+    In FP16 the scale itself may be infinite (65536 is). Where a loss ends in FP16 ops, what autograd does there with
+    the seed is done in FP32, up to and with the first op that makes a tensor of it, which alone is rounded::
+
+        _to_copy: "f16[]" = aten._to_copy.default(loss_scale, dtype = torch.float16)
+        expand: "f16[64, 10]" = aten.expand.default(_to_copy, [64, 10])
+        div: "f16[64, 10]" = aten.div.Scalar(expand, 640)
+
+    becomes::
+
+        div: "f32[]" = aten.div.Scalar(loss_scale, 640)
+        _to_copy: "f16[]" = aten._to_copy.default(div, dtype = torch.float16)
+        expand: "f16[64, 10]" = aten.expand.default(_to_copy, [64, 10])
 
     With `weighs`, the seed is the loss scale times the weight of the batch among others (`Samples`)::
 
@@ -107,6 +120,7 @@ class FoldLossScale(InPlacePass):
         seed.replace_all_uses_with(source)
         graph.erase_node(seed)
         _hoist_constants(graph, source)
+        widen_seed(graph, scale)
         subject.recompile()
         return PassResult(subject, True)
 
