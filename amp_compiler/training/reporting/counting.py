@@ -50,7 +50,7 @@ def build_counting(
         gradients = every if with_weights else []
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
-        nodes = add_counters(joint, gradients)
+        nodes, products = add_counters(joint, begun.plan, gradients, scaled)
         for node in joint.graph.find_nodes(op="placeholder"):
             if node.name == SCALE:
                 node.meta[Key.STATE] = ("scale", "scale", 0)
@@ -76,6 +76,7 @@ def build_counting(
         named,
         trail,
         {name: node for name, node in zip(weights.names(), every, strict=True) if isinstance(node, fx.Node)},
+        products,
     )
 
 
