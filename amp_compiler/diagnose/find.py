@@ -55,7 +55,7 @@ def find_nonfinite(
 
     Returns:
         A report that is false where all is finite; print it. Of a step it also names parameters whose gradient
-        becomes zero in 16 bits alone, with what loses it.
+        becomes zero in 16 bits alone, with what loses it, and FP8 operands that saturate.
 
     Raises:
         AmpError: `subject` is none of these, or its batch does not fit.
@@ -112,6 +112,7 @@ def find_nonfinite(
 
 
 def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
+    step._look()  # or it would run with 16-bit copies of weights that were written since
     try:
         return step._trials(batch).report(step.loss_scale)
     except (HookError, OptimizerError):

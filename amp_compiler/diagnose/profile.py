@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,23 +110,60 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Fp8Advice:
-    """How a tensor is rounded as the operand of an FP8 product.
+class Product:
+    """A node that may compute of FP8 operands.
 
     Args:
-        row: the tensor.
-        format: `e4m3`, or `e5m2` where that loses less.
-        lost: the fraction of its nonzero numbers that become zero with one scale for all of them.
-        scaling: `tensorwise`, or `finer` where that is more than a thousandth: `rowwise` or `mx`.
+        name: of the node in the plan.
+        op: canonical op; empty in an ONNX model.
+        where: as in `Row`.
+        match: what a rule matches it by.
+        operands: places in `Profile.rows` of what it multiplies, as far as that is counted.
+        gradients: places of what comes in for its backward.
     """
 
-    row: Row
+    name: str
+    op: str
+    where: str
+    match: Mapping[str, str]
+    operands: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], rows: int) -> Product:
+        """Read back one of so many rows."""
+        operands, gradients = (tuple(map(int, data[name])) for name in ("operands", "gradients"))
+        if not all(0 <= place < rows for place in (*operands, *gradients)):
+            raise ValueError(f"{data['name']} has rows that are not there")
+        return cls(*(str(data[name]) for name in ("name", "op", "where")), dict(data["match"]), operands, gradients)
+
+
+@dataclass(frozen=True)
+class Fp8Advice:
+    """How a product is best computed of FP8 operands. As text it is a rule, to be pasted below `rules:`.
+
+    Args:
+        product: the node.
+        format: `hybrid`, or `e4m3` where that loses no more of its gradient than a thousandth.
+        scaling: `tensorwise`; `rowwise` where one scale loses more than a thousandth of an operand or of the gradient;
+            empty for a convolution then, which has no finer scales and stays in 16 bits.
+        lost: the fraction of its operands' nonzero numbers that become zero with one scale: of that which loses most.
+        gradient_lost: the same of its gradient; `None` where none was counted.
+    """
+
+    product: Product
     format: str
-    lost: float
     scaling: str
+    lost: float
+    gradient_lost: float | None
 
     def __str__(self) -> str:
-        return f"{self.format} {self.scaling:10} {self.lost:7.2%} lost with one scale  {self.row}"
+        match = ", ".join(f"{key}: {json.dumps(value)}" for key, value in self.product.match.items())
+        math_ = f", math: {{format: {self.format}, scaling: {self.scaling}}}" if self.scaling else ""
+        gradient = "" if self.gradient_lost is None else f", {self.gradient_lost:.2%} of its gradient"
+        where = f" ({self.product.where})" if self.product.where else ""
+        lost = f"one scale loses {self.lost:.2%} of an operand{gradient}{where}"
+        return f"- {{match: {{{match}}}, precision: low{math_}}}  # {lost}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,6 +177,7 @@ class Profile:
         skipped: how many of the steps were skipped.
         dtype: the low type of the step.
         every: the first of so many batches was counted.
+        products: the nodes that may compute of FP8 operands, in the order of the plan.
     """
 
     rows: tuple[Row, ...]
@@ -147,6 +186,7 @@ class Profile:
     skipped: int
     dtype: str
     every: int = 1
+    products: tuple[Product, ...] = ()
 
     @property
     def counted(self) -> range:
@@ -189,23 +229,33 @@ class Profile:
         return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
 
     def fp8(self) -> list[Fp8Advice]:
-        """How each activation, its gradient and each weight is best rounded as an FP8 operand, the worst first.
+        """How each product is best computed of FP8 operands, the worst first: a rule each, `print(*found, sep="\\n")`.
 
         One scale takes the greatest exponent that was seen to that of the format, so where magnitudes change from batch
-        to batch less is lost than is said here.
+        to batch less is lost than is said here. What no finer scales would keep either is not told apart.
         """
         advice = []
-        for row in self.rows:
-            if row.kind == WEIGHT_GRADIENT or row.histogram.highest is None:
+        for product in self.products:
+            lost = max((self._lost(place, "fp8_e4m3") for place in product.operands), default=0.0)
+            narrow, wide = (
+                max((self._lost(place, name) for place in product.gradients), default=None)
+                for name in ("fp8_e4m3", "fp8_e5m2")
+            )
+            if not product.operands and narrow is None:
                 continue
-            lost = {
-                name: row.histogram.fractions(limits.name, 2.0 ** (limits.greatest - row.histogram.highest)).zero
-                for name, limits in (("e4m3", RANGES["fp8_e4m3"]), ("e5m2", RANGES["fp8_e5m2"]))
-            }
-            best = min(lost, key=lost.__getitem__) if lost["e4m3"] > _TOLERATED else "e4m3"
-            scaling = "tensorwise" if lost[best] <= _TOLERATED else "finer"
-            advice.append(Fp8Advice(row, best, lost[best], scaling))
-        return sorted(advice, key=lambda one: (one.scaling, one.format == "e4m3", -one.lost))
+            format_ = "e4m3" if narrow is not None and narrow <= _TOLERATED else "hybrid"
+            gradient_lost = narrow if format_ == "e4m3" else wide
+            finer = "" if "conv" in product.op.lower() else "rowwise"
+            scaling = "tensorwise" if max(lost, gradient_lost or 0.0) <= _TOLERATED else finer
+            advice.append(Fp8Advice(product, format_, scaling, lost, gradient_lost))
+        return sorted(advice, key=lambda one: -max(one.lost, one.gradient_lost or 0.0))
+
+    def _lost(self, place: int, dtype: str) -> float:
+        """The fraction of a tensor's nonzero numbers that become zero in an FP8 type with one scale."""
+        histogram = self.rows[place].histogram
+        if histogram.highest is None:
+            return 0.0
+        return histogram.fractions(dtype, 2.0 ** (RANGES[dtype].greatest - histogram.highest)).zero
 
     def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
         """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead.
@@ -270,6 +320,7 @@ class Profile:
                 {"name": row.name, "ratios": _sparse(row.ratios), "changed": row.changed, "lost": row.lost}
                 for row in self.updates
             ],
+            "products": [asdict(one) for one in self.products],
         }
 
     @classmethod
@@ -299,7 +350,8 @@ class Profile:
             if not isinstance(data["dtype"], str):
                 raise TypeError(f"dtype is {data['dtype']!r}")
             batches, skipped, every = int(data["batches"]), int(data["skipped"]), int(data.get("every", 1))
-            return cls(tuple(rows), tuple(updates), batches, skipped, data["dtype"], every)
+            products = tuple(Product.from_dict(one, len(rows)) for one in data.get("products", ()))
+            return cls(tuple(rows), tuple(updates), batches, skipped, data["dtype"], every, products)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
             raise AmpError(f"this is no profile: {cause!r}", hint="pass what Profile.to_dict() gave") from cause
 

@@ -23,6 +23,7 @@ from amp_compiler.diagnose.profile import (
     GRADIENTS,
     WEIGHT,
     WEIGHT_GRADIENT,
+    Product,
     Profile,
     Row,
     UpdateRow,
@@ -31,6 +32,7 @@ from amp_compiler.errors import AmpError, CaptureError, LoweringError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.counting import CountingProgram, build_counting
+from amp_compiler.forward.products import CountedProduct
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.fx.graph import annotate_calls, canonical_op, module_of, neutral_dtype, user_source
@@ -40,6 +42,7 @@ from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.cpu.update import made_gradient
 from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update
+from amp_compiler.planner.cures import match_of
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import TrainingStep
 
@@ -139,6 +142,7 @@ class _Run(ABC):
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
         self.onnx_nodes: dict[str, str] = {}  # of an ONNX model: by value, the node of its plan
+        self.products: dict[str, CountedProduct] = {}
 
     @abstractmethod
     def take(self, batch: Any) -> None:
@@ -178,6 +182,8 @@ class _Run(ABC):
             if node not in self.places:
                 self.places[node] = _key(node, kind, *names.get(node, ()))
             self.add(self.places[node], row, shift if kind in GRADIENTS else 0)
+        for product in program.products:
+            self.products.setdefault(product.node.name, product)
         return rows
 
     def look_at_zeros(
@@ -229,7 +235,27 @@ class _Run(ABC):
         for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
             held = Histogram(counts)
             rows.append(Row(*_place_of(name, WEIGHT, parameter.dtype), held, held))
-        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short, every)
+        updates, products = tuple(self.updates.values()), tuple(self.products_of(rows))
+        return Profile(tuple(rows), updates, self.batches, self.skipped(), self.low.short, every, products)
+
+    def products_of(self, rows: Sequence[Row]) -> Iterator[Product]:
+        """The products, with the places of the rows of what they multiply."""
+        places = {key: place for place, key in enumerate(self.rows)}
+        place_of: dict[Any, int] = {node: places[key] for node, key in self.places.items()}
+        place_of |= {row.name: place for place, row in enumerate(rows) if row.kind == WEIGHT}
+        onnx_names = {node.meta.get(Key.PLANNED, node.name): key[5] for node, key in self.places.items()}
+        nodes = [product.node for product in self.products.values()]
+        for product in self.products.values():
+            node, op = product.node, product.node.op
+            if self.onnx_nodes and node.name not in onnx_names:
+                continue
+            if self.onnx_nodes:
+                node, op = replace(node, name=onnx_names[node.name], module=""), ""
+            operands, gradients = (
+                tuple(sorted(place_of[one] for one in those if one in place_of))
+                for those in (product.operands, product.gradients)
+            )
+            yield Product(node.name, op, node.source, match_of(node, nodes, {node.name}), operands, gradients)
 
 
 class _StepRun(_Run):

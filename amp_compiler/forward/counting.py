@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.forward.capture import capture_model, inputs_for
+from amp_compiler.forward.products import CountedProduct, counted_products
 from amp_compiler.forward.program import EAGER, build_run, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.zeros import ZeroTrail
@@ -18,6 +19,7 @@ from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import call_before, results_of, torch_dtype
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import TENSORS
+from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.exponents import COUNT as COUNT_OPERATOR
 from amp_compiler.passes.diagnose.count_exponents import counted
 from amp_compiler.passes.pipeline import COUNT, Stages
@@ -39,6 +41,7 @@ class CountingProgram:
         device: whose random numbers it draws, beside the CPU's.
         trail: what the gradients are made of; `None` where there are none.
         gradients: what makes the gradient of each parameter, by its name.
+        products: what may be computed of FP8 operands.
     """
 
     nodes: list[fx.Node]
@@ -50,6 +53,7 @@ class CountingProgram:
     weights: tuple[tuple[str, torch.dtype], ...] = ()
     trail: ZeroTrail | None = None
     gradients: Mapping[str, fx.Node] = field(default_factory=dict)
+    products: Sequence[CountedProduct] = ()
     _run: Run | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -76,19 +80,28 @@ class CountingProgram:
             return torch.cat(list(self._run(*inputs)))
 
 
-def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()) -> list[fx.Node]:
+def add_counters(
+    graph_module: fx.GraphModule,
+    plan: PrecisionPlan | None,
+    gradients: Sequence[fx.Node] = (),
+    scaled: Set[fx.Node] = frozenset(),
+) -> tuple[list[fx.Node], list[CountedProduct]]:
     """Make a graph count, in place: it gives the counts alone.
 
     Args:
         graph_module: the graph.
+        plan: of the forward; `None` in plain FP32.
         gradients: of weights, which are counted in the rows behind.
+        scaled: the nodes that the seed of the backward is part of.
 
     Returns:
-        What else is counted, one node for each row; where there is nothing at all to count, the graph stays.
+        What else is counted, one node for each row; where there is nothing at all to count, the graph stays. And what
+        may be computed of FP8 operands.
     """
     graph = graph_module.graph
     COUNT.run(graph_module, {})
     nodes = counted(graph)
+    products = [] if plan is None else counted_products(graph, plan, {*nodes}, scaled)
     counts = [results_of(graph)[-1]] if nodes else []
     if gradients:
         counts.append(call_before(graph.output_node(), COUNT_OPERATOR, [list(gradients)], "update"))
@@ -96,7 +109,7 @@ def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()
         graph.output_node().args = (tuple(counts),)
         graph.eliminate_dead_code()
         graph_module.recompile()
-    return nodes
+    return nodes, products
 
 
 def build_counting(
@@ -124,7 +137,7 @@ def build_counting(
     for node in graph_module.graph.nodes:
         if node.op != "output":
             node.meta[Key.PHASE] = "forward"
-    nodes = add_counters(graph_module)
+    nodes, products = add_counters(graph_module, plan)
 
     def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         return build_run(graph_module, [], settings, True, Stages())
@@ -132,4 +145,4 @@ def build_counting(
     def inputs(leaves: Sequence[Any]) -> list[Any]:
         return inputs_for(forward.inputs, leaves, first)
 
-    return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device)
+    return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device, products=products)

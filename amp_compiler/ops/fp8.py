@@ -6,6 +6,7 @@ FP32. Emulated, a product multiplies the very numbers that the formats hold, in 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,7 +258,8 @@ class _Product(torch.autograd.Function):
             slopes = gradient @ right.t() if for_x else None, x.t() @ gradient if for_right else None
             return None, *slopes, ctx.delayed.following()
         _refuse_second()
-        incoming, scale = _incoming(way), ctx.delayed.scaled
+        scale, one_scale = ctx.delayed.scaled, way.scaling in _OF_TENSORS
+        incoming = functools.cache(lambda dim: scale(2, gradient, _incoming(way), way, dim))
         x_slope = right_slope = None
         if ctx.kept:
             saved = ctx.saved_tensors
@@ -268,12 +270,12 @@ class _Product(torch.autograd.Function):
             # torchao keeps one scale for a weight whose own gradient is made in 16 bits.
             dim = None if way.weight_gradient == "low" and way.scaling == "rowwise" else 1
             by = right_scaled if ctx.kept else scale(1, right, _E4M3, way, dim)
-            x_slope = multiply(scale(2, gradient, incoming, way, 1), by.t(), ctx.types[0], way)
+            x_slope = multiply(incoming(1), by.t(), ctx.types[0], way)
         if for_right and way.weight_gradient == "low":
             right_slope = (gradient.t() @ x).t()
         elif for_right:
             of = x_scaled if ctx.kept else scale(0, x, _E4M3, way, 0)
-            right_slope = multiply(scale(2, gradient, incoming, way, 0).t(), of, ctx.types[1], way).t()
+            right_slope = multiply(incoming(1 if one_scale else 0).t(), of, ctx.types[1], way).t()
         return None, x_slope, right_slope, ctx.delayed.following()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.loader import load_rules
@@ -129,7 +130,7 @@ class _Search:
         entries: dict[str, dict[str, Any]] = {}
         for node in self.first.plan.nodes:
             if node.name in self.why:
-                match = _match(node, self.first.plan, self.why)
+                match = match_of(node, self.first.plan.nodes, self.why)
                 entries.setdefault(json.dumps(match), _entry(match, self.why[node.name]))
         return list(entries.values())
 
@@ -196,9 +197,15 @@ class _Near:
         return list(matches)
 
 
-def _match(node: PlannedNode, plan: PrecisionPlan, chosen: Iterable[str]) -> dict[str, str]:
-    """What matches a node: its module and op, where that is no other node than those chosen; else its name."""
-    alike = {one.name for one in plan.nodes if (one.module, one.op) == (node.module, node.op)}
+def match_of(node: PlannedNode, nodes: Iterable[PlannedNode], chosen: Iterable[str]) -> dict[str, str]:
+    """What matches a node: its module and op, where that is no other node than those chosen; else its name.
+
+    Args:
+        node: the node.
+        nodes: all that there are, at least those of its op.
+        chosen: names of the nodes that may be matched.
+    """
+    alike = {one.name for one in nodes if (one.module, one.op) == (node.module, node.op)}
     if node.module and not _GLOB.search(node.module) and alike <= set(chosen):
         return {"module": node.module, "op": node.op}
     return {"node": f"^{re.escape(_SUBGRAPH.sub('', node.name))}$"}
@@ -206,6 +213,30 @@ def _match(node: PlannedNode, plan: PrecisionPlan, chosen: Iterable[str]) -> dic
 
 def _entry(match: Mapping[str, str], why: str) -> dict[str, Any]:
     return {"match": dict(match), "precision": _FP32, **({"why": why} if why else {})}
+
+
+def with_present_scales(plan: PrecisionPlan, why: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rules by which some FP8 products scale by what their operands are, and no longer by what they were before.
+
+    Args:
+        plan: says how they are computed.
+        why: the reasons, by node.
+    """
+
+    def present(math: str) -> Any:
+        way = Fp8.parse(math)
+        if way is None:
+            return math
+        return (replace(way, scaling="tensorwise", history=0) if way.history else way).words
+
+    entries: dict[str, dict[str, Any]] = {}
+    for node in plan.nodes:
+        if node.name in why:
+            match = match_of(node, plan.nodes, why)
+            backward = {"backward": {"math": present(node.backward_math)}} if node.backward_math else {}
+            said = {"match": match, "precision": "low", "math": present(node.math), **backward, "why": why[node.name]}
+            entries.setdefault(json.dumps(match), said)
+    return list(entries.values())
 
 
 def extended(rules: RuleSet, entries: Sequence[Mapping[str, Any]]) -> RuleSet:

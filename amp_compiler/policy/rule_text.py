@@ -41,8 +41,14 @@ def _extended(name: str, folder: Path | None) -> str:
     return json.dumps(near if "/" in near else f"./{near}")
 
 
-def rule_lines(match: Mapping[str, Any], precision: str, why: str = "") -> list[str]:
-    """One rule."""
+def rule_lines(match: Mapping[str, Any], precision: str, **words: Any) -> list[str]:
+    """One rule.
+
+    Args:
+        match: what it is for.
+        precision: what that runs in.
+        words: what else it says, such as `math` and `why`; what is empty is left out.
+    """
     conditions = ", ".join(f"{key}: {json.dumps(value)}" for key, value in match.items())
     lines = [f"  - match: {{{conditions}}}", f"    precision: {precision}"]
-    return [*lines, f"    why: {json.dumps(why)}"] if why else lines
+    return [*lines, *(f"    {key}: {json.dumps(value)}" for key, value in words.items() if value)]

@@ -121,7 +121,10 @@ def _within_products(graph: fx.Graph) -> set[fx.Node]:
     inner: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if of[node] in products and all(
-            user in inner or (of[user] == of[node] and not is_view(user)) for user in node.users
+            user in inner
+            or (of[user] == of[node] and not is_view(user))
+            or (of[user] in products and canonical_op(user.target) in _STORES)  # another one with the same operand
+            for user in node.users
         ):
             inner.add(node)
     return inner

@@ -12,6 +12,7 @@ from torch import fx
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.fp8 import FP8
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 _COPY = torch.ops.aten._to_copy.default
@@ -26,7 +27,8 @@ class SimplifyCasts(InPlacePass):
     1. a cast to the type that the value has -> the value
     2. a cast of an exact upcast -> a cast of the 16-bit value (`bf16 -> fp32 -> bf16` is the value itself)
     3. the same cast, or view, of the same value twice in one phase -> once: where products read it, a compiler would
-       write what each view shows into memory of its own, as behind a norm for queries, keys and values
+       write what each view shows into memory of its own, as behind a norm for queries, keys and values; and all else
+       that FP8 products compute, so that what several of them read is scaled and rounded once
     4. an upcast, or a view or copy of one, made in the forward and read in the backward -> repeated in the backward, so
        that the 16-bit value is what is kept alive
     5. a cast that nobody reads -> nothing
@@ -165,9 +167,12 @@ def _is_view(node: fx.Node) -> bool:
 def _merge_equal(graph: fx.Graph, written: set[fx.Node]) -> bool:
     seen: dict[tuple[Any, ...], fx.Node] = {}
     modified = False
+    in_fp8 = {node.meta.get(Key.PLANNED) for node in graph.nodes if _type(node) in FP8}
     for node in list(graph.nodes):
         what = _cast_or_view(node)
-        if what is None or not written.isdisjoint((node, _source(node))):
+        if what is None and node.op == "call_function" and node.meta.get(Key.PLANNED, "") in in_fp8:
+            what = _call(node)
+        if what is None or not written.isdisjoint((node, *node.all_input_nodes)):
             continue
         first = seen.setdefault((*what, node.meta.get(Key.PHASE)), node)
         if first is not node and not any(user.op == "output" for user in node.users):
@@ -182,8 +187,10 @@ def _cast_or_view(node: fx.Node) -> tuple[Any, ...] | None:
     dtype = _cast_type(node)
     if dtype is not None:
         return _source(node), dtype
-    if not _is_view(node):
-        return None
+    return _call(node) if _is_view(node) else None
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
     leaves, form = pytree.tree_flatten((node.args, node.kwargs))
     return node.target, *leaves, form
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from counted_by_numpy import counted_by_numpy, update_by_numpy
 from torch import nn
 from torch.nn import functional as F
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ops.cpu.update import most_inner
 from amp_compiler.ops.update.product import Product
 
@@ -432,8 +435,6 @@ def test_gradients_in_fp32_set_no_bound_to_the_loss_scale() -> None:
 
 
 def test_a_profile_is_written_and_read_back(tmp_path: Any) -> None:
-    import json
-
     found = amp.profile(step_of(Net()), batches(1))
     found.to_json(tmp_path / "profile.json")
     assert amp.Profile.from_dict(json.loads((tmp_path / "profile.json").read_text())) == found
@@ -581,20 +582,49 @@ def test_a_product_of_fp8_operands_is_counted_as_one_of_16_bits_is(rules: str) -
     assert rows[0] == rows[1]
 
 
-def test_the_format_and_the_scaling_of_fp8_operands_follow_from_the_range() -> None:
-    generator = torch.Generator().manual_seed(0)
-    spread = torch.linspace(0, -24, 4096).exp2(), torch.linspace(0, -60, 4096).exp2()
-    given = [torch.randn(4096, generator=generator), *spread]
+class FourProducts(nn.Module):
+    """Of operands and gradients that are spread over many exponents, or not."""
 
-    class Products(nn.Module):
-        def forward(self, *x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([(one * 2).reshape(64, 64) @ torch.eye(64) for one in x])
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.gradient, self.operand = (nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.images = nn.Conv1d(64, 64, 1)
 
-    found = amp.profile(Products(), [tuple(given)], dtype="bf16").fp8()
-    made = [next(one for one in found if one.row.name == name) for name in ("mul", "mul_1", "mul_2")]
-    assert [(one.format, one.scaling) for one in made] == [
-        ("e4m3", "tensorwise"), ("e5m2", "tensorwise"), ("e5m2", "finer"),
-    ]  # fmt: skip
-    shares = [(one / one.max() * 2.0**15 < 2.0**-17).float().mean().item() for one in spread]
-    assert [one.lost for one in made[1:]] == pytest.approx(shares, abs=2e-3)
-    assert "e5m2 finer" in str(found[0])
+    def forward(self, normal: torch.Tensor, spread: torch.Tensor) -> list[torch.Tensor]:
+        return [self.narrow(normal * 2), self.gradient(normal * 2), self.operand(spread * 2), self.images(spread * 2)]
+
+
+@pytest.mark.parametrize("rules", ["default", "fp8", "fp8-delayed"])
+def test_the_format_and_the_scaling_of_a_product_follow_from_its_operands_and_its_gradient(rules: str) -> None:
+    normal = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    spread = torch.linspace(0, -24, 4096).exp2().reshape(64, 64)
+    model = FourProducts()
+    step = amp.training_step(
+        model, lambda m, *x: sum((one * g).sum() for one, g in zip(m(*x[:2]), x[2:], strict=True)),
+        torch.optim.SGD(model.parameters(), 0.0), rules=rules, dtype="bf16", backend="eager",
+    )  # fmt: skip
+    found = amp.profile(step, [(normal, spread, normal, spread, normal, normal)])
+    advice = found.fp8()
+    said = {one.product.match["module"]: (one.format, one.scaling) for one in advice}
+    assert said == {
+        "narrow": ("e4m3", "tensorwise"),
+        "gradient": ("hybrid", "tensorwise"),
+        "operand": ("e4m3", "rowwise"),
+        "images": ("e4m3", ""),
+    }
+    lost = {one.product.match["module"]: one.lost for one in advice}
+    share = (spread * 2.0**8 < 2.0**-10).float().mean().item()
+    assert lost["operand"] == lost["images"] == pytest.approx(share, abs=2e-3) and lost["narrow"] < 1e-3
+    pasted = yaml.safe_load("\n".join(map(str, advice)))
+    given = {"version": 1, "extends": "default", "rules": pasted}
+    plan = amp.explain(model, (normal, spread), rules=given, dtype="bf16")
+    way = {node.module: Fp8.parse(node.math) for node in plan.nodes if node.module}
+    assert {name: (one.format, one.scaling) if one else ("e4m3", "") for name, one in way.items()} == said
+
+
+def test_a_forward_and_a_file_have_advice_of_their_products_as_well() -> None:
+    model = FourProducts().eval()
+    given = torch.randn(64, 64), torch.linspace(0, -24, 4096).exp2().reshape(64, 64)
+    forward = {one.product.name: one.scaling for one in amp.profile(model, [given], dtype="bf16").fp8()}
+    assert forward == {"linear": "tensorwise", "linear_1": "tensorwise", "linear_2": "rowwise", "conv1d": ""}

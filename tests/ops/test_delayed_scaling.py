@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from test_fp8 import product, rounded_by_numpy, rules
 from torch import nn
 
@@ -195,3 +197,27 @@ def test_a_second_derivative_and_a_wrong_history_are_refused() -> None:
         step_of(Product(), {"scaling": "rowwise", "history": 2})(gradients(1)[0])
     with pytest.raises(amp.AmpError, match="greater than or equal to 1"):
         step_of(Product(), {"scaling": "delayed", "history": 0})(gradients(1)[0])
+
+
+@pytest.mark.parametrize("larger", ["operand", "gradient"])
+def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: str) -> None:
+    model = Product()
+    step, gradient = step_of(model, "fp8-delayed"), torch.ones(24, 48)
+    step(gradient)
+    assert not amp.find_nonfinite(step, gradient * 0.5)
+    if larger == "operand":
+        model.x.data *= 100
+    before = step.state_dict()
+    report = amp.find_nonfinite(step, gradient * (100 if larger == "gradient" else 1))
+    assert step.state_dict() == before
+    assert report and not report.nodes and not report.parameters
+    (said,) = report.saturated
+    start, end = ("the parameter x, bf16", "4.09") if larger == "operand" else ("the gradient, bf16", "1")
+    assert re.fullmatch(
+        rf"{start}.* in the FP8 product linear \(aten.linear, .* in layer, .*: .* steps before holds {end}", said
+    )
+    given = yaml.safe_load(report.rule)
+    assert [rule["math"] for rule in given["rules"]] == [{"scaling": "tensorwise"}]
+    other = Product()
+    other.load_state_dict(model.state_dict())
+    assert not amp.find_nonfinite(step_of(other, given), gradient * 100)

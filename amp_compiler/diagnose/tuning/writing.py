@@ -126,5 +126,5 @@ def rules_file(
             lines.append(f"  # {name}: {reasons[name]}" if reasons.get(name) else f"  # {name}")
         if len(entry.nodes) > _SHOWN:
             lines.append(f"  # and {len(entry.nodes) - _SHOWN} more")
-        lines += rule_lines(entry.match, precision.value, f"amp.tune: needed for the tolerance {tolerance:g}")
+        lines += rule_lines(entry.match, precision.value, why=f"amp.tune: needed for the tolerance {tolerance:g}")
     return "\n".join([*lines, ""])

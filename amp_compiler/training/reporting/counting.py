@@ -45,7 +45,7 @@ def build_counting(
         gradients = every if with_weights else []
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
-        nodes = add_counters(joint, gradients)
+        nodes, products = add_counters(joint, begun.plan, gradients, scaled)
         resolve = weights.resolvers(joint, state.kept)
     first = pytree.tree_leaves((batch, {}))
     device = device_of([*begun.leaves, *model.parameters()])
@@ -68,6 +68,7 @@ def build_counting(
         named,
         trail,
         {name: node for name, node in zip(weights.names(), every, strict=True) if isinstance(node, fx.Node)},
+        products,
     )
 
 
