@@ -247,7 +247,6 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ),
     (Key.MASTER, lambda value: f"master={value}", str),
     (Key.WIDE, lambda value: f"wide={value}", str),
-    (Key.STORED, lambda value: f"stored={value}", str),
     (Key.RECOMPUTED, lambda value: "recomputed", bool),
     (Key.CHECKPOINT, lambda value: f"checkpoint={value}", int),
     (
