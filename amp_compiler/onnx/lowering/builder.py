@@ -11,7 +11,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import CARRIED, Attr, Node, Operand, Pin, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, FOLDED, LOOPS, Lowered, Site
-from amp_compiler.onnx.lowering.pins import Demanded, Demands
+from amp_compiler.onnx.lowering.pins import Demands, demands_of
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
 from amp_compiler.onnx.model.types import canonical_op
 from amp_compiler.policy.op_table import op_table
@@ -34,7 +34,6 @@ class Builder:
         self._reserved = self._main_names(lowered.model.ir.graph)
         ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
-        self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -77,7 +76,7 @@ class Builder:
         op, quantizing = self._op(node)
         named = not op.startswith("onnx.") and self.named(op, name)
         quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
-        demands = self.demands.of(node, op, named=named, quantized=quantized, inner=bool(inner))
+        demands = demands_of(self.model, self.lowered.low, node, op, named=named, quantized=quantized)
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands = self._operands(node, name, demands, inner)

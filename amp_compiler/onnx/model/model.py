@@ -46,7 +46,6 @@ class ValueType:
         item: the element type of the tensors of a sequence; `None` for what is none.
 
     Attributes:
-        kind: the element type of a tensor; that of the tensors of a sequence in a tuple, `(None,)` for anything else.
         numel: elements; a dimension without a number counts as `SIZE_HINT`.
     """
 
@@ -55,13 +54,11 @@ class ValueType:
     tensor: bool = True
     item: DType | None = None
 
-    kind: DType | tuple[DType | None] | None = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = (SIZE_HINT, SIZE_HINT) if self.shape is None else self.shape
         numel = math.prod(size if isinstance(size, int) else SIZE_HINT for size in shape)
-        object.__setattr__(self, "kind", self.dtype if self.tensor else (self.item,))
         object.__setattr__(self, "numel", numel)
 
 
