@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from amp_compiler.ir.nonfinite import NonfiniteNode, NonfiniteReport
     from amp_compiler.ir.plan import PrecisionPlan
     from amp_compiler.onnx.convert import Conversion, convert_onnx
-    from amp_compiler.onnx.export import Export, export_onnx
+    from amp_compiler.onnx.export import export_onnx
     from amp_compiler.onnx.importing.api import onnx_to_fx
     from amp_compiler.ops.loss_scale import (
         DynamicLossScale,
@@ -63,7 +63,6 @@ __all__ = [
     "CompiledModule",
     "Conversion",
     "DynamicLossScale",
-    "Export",
     "GraphError",
     "LossScale",
     "LossScaleError",
@@ -114,7 +113,6 @@ _HOMES = {
     "CompiledModule": "forward.compiled_module",
     "Conversion": "onnx.convert",
     "DynamicLossScale": "ops.loss_scale",
-    "Export": "onnx.export",
     "GraphError": "errors",
     "LossScale": "ops.loss_scale",
     "LossScaleError": "errors",

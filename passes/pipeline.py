@@ -305,11 +305,9 @@ ONNX_PLAN = Pipeline(
         "pin_differences",
         "pin_calibrated",
         "pin_whole_numbers",
-        "pin_batch_norms",
-        "pin_scales",
+        "pin_parameters",
         "pin_running_sums",
         "pin_norms",
-        "pin_means",
         "pin_kernels",
     ),
     "What an ONNX model demands of its nodes, before PLAN: `amp.convert_onnx`, and `amp.explain` of a file.",
@@ -406,13 +404,8 @@ COUNT = Pipeline(
 )
 ONNX_CAPTURE = Pipeline(
     "ONNX_CAPTURE",
-    ("drop_idle_dropout", "write_out_attention"),
+    ("zero_hidden_rows",),
     "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
-)
-ONNX_EXPORT = Pipeline(
-    "ONNX_EXPORT",
-    ("apply_plan", "widen_math", "fold_stored_casts", "open_ends"),
-    "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
 PIPELINES = (
     CAPTURE,
@@ -427,7 +420,6 @@ PIPELINES = (
     LATE,
     COUNT,
     ONNX_CAPTURE,
-    ONNX_EXPORT,
 )
 
 

@@ -51,7 +51,6 @@ SPECS: dict[str, Spec] = {
     ),
     "UPDATE": Spec(_STEP, phases=("update",)),
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
-    "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "DEVICE": Spec(_STEP, modules=True),
     "SUBGRAPH": Spec(_STEP),
 }

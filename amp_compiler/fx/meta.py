@@ -43,7 +43,6 @@ class Key(enum.StrEnum):
     LOW = "amp_low", tuple  # placeholder of a 16-bit weight: (its master's placeholder, torch type)
     MASTER = "amp_master", str  # placeholder of the FP32 master of a 16-bit parameter, which is named
     WIDE = "amp_wide", str  # placeholder that stands for the FP32 value of a 16-bit parameter, which is named
-    STORED = "amp_stored", str  # placeholder of data that a model file will hold, which are named
     RECOMPUTED = "amp_recomputed", bool  # a backward makes it anew, rather than keep it from the forward
     CHECKPOINT = "amp_checkpoint", int  # the region of checkpointing that computes it, which a backward runs again
     STATE = "amp_state", tuple  # placeholder of what a step keeps: (column, group, number)

@@ -220,7 +220,6 @@ _MARKS: dict[str, Callable[[Any], str]] = {
     Key.LOW: lambda value: f"low={value[0]}:{neutral_dtype(value[1]).short}",
     Key.MASTER: lambda value: f"master={value}",
     Key.WIDE: lambda value: f"wide={value}",
-    Key.STORED: lambda value: f"stored={value}",
     Key.RECOMPUTED: lambda value: "recomputed",
     Key.CHECKPOINT: lambda value: f"checkpoint={value}",
     Key.STATE: lambda value: f"state={'/'.join(map(str, value))}",

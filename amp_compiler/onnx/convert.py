@@ -25,7 +25,6 @@ from amp_compiler.onnx.later_opset import late_message
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
-from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
 from amp_compiler.onnx.lowering.scale_products import fp8_nodes, scale_products
 from amp_compiler.onnx.lowering.transposes import guard_transposes
@@ -186,7 +185,6 @@ def convert_onnx(
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=kept)
             if changed:
                 guard_norms(lowered)
-                unify_batch_norms(lowered, plan, runners)
             changed |= guard_transposes(lowered, plan)
             changed |= scale_products(lowered, plan, ranges)
             if written is None:
@@ -321,7 +319,7 @@ def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None, lo
     if loading is None:  # nothing is to be checked
         return
     try:
-        infer(light_of(converted, folder, lowered.model.contents), strict=True)
+        infer(light_of(converted, folder), strict=True)
     except OnnxError as wrong:
         try:
             infer(stripped(lowered.model.proto, lowered.model.folder), strict=True)

@@ -1,9 +1,11 @@
-"""`amp.export_onnx`: a torch model in, an ONNX model in mixed precision out, by torch's own exporter."""
+"""`amp.export_onnx`: a torch model in, an ONNX model in mixed precision out: torch exports it, and it is converted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,60 +13,31 @@ import onnx
 import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
-from google.protobuf.message import EncodeError
-from torch import nn
+from onnx_ir.tensor_adapters import TorchTensor
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, TensorArgument
 
 from amp_compiler.errors import CaptureError, OnnxError
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.capture.export import export_module
 from amp_compiler.fx.examples import split_example
-from amp_compiler.fx.lower import lower_graph
+from amp_compiler.fx.graph import results_of, schema_argument
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
-from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx import needs_onnx
-from amp_compiler.onnx.exporting.calibrate import measure
+from amp_compiler.onnx.convert import Conversion, convert_onnx
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import (
-    mark_stored,
-    onnx_typing,
-    pin_misfits,
-    settle,
-    stored_numbers,
-    value_kinds,
-)
-from amp_compiler.onnx.exporting.misfits import pinned_nodes, unfit_nodes
-from amp_compiler.onnx.lowering.lower import FILE
-from amp_compiler.onnx.lowering.scale_products import fp8_nodes
-from amp_compiler.onnx.model.model import OnnxModel
-from amp_compiler.onnx.model.save import save
-from amp_compiler.passes.onnx_plan.pin_calibrated import PinCalibrated
-from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
-from amp_compiler.passes.plan.make_plan import make_plan
-from amp_compiler.planner.draft import Draft
+from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET
+from amp_compiler.onnx.model.model import OnnxFile, open_model
+from amp_compiler.onnx.model.save import INLINE_LIMIT
+from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import Context, RuleSet
+from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.targets import Target, load_target
-from amp_compiler.policy.unused import warn_of_unused
 
 DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
-_ROUNDS = 4  # exports until every op has types that ONNX admits
-
-
-@dataclass(frozen=True)
-class Export:
-    """What `export_onnx` did.
-
-    Args:
-        plan: every node's verdict and every cast, by the names of the torch graph.
-        model: the model; `None` where it was written to a file.
-        path: the file that was written; `None` where there is none.
-    """
-
-    plan: PrecisionPlan
-    model: onnx.ModelProto | None = None
-    path: Path | None = None
 
 
 @needs_onnx()
@@ -77,41 +50,39 @@ def export_onnx(
     dtype: LowArgument = "fp16",
     example_kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    keep_io_types: bool = True,
+    keep_io_types: bool | Iterable[str] = True,
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     calibration: Iterable[Any] | None = None,
     target: Target | None = None,
-) -> Export:
+) -> Conversion:
     """Export a torch model to ONNX in mixed precision.
 
-    The model is captured and planned as `amp.compile` does it, with module names, autocast regions and explicit
-    casts, and the rewritten graph goes through torch's own exporter (`torch.onnx.export`), casts and all. Weights
-    that are read in 16 bits alone are stored in 16 bits. As an ONNX file runs anywhere, the plan is that for the device
-    `onnx`, as with `convert_onnx`.
+    The model is captured by `torch.export`, torch's own exporter (`torch.onnx.export`) writes it in FP32, and that is
+    converted as `convert_onnx` does it. Rules may name modules and their types. Nodes of an autocast region stay as the
+    region says, and what the model casts to FP32 itself is FP32. Weights that are read in 16 bits alone are stored in
+    16 bits.
 
     Args:
         model: an `nn.Module`, in eval mode; it is not changed.
         example_args: as for `amp.explain`.
-        output: file to write, atomically; without it the model is returned. Data of 1.9 GB and more go to
+        output: file to write, atomically; without it the model is returned. Data of 1.9 GB in FP32 and more go to
             `<output>.data`.
-        rules: a preset name, a path, a dict or a `RuleSet`.
+        rules: a preset name, a path, a dict or a `RuleSet`, on the ops of ONNX.
         dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         example_kwargs: further keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
-        keep_io_types: inputs and outputs keep their types. With `False`, outputs have the type in which they are made,
-            and inputs that are read in the low type alone have it.
-        opset: ONNX opset; 20 for FP16 and 22 for BF16 by default.
+        keep_io_types: as for `convert_onnx`.
+        opset: ONNX opset; 20 for FP16, 22 for BF16 and at least 21 for `math: fp8` by default.
         input_names: names of the inputs; those of `forward`'s arguments by default.
         output_names: names of the outputs; the keys of a dict that `forward` returns, else `output`, or `output_0` and
             so on.
-        calibration: batches, each as `example_args`: the FP32 model runs over them, and the magnitudes that its values
-            reach decide too, as with `convert_onnx`.
+        calibration: batches, each as `example_args`; as for `convert_onnx`.
         target: as for `convert_onnx`.
 
     Returns:
-        The plan, with the model or its path.
+        As of `convert_onnx`: the plan of the file's nodes, with the model or its path.
 
     Raises:
         AmpError: there is no such target, or it does not know the type.
@@ -126,7 +97,8 @@ def export_onnx(
         ```
     """
     low, rule_set = low_type(dtype), load_rules(rules)
-    providers = None if target is None else load_target(target, low)
+    if target is not None:
+        load_target(target, low)
     if isinstance(model, StandIn):
         model = model.original
     if not isinstance(model, nn.Module):
@@ -134,78 +106,67 @@ def export_onnx(
             f"amp.export_onnx takes an nn.Module, not a {type(model).__name__}",
             hint="for an ONNX file there is amp.convert_onnx",
         )
-    if not isinstance(keep_io_types, bool):
-        raise OnnxError(
-            "it takes no names here", where="keep_io_types", hint="give True or False; amp.convert_onnx takes names"
-        )
-    path = None if output is None else Path(output)
     if output is not None:
         output_file(output, OnnxError)
     args, kwargs = split_example(example_args)
-    version = DEFAULT_OPSET[low] if opset is None else opset
-    if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
-        raise OnnxError(
-            f"{version!r} is no opset", hint=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
+    version = _opset(opset, low, rule_set)
+    program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
+    _refuse_changes(program)
+    _prepare(program)
+    exported, pins = run_exporter(program, version, input_names, output_names or _output_names(program))
+    names = [value.name or "" for value in exported.graph.inputs]
+    with _opened(exported, pins) as opened:
+        return convert_onnx(
+            opened,
+            output,
+            rules=rule_set,
+            dtype=dtype,
+            calibration=None if calibration is None else _feeds(program, names, calibration, example_kwargs or {}),
+            keep_io_types=keep_io_types,
+            opset=version,
+            target=target,
         )
-    pins: dict[str, str] = {}
-    ranges: dict[str, float] | None = None
-    for _ in range(_ROUNDS):
-        program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
-        _prepare(program, low, version)
-        if calibration is not None and ranges is None:
-            ranges = measure(program, calibration, example_kwargs or {})
-        plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
-        exported = run_exporter(program, version, input_names, output_names or _output_names(program))
-        misfits = {
-            **pinned_nodes(exported, low, rule_set, plan, ranges or {}),
-            **unfit_nodes(exported, low, plan, providers),
-        }
-        unfit = {name: why for name, why in misfits.items() if name not in pins}
-        if not unfit:
-            break
-        pins.update(unfit)
-    warn_of_unused(plan.unused_rules, type(model).__name__)
-    return _deliver(plan, exported, path)
 
 
-def _prepare(program: torch.export.ExportedProgram, low: DType, opset: int) -> None:
-    """Bring a program into the form that is planned, in place."""
+def _opset(requested: int | None, low: DType, rules: RuleSet) -> int:
+    """The opset to export in."""
+    latest = onnx.defs.onnx_opset_version()
+    if requested is None:
+        return max(DEFAULT_OPSET[low], FIRST_OPSET if rules.in_fp8 else 0)
+    if not isinstance(requested, int) or not 1 <= requested <= latest:
+        raise OnnxError(f"{requested!r} is no opset", hint=f"give a number up to {latest}, or leave it out")
+    return requested
+
+
+def _refuse_changes(program: torch.export.ExportedProgram) -> None:
+    """Refuse a model that changes its data, which are stored in a file.
+
+    Raises:
+        CaptureError: where it changes one of them.
+    """
+    specs = program.graph_signature.input_specs
+    stored = {spec.arg.name: spec.target for spec in specs if spec.kind is not InputKind.USER_INPUT}
+    for node in program.graph.nodes:
+        if False in (schema_argument(node, "training"), schema_argument(node, "use_input_stats")):
+            continue  # a norm that only reads its statistics
+        for operand in written_operands(node):
+            if operand.name in stored:
+                raise CaptureError(
+                    f"the model changes '{stored[operand.name]}' when it runs, which a model file cannot hold",
+                    where=node.name,
+                    hint="call model.eval() before the export",
+                )
+
+
+def _prepare(program: torch.export.ExportedProgram) -> None:
+    """Bring a program into the form that is exported, in place."""
     CAPTURE.run(program.graph_module, {})
-    ONNX_CAPTURE.run(program.graph_module, {"low": low, "opset": opset})
-
-
-def _rewrite(
-    program: torch.export.ExportedProgram,
-    rules: RuleSet,
-    low: DType,
-    keep_io_types: bool,
-    pins: dict[str, str],
-    ranges: Mapping[str, float],
-) -> PrecisionPlan:
-    """Plan a program and carry the plan out on it, in place."""
-    kinds = value_kinds(program)
-    graph_module = program.graph_module
-    rules = replace(rules, ops=onnx_typing(rules.ops))
-    graph = lower_graph(graph_module, kinds)
-    graph.device, graph.execution = "onnx", FILE
-    graph.stored_numbers = stored_numbers(program, low)
-    pin_misfits(graph, program, low, rules.ops)
-    known = {name: largest for name, largest in ranges.items() if name in graph.values}
-    graph = PinCalibrated()(Draft(graph, rules, Context(low, graph.device), ranges=known)).subject.graph
-    for name, why in pins.items():
-        graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
-    plan = make_plan(graph, rules, low, ranges=known)
-    for node, _ in fp8_nodes(plan)[:1]:
-        raise OnnxError(
-            "'math: fp8' is for files that are converted, and no export writes it",
-            where=f"node '{node.name}' ({node.op})",
-            hint="write an FP32 file by torch.onnx.export, then call amp.convert_onnx with rules and calibration=",
-        )
-    mark_stored(program)
-    pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
-    pipeline.run(graph_module, {"plan": plan, "low": low, "ops": rules.ops, "differentiable": False, "device": "onnx"})
-    settle(program)
-    return plan
+    ONNX_CAPTURE.run(program.graph_module, {})
+    for spec, item in zip(program.graph_signature.output_specs, results_of(program.graph), strict=True):
+        if isinstance(spec.arg, TensorArgument) and isinstance(item, fx.Node):
+            spec.arg = TensorArgument(item.name)
+    program.graph.lint()
+    program.graph_module.recompile()
 
 
 def _output_names(program: torch.export.ExportedProgram) -> list[str]:
@@ -228,32 +189,38 @@ def _output_names(program: torch.export.ExportedProgram) -> list[str]:
     return [f"{name}_out" if name in taken else name for name in chosen]
 
 
-def _deliver(plan: PrecisionPlan, exported: ir.Model, target: Path | None) -> Export:
-    if target is None:
-        proto = ir.serde.serialize_model(exported)
-        _check(proto)
-        return Export(plan, proto)
-    described = set(exported.graph.initializers.values())
-    save(OnnxModel(onnx.ModelProto(), exported, described=described), target, _check_at)
-    return Export(plan, path=target)
+@contextlib.contextmanager
+def _opened(exported: ir.Model, pins: Mapping[str, Pin]) -> Iterator[OnnxFile]:
+    """The exported model in one message, or where that is too large in a file that is there as long as it is used."""
+    tensors = (value.const_value for value in exported.graph.initializers.values())
+    if sum(tensor.nbytes for tensor in tensors if tensor is not None) <= INLINE_LIMIT:
+        yield OnnxFile(ir.serde.serialize_model(exported), pins=pins)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        ir.save(exported, path, external_data="model.onnx.data")
+        yield replace(open_model(path), pins=pins)
 
 
-def _check_at(proto: onnx.ModelProto, folder: Path) -> None:
-    """Check a model about to be written; one with data in a file of their own is read from there."""
-    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer):
-        (path,) = [path for path in folder.iterdir() if not path.name.endswith(".data")]
-        _check(path)
-    else:
-        _check(proto)
-
-
-def _check(model: onnx.ModelProto | Path) -> None:
-    try:
-        onnx.checker.check_model(model if isinstance(model, onnx.ModelProto) else str(model), full_check=True)
-    except (ValueError, EncodeError) as cause:  # a message beyond 2 GiB
-        raise OnnxError(f"the exported model cannot be checked: {cause}", hint="name a file to write") from cause
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:
+def _feeds(
+    program: torch.export.ExportedProgram, names: Sequence[str], batches: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Batches of arguments as the inputs of the file."""
+    if isinstance(batches, dict | str | torch.Tensor) or not isinstance(batches, Iterable):
         raise OnnxError(
-            f"the exported model is not valid: {str(cause).strip().splitlines()[0]}",
-            hint="give a later opset, or a rule that keeps the node in FP32",
-        ) from cause
+            f"it is a {type(batches).__name__}",
+            where="calibration",
+            hint="give a list of batches, each as the example arguments: [(x,), (x,)]",
+        )
+    specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    for index, batch in enumerate(batches):
+        args, named = split_example(batch)
+        flat, spec = pytree.tree_flatten((args, {**named, **kwargs}))
+        if spec != program.call_spec.in_spec:
+            raise OnnxError(
+                "its arguments are not those of the example",
+                where=f"batch {index}",
+                hint="give them in the form of example_args",
+            )
+        tensors = [one for one, known in zip(flat, specs, strict=True) if isinstance(known.arg, TensorArgument)]
+        yield {name: TorchTensor(one.detach()).numpy() for name, one in zip(names, tensors, strict=True)}

@@ -128,8 +128,9 @@ def plan_onnx(
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
-        result = lower(model, low, **options)
+        result = lower(model, low, pins=file.pins, **options)
         result.graph.model = PurePath(opened.name).name
+        result.held = frozenset(name for name, pin in file.pins.items() if pin.precision == "cast")
         if target is not None:
             drop_useless_opsets(result, target)
         return result, fusion
@@ -164,7 +165,12 @@ def _decide(
 ) -> PrecisionPlan:
     """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
-    draft = _draft(lowered, rules, known, fusion, stages)
+    mark_compounds(lowered)
+    if fusion is not None:
+        _mark_fused(lowered, fusion)
+    if stages is not None:
+        stages.note("capture", format_graph(lowered.graph))
+    draft = Draft(lowered.graph, rules, Context(lowered.low, lowered.graph.device), ranges=known)
 
     def planned(options: dict[str, Any], stages: Stages | None) -> PrecisionPlan:
         lowered.graph = ONNX_PLAN.run(draft, options, stages).graph
@@ -178,34 +184,6 @@ def _decide(
         after = added_by_runtime(lowered, rules.ops, plan.labels, target)
         lowered.notes.append(note_of(target, after, before))
     return plan if fusion is None else _with_fusion(plan, lowered, fusion)
-
-
-def pin_nodes(lowered: Lowered, rules: RuleSet, ranges: Mapping[str, float]) -> None:
-    """Run the pipeline ONNX_PLAN on a lowered model, which gets the graph of its pins.
-
-    Args:
-        lowered: the model.
-        rules: the rules.
-        ranges: calibrated largest magnitude by name of a value of its graph.
-    """
-    lowered.graph = ONNX_PLAN.run(_draft(lowered, rules, ranges), {}).graph
-
-
-def _draft(
-    lowered: Lowered,
-    rules: RuleSet,
-    ranges: Mapping[str, float],
-    fusion: Fusion | None = None,
-    stages: Stages | None = None,
-) -> Draft:
-    """What ONNX_PLAN begins with."""
-    mark_compounds(lowered)
-    if fusion is not None:
-        _mark_fused(lowered, fusion)
-    graph = lowered.graph
-    if stages is not None:
-        stages.note("capture", format_graph(graph))
-    return Draft(graph, rules, Context(lowered.low, graph.device), ranges=ranges)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:

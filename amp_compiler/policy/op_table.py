@@ -16,7 +16,7 @@ _FLAGS = (
     "exact", "promotes", "factors", "carries", "casts", "quantized", "squashes",
     "plain", "positions", "steps", "periodic",
 )  # fmt: skip
-_SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "onnx_keep", "indices")
+_SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "indices")
 _WORDS = {
     "moves": ("shape", "place", "index"),
     "sums": tuple(SIZES),

@@ -56,7 +56,6 @@ class OpInfo:
         masks: slots that may hold a mask: numbers far below all others, which stand for minus infinity.
         squashes: it makes numbers between fixed bounds, such as probabilities, of any.
         probabilities: slots that may hold probabilities, of which it takes the logarithm.
-        onnx_keep: what `keep` is in an ONNX model; `None` for the same.
         plain: it computes element by element, moves elements or adds them up: what it makes of numbers that are known
             to every bit (positions, sizes, inputs of the model) is as well known as they are.
         positions: it counts: a float result is a row of positions.
@@ -83,7 +82,6 @@ class OpInfo:
     masks: frozenset[str] = frozenset()
     squashes: bool = False
     probabilities: frozenset[str] = frozenset()
-    onnx_keep: frozenset[str] | None = None
     plain: bool = False
     positions: bool = False
     steps: bool = False
@@ -125,7 +123,6 @@ class OpTable:
             name: replace(
                 info,
                 keep=nothing,
-                onnx_keep=nothing,
                 emulate=frozenset(pair for pair in info.emulate if not pair.startswith("cuda.")),
                 # Kernels of 16-bit statistics, which they update, are not to be surrounded by casts.
                 accumulates=frozenset({"all"}) if "running_mean" in info.keep else info.accumulates,

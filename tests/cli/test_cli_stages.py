@@ -285,7 +285,7 @@ def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
     code, out, _ = shell("explain", onnx_file, "--print-after", "all")
     assert code == 0
     assert names(out) == ["capture", *ONNX_PLAN.names, *PLAN.names]
-    assert shell("explain", onnx_file, "--print-after", "pin_means")[1].startswith("graph onnx")
+    assert shell("explain", onnx_file, "--print-after", "pin_norms")[1].startswith("graph onnx")
     code, text, _ = shell("explain", onnx_file, "--print-after", "place_casts")
     assert code == 0
     assert text and out.endswith(text)

@@ -70,7 +70,7 @@ def test_a_file_is_written_whole_and_the_model_stays_as_it_was(tmp_path, dtype):
 
 
 def test_large_data_go_to_a_file_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("amp_compiler.onnx.model.save._INLINE_LIMIT", 1000)
+    monkeypatch.setattr("amp_compiler.onnx.model.save.INLINE_LIMIT", 1000)
     model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 4)).eval()
     x = torch.randn(2, 8)
     amp.export_onnx(model, (x,), tmp_path / "m.onnx")
@@ -82,7 +82,7 @@ def test_large_data_go_to_a_file_of_their_own(tmp_path, monkeypatch):
 def test_the_plan_is_the_file():
     done = amp.export_onnx(net(), (torch.randn(2, 8),), dtype="fp16")
     assert [(node.op, node.precision) for node in done.plan.nodes] == [
-        ("aten.linear", "low"), ("aten.layer_norm", "low"), ("aten.linear", "low"),
+        ("onnx.Gemm", "low"), ("onnx.LayerNormalization", "low"), ("onnx.Gemm", "low"),
     ]  # fmt: skip
     casts = [node for node in done.model.graph.node if node.op_type == "Cast"]
     assert len(casts) == sum(cast.bytes > 0 for cast in done.plan.casts) == 2
@@ -111,6 +111,42 @@ def test_a_region_without_autocast_stays_fp32():
     assert stored["first.weight"] == TensorProto.FLOAT16 and stored["head.weight"] == TensorProto.FLOAT
 
 
+def test_what_the_model_casts_or_gives_a_type_is_obeyed():
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.head(torch.softmax(x, -1, dtype=torch.float32)), x.float().relu()
+
+    done = amp.export_onnx(Casts().eval(), (torch.randn(2, 8),))
+    read = types(done.model)
+    (softmax,) = [node for node in done.model.graph.node if node.op_type == "Softmax"]
+    (relu,) = [node for node in done.model.graph.node if node.op_type == "Relu"]
+    assert read[softmax.input[0]] == read[relu.input[0]] == TensorProto.FLOAT
+
+
+def test_casts_that_come_to_nothing_go():
+    class Wide(nn.Module):
+        def forward(self, x):
+            return x.float().relu()
+
+    done = amp.export_onnx(Wide(), (torch.randn(2, 8),))
+    assert [node.op_type for node in done.model.graph.node] == ["Relu"]
+
+
+def test_rules_see_the_classes_of_modules():
+    rules = {
+        "version": 1,
+        "extends": "default",
+        "rules": [{"match": {"module_type": "LayerNorm"}, "precision": "fp32"}],
+    }
+    done = amp.export_onnx(net(), (torch.randn(2, 8),), rules=rules)
+    assert [node.precision for node in done.plan.nodes if node.op != "onnx.Cast"] == ["low", "fp32", "low"]
+
+
 def test_open_ends_have_the_low_type():
     x = torch.randn(2, 8)
     done = amp.export_onnx(net(), (x,), dtype="fp16", keep_io_types=False)
@@ -121,9 +157,10 @@ def test_open_ends_have_the_low_type():
     assert made.dtype == np.float16 and near(made.astype(np.float32), net()(x), 2e-3)
 
 
-def test_ends_that_keep_their_types_are_not_named():
-    with pytest.raises(amp.AmpError, match=r"it takes no names here; give True or False"):
-        amp.export_onnx(net(), (torch.randn(2, 8),), keep_io_types=["x"])
+def test_ends_that_keep_their_types_may_be_named():
+    graph = amp.export_onnx(net(), (torch.randn(2, 8),), keep_io_types=["x"]).model.graph
+    kinds = [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
+    assert kinds == [TensorProto.FLOAT, TensorProto.FLOAT16]
 
 
 def test_dynamic_shapes_and_names():
@@ -249,7 +286,7 @@ def test_attention_is_written_out_as_torch_computes_it(kind):
 def test_an_older_opset_keeps_convolutions_of_bfloat16_fp32():
     done = amp.export_onnx(nn.Conv2d(3, 4, 3).eval(), (torch.randn(1, 3, 8, 8),), dtype="bf16", opset=20)
     (node,) = [one for one in done.plan.nodes if one.family == "convolution"]
-    assert node.precision == "fp32" and "onnx.Conv takes no bf16 at opset 20" in node.reason
+    assert node.precision == "keep" and node.reason == "Conv takes no bf16 before opset 22; the opset is 20"
 
 
 def test_fused_attention_at_opset_23():

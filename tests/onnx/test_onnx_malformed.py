@@ -112,6 +112,9 @@ def with_opset(version: int) -> onnx.ModelProto:
     return one
 
 
+SPARSE = h.make_sparse_tensor(
+    nh.from_array(np.ones(2, np.float32), "w"), nh.from_array(np.array([3, 9]), "w_i"), [8, 8]
+)  # fmt: skip
 CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "no graph": (onnx.ModelProto, "no graph or no opset"),
     "a function that calls itself": (
@@ -136,6 +139,9 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "a circle": (
         lambda: made([node("Add", ["x", "b"], ["a"], "bad"), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
         "topologic|no producer|cycle",
+    ),
+    "a sparse initializer": (
+        lambda: made([node("MatMul", ["x", "w"], ["y"], "mm")], sparse_initializer=[SPARSE]), "'w'.*sparse tensor",
     ),
     "an op that there is not": (lambda: made([node("Rleu", ["x"], ["y"], "bad")]), "Rleu"),
     "an opset from the future": (lambda: with_opset(9999), "9999|opset|version"),

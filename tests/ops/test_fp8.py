@@ -245,12 +245,15 @@ def test_a_compiled_step_is_near_one_that_runs_node_by_node() -> None:
     np.testing.assert_allclose(*losses, rtol=0.02)
 
 
-def test_an_export_refuses_it_and_names_the_conversion() -> None:
-    with pytest.raises(OnnxError, match=r"no export writes it.*amp\.convert_onnx with rules and calibration="):
-        amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules("fp8"), dtype="fp16")
-    plan = amp.export_onnx(Mlp().eval(), torch.randn(2, 64), rules=rules({"scaling": "mx"}), dtype="fp16").plan
-    layers = [node for node in plan.nodes if node.op == "aten.linear"]
-    assert not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
+def test_an_export_takes_it_with_calibration() -> None:
+    model, x = Mlp().eval(), torch.randn(2, 64)
+    with pytest.raises(OnnxError, match=r"takes the scales of operands from data"):
+        amp.export_onnx(model, x, rules=rules("fp8"), dtype="fp16")
+    done = amp.export_onnx(model, x, rules=rules("fp8"), dtype="fp16", calibration=[x])
+    assert [node.op_type for node in done.model.graph.node].count("QuantizeLinear") > 0
+    plan = amp.export_onnx(model, x, rules=rules({"scaling": "mx"}), dtype="fp16").plan
+    layers = [node for node in plan.nodes if node.op == "onnx.Gemm"]
+    assert layers and not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
 
 
 @pytest.mark.parametrize("math", ["fp8", {"scaling": "rowwise"}, {"scaling": "mx"}])

@@ -48,7 +48,6 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
         for node in graph_module.graph.find_nodes(op="placeholder"):
             if node.name not in inputs:
                 inputs[node.name] = _input(node, inputs, generator)
-            inputs.setdefault(node.meta.get(Key.STORED, node.name), inputs[node.name])
     old, new = (_run(graph_module, inputs) for graph_module in (before, after))
     for one, other in zip(old, new, strict=False):  # results that a pass adds stand behind those that were there
         if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -56,8 +55,8 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
 
 
 def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) -> Tensor:
-    """A value for a placeholder: another form of a weight, or of stored data, has that weight's value."""
-    of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE, node.meta.get(Key.STORED))),))[0]
+    """A value for a placeholder: another form of a weight has that weight's value."""
+    of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE)),))[0]
     value = node.meta["val"]
     if of in known:
         return known[of].to(value.dtype)

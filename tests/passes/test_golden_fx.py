@@ -146,11 +146,6 @@ OPTIONS: dict[str, Any] = {
     "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},
-    "write_out_attention": {"low": DType.FLOAT16, "opset": 20},
-    "write_out_attention/a_boolean_mask_and_dropout": {"low": DType.BFLOAT16, "opset": 22},
-    "write_out_attention/from_opset_23_on_it_is_left_alone": {"low": DType.FLOAT16, "opset": 23},
-    "open_ends": {"low": DType.FLOAT16},
-    "open_ends/an_output_that_is_read_too": {"low": DType.BFLOAT16},
 }  # fmt: skip
 FILES = [path for path in sorted(GOLDEN.glob("*/*.txt")) if path.parent.name not in NEUTRAL]
 

@@ -24,7 +24,6 @@ Batches = Iterable[Batch] | str | Path
 def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     """The declared inputs that have no initializer as default, with their types."""
     defaults = {tensor.name for tensor in proto.graph.initializer}
-    defaults |= {tensor.values.name for tensor in proto.graph.sparse_initializer}
     return {value.name: value.type for value in proto.graph.input if value.name not in defaults}
 
 

@@ -24,7 +24,6 @@ from amp_compiler.onnx.model.external import is_external, with_data
 from amp_compiler.onnx.model.infer import with_small_data
 from amp_compiler.onnx.model.model import proto_bodies
 from amp_compiler.onnx.model.retype import TYPE_ATTRIBUTES
-from amp_compiler.onnx.model.sparse import dense
 
 FLOAT = TensorProto.FLOAT
 SOURCES = frozenset({"Cast", "CastLike"})
@@ -91,7 +90,7 @@ def emulate(model: onnx.ModelProto, folder: Path | None = None) -> Twin:
         >>> twin = emulate(onnx.load("m.fp16.onnx"))
         >>> session = onnxruntime.InferenceSession(twin.proto.SerializeToString())
     """
-    model = dense(with_small_data(model, folder))
+    model = with_small_data(model, folder)
     twin = onnx.ModelProto()
     if model.functions:
         twin.CopyFrom(inliner.inline_local_functions(model))

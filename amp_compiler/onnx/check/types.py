@@ -39,7 +39,6 @@ def graph_types(graph: onnx.GraphProto, outer: Mapping[str, int], opsets: Mappin
         if value.type.HasField("tensor_type") and value.type.tensor_type.elem_type:
             types[value.name] = value.type.tensor_type.elem_type
     types.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
-    types.update((sparse.values.name, sparse.values.data_type) for sparse in graph.sparse_initializer)
     for node in graph.node:
         if any(name and name not in types for name in node.output):
             _by_schema(node, types, opsets)

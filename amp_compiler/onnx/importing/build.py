@@ -15,7 +15,14 @@ from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError, OnnxCaptureError, OnnxError
 from amp_compiler.onnx.importing.bodies import CONTROL, ControlFlow, schema_function
-from amp_compiler.onnx.importing.check import HINT, check_operators, node_label, opset_versions, schema_has_body
+from amp_compiler.onnx.importing.check import (
+    HINT,
+    check_operators,
+    default_attributes,
+    node_label,
+    opset_versions,
+    schema_has_body,
+)
 from amp_compiler.onnx.importing.load import attribute_value, constant_of
 from amp_compiler.onnx.importing.ops.registry import Op, find_host_op, find_op
 from amp_compiler.onnx.importing.ops.values import DTYPES
@@ -127,6 +134,7 @@ class Builder:
                 raise OnnxCaptureError(
                     f"there is no conversion for this form of the operator{_foreign_type(literal)}", hint=HINT
                 )
+            attributes = default_attributes(domain, node.op_type, self.opsets) | attributes
             self._inline(schema_function(node, domain, self.opsets, attributes), node, attributes)
             return
         while inputs and inputs[-1] is None:

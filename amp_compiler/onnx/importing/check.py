@@ -71,3 +71,10 @@ def schema_has_body(domain: str, name: str, opsets: Mapping[str, int]) -> bool:
     """Whether ONNX defines the operator by others."""
     schema = schema_of(domain, name, opsets.get(domain, 1))
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)
+
+
+def default_attributes(domain: str, name: str, opsets: Mapping[str, int]) -> dict[str, ir.Attr]:
+    """What the attributes of an operator are that a node leaves out."""
+    schema = schema_of(domain, name, opsets.get(domain, 1))
+    held = {} if schema is None else schema.attributes
+    return {key: ir.from_proto(one.default_value) for key, one in held.items() if one.default_value.name}

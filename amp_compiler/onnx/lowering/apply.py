@@ -8,7 +8,6 @@ import onnx_ir as ir
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
-from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
@@ -55,23 +54,11 @@ def apply_plan(
     """
     writer = _Writer(lowered, plan, dict(floors or {}))
     changed = writer.run()
-    if changed:
+    if changed or lowered.held:
         drop_idle_casts(lowered, plan)
     if keep_io_types is not True:
         changed |= writer.convert_inputs(keep_io_types)
     return widen_math(lowered, plan) or changed
-
-
-def is_rounded_in_place(lowered: Lowered, cast: PlannedCast) -> bool:
-    """True for the cast of an initializer that nothing reads but what the cast is for."""
-    graph = lowered.graph
-    return (
-        graph.values[cast.value].kind is ValueKind.PARAMETER
-        and not lowered.model.contents.bodies
-        and cast.src != cast.dst
-        and not lowered.values[cast.value].is_graph_output()
-        and len(cast.users) == len(graph.users(cast.value))
-    )
 
 
 class _Writer:
@@ -88,7 +75,7 @@ class _Writer:
         self.value_names, self.node_names = names_of(lowered.model.graphs())
         for graph in lowered.model.graphs():
             self._homes.update(dict.fromkeys((*graph.inputs, *graph.initializers.values()), graph))
-            for node in graph if lowered.model.contents.bodies else ():
+            for node in graph:
                 for body in bodies(node).values():
                     self.scopes.depth[body] = self.scopes.depth[graph] + 1
 
@@ -141,9 +128,6 @@ class _Writer:
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)
         dst = dtype_from_short(cast.dst)
-        if is_rounded_in_place(self.lowered, cast):
-            self._round(cast.value, dst)
-            return
         sites = list(self._sites(cast))
         returned = [index for name, index in cast.users if name == RETURN]
         if cast.src == cast.dst:
@@ -289,17 +273,6 @@ class _Writer:
         self._home(old).insert_before(producer, node)
         self.folded[name, dst] = new
         return new
-
-    def _round(self, name: str, dst: DType) -> None:
-        """Round an initializer where it stands."""
-        value = self._value(name)
-        tensor = tensor_of(value)
-        if tensor is None:
-            raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
-        unique(f"{value.name}_{dst.short}", self.value_names)  # so that names do not depend on how it is rounded
-        value.const_value = convert(tensor, dst, name=value.name or "", floor=self.floors.get(name))
-        set_type(value, dst)
-        self.retired.add(name)
 
     def _retire(self, name: str, new: ir.Value) -> None:
         """Let rounded data take the place and the name of data that nobody reads any more."""

@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import CARRIED, Attr, Node, Operand, Value, ValueKind
+from amp_compiler.ir.graph import CARRIED, Attr, Node, Operand, Pin, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, FOLDED, LOOPS, Lowered, Site
-from amp_compiler.onnx.lowering.pins import Demanded, Demands
+from amp_compiler.onnx.lowering.pins import Demands, demands_of
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
 from amp_compiler.onnx.model.types import canonical_op
 from amp_compiler.policy.op_table import op_table
@@ -24,15 +24,16 @@ _STORING = (*FOLDED, EMPTY_LIST)
 class Builder:
     """Adds graph after graph, each value and node under a name of its own."""
 
-    def __init__(self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool) -> None:
+    def __init__(
+        self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool, pins: Mapping[str, Pin]
+    ) -> None:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
-        self.named, self.keep_quantized = named, keep_quantized
+        self.named, self.keep_quantized, self.pins = named, keep_quantized, pins
         self.names: dict[ir.Value, str] = {}
         self.held = {graph: list(graph) for graph in lowered.model.graphs()}
         self._reserved = self._main_names(lowered.model.ir.graph)
         ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
-        self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -75,12 +76,14 @@ class Builder:
         op, quantizing = self._op(node)
         named = not op.startswith("onnx.") and self.named(op, name)
         quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
-        demands = self.demands.of(node, op, named=named, quantized=quantized, inner=bool(inner))
+        demands = demands_of(self.model, self.lowered.low, node, op, named=named, quantized=quantized)
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands = self._operands(node, name, demands, inner)
         outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
-        props = node.metadata_props
+        props, pin = node.metadata_props, demands.pin
+        if pin is None and any(value.dtype.is_float for value in outputs):
+            pin = self.pins.get(node.name or "")
         self.graph.add_node(
             Node(
                 name,
@@ -88,10 +91,10 @@ class Builder:
                 tuple(operands),
                 tuple([value.name for value in outputs]),
                 self._attributes_of(node, inner) if held else NO_ATTRIBUTES,
-                module_of(node.name or "", props),
+                *module_of(node.name or "", props),
                 source=source_of(props) if props else "",
                 region=region,
-                pin=demands.pin,
+                pin=pin,
             ),
             outputs,
         )
@@ -225,13 +228,18 @@ def source_of(props: Mapping[str, str]) -> str:
     return props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200]
 
 
-def module_of(name: str, props: Mapping[str, str]) -> str:
-    """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
-    scopes = props.get("pkg.torch.onnx.name_scopes") if props else None
-    if scopes:
-        names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
-        return names[-2] if len(names) > 1 else ""
-    return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
+def module_of(name: str, props: Mapping[str, str]) -> tuple[str, str]:
+    """Module and its class as exporters leave them: torch's metadata, or a path as name (`/encoder/layer.0/MatMul`)."""
+    scopes = _listed(props.get("pkg.torch.onnx.name_scopes", "")) if props else []
+    if scopes:  # of all modules around a node, and of itself
+        classes = _listed(props.get("pkg.torch.onnx.class_hierarchy", ""))
+        return ("", "", *scopes)[-2], ("", "", *classes)[-2].rpartition(".")[2]
+    return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else "", ""
+
+
+def _listed(text: str) -> list[str]:
+    """A list of names that was written out."""
+    return [part.strip(" '\"") for part in text.strip("[]").split(",")] if text else []
 
 
 def attributes_of(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:

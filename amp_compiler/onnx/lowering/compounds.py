@@ -166,7 +166,7 @@ def mark_compounds(lowered: Lowered) -> None:
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":
                 nodes[name] = replace(nodes[name], part=ways[0].kind)
-        lowered.compounds.append(tuple(own))
+        lowered.graph.compounds.append(tuple(own))
 
 
 def _guard(data: ir.Value) -> tuple[ir.Node, ...]:

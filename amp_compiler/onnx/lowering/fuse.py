@@ -13,9 +13,9 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
 from amp_compiler.onnx.model.data import array_of, tensor_of
-from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.edit import drop_unread, names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
-from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
+from amp_compiler.onnx.model.terms import numbers_of, scalar_of
 from amp_compiler.onnx.model.types import neutral_type
 
 OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
@@ -226,7 +226,7 @@ class _Fuser:
             last.graph.remove(others, safe=True)
         self.gone.update(others)
         for value in before:
-            self._drop(value)
+            drop_unread(value, _STORING)
 
     def _shaped(self, value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
         """Stored data in the shape that the norm is taken over."""
@@ -244,20 +244,6 @@ class _Fuser:
     @cached_property
     def _taken(self) -> set[str]:
         return set.union(*names_of(self.model.graphs()))
-
-    def _drop(self, value: ir.Value) -> None:
-        """Take stored data away that nothing reads."""
-        if value.uses() or value.is_graph_output() or value.is_graph_input():
-            return
-        maker = value.producer()
-        if maker is None:
-            if value.graph is not None and value.is_initializer():
-                value.graph.initializers.pop(value.name or "")
-        elif maker.op_type in _STORING and is_op(maker, maker.op_type) and isinstance(maker.graph, ir.Graph):
-            before = [one for one in maker.inputs if one is not None]
-            maker.graph.remove(maker, safe=True)
-            for one in before:
-                self._drop(one)
 
 
 def _become(node: ir.Node, op: str, inputs: list[ir.Value], attributes: list[ir.Attr]) -> None:

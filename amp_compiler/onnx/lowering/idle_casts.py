@@ -11,7 +11,8 @@ _CASTS = ("onnx.Cast", "onnx.CastLike")
 
 
 def drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
-    """Take out casts of the model that the plan made idle, in place. What was idle before stays.
+    """Take out casts of the model that the plan made idle, in place. What was idle before stays,
+    but for what an export has kept for the plan (`Lowered.held`).
 
     A cast whose input has come to have its type is read past; where it makes an output of a graph it becomes an
     `Identity`. One that nobody reads any more, since all its readers have its input cast to the low type, goes too.
@@ -28,9 +29,10 @@ def drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
         captured = lowered.graph.values[source].dtype
         was = captured is lowered.graph.values[result].dtype
         idle = planned_types.get(source, captured) is planned_types.get(result, lowered.graph.values[result].dtype)
-        if idle and not was:
+        idle &= not was or neutral.name in lowered.held
+        if idle:
             _pass_on(node)
-        if _is_dead(node) and (lowered.graph.users(result) or (idle and not was)):
+        if _is_dead(node) and (lowered.graph.users(result) or idle):
             _remove(node)
 
 

@@ -16,11 +16,11 @@ may write.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Execution, StoredNumbers
-from amp_compiler.ir.graph import PrecisionGraph
+from amp_compiler.ir.graph import Pin, PrecisionGraph
 from amp_compiler.onnx.lowering.builder import Builder
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import examine, tensor_of
@@ -52,6 +52,7 @@ def lower(
     named: Callable[[str, str], bool] | None = None,
     keep_io_types: KeptTypes = True,
     keep_quantized: bool = True,
+    pins: Mapping[str, Pin] | None = None,
 ) -> Lowered:
     """Lower a model.
 
@@ -61,6 +62,7 @@ def lower(
         named: whether a rule names an op of a custom domain, by op and node name; none does without it.
         keep_io_types: which outputs keep their types; other floating-point ones take the type in which they are made.
         keep_quantized: what quantises stays as it is, with what stands beside it; else the rules decide.
+        pins: by name of a node, what is demanded of it where the model itself demands nothing.
 
     Returns:
         The neutral graph and the way back. Values have their ONNX names, nodes too as far as they are unique.
@@ -73,7 +75,7 @@ def lower(
     """
     lowered = Lowered(model, PrecisionGraph("onnx", FILE), low)
     main = model.ir.graph
-    builder = Builder(lowered, named or (lambda op, name: False), keep_quantized)
+    builder = Builder(lowered, named or (lambda op, name: False), keep_quantized, pins or {})
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
         name = builder.name_of(value)

@@ -42,6 +42,7 @@ class Lowered:
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
         renamed: whether a node has another name here, since an earlier one has its own.
+        held: casts of FP32 to FP32 that an export has kept for the plan; those go that come to nothing.
     """
 
     model: OnnxModel
@@ -56,11 +57,7 @@ class Lowered:
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
-
-    @property
-    def compounds(self) -> list[tuple[str, ...]]:
-        """The nodes of each norm and GELU that stands in parts, as names in the order of the graph."""
-        return self.graph.compounds
+    held: frozenset[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""

@@ -19,7 +19,7 @@ def guard_norms(lowered: Lowered) -> None:
     """
     if lowered.model.opset("") < _ONE_TYPE:
         return
-    norms = ([lowered.nodes[name] for name in names] for names in lowered.compounds)
+    norms = ([lowered.nodes[name] for name in names] for names in lowered.graph.compounds)
     heads = [head for nodes in norms if (head := _cast_head(nodes)) is not None]
     if not heads:
         return

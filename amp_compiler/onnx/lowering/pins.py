@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
-from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
+from amp_compiler.onnx.model.model import OnnxModel, bodies
 from amp_compiler.onnx.model.types import (
     LIST_OPS,
     Formal,
@@ -163,58 +163,26 @@ class Demands(NamedTuple):
         pin: see `pin_of`.
         late: the first opset that admits the low type, where that alone keeps the node.
         slots: by operand, its slot, the types that it may have, and whether its type is tied to that of an output.
-        own: whether the reason of the pin names a value of the node.
     """
 
     pin: Pin | None
     late: int | None
     slots: tuple[tuple[str, frozenset[DType] | None, bool], ...]
-    own: bool = False
 
 
-class Demanded:
-    """The demands on the nodes of a model. Nodes of one op and alike types share them, where they name no value.
-
-    By that a graph of many small nodes is lowered in half of the time.
+def demands_of(model: OnnxModel, low: DType, node: ir.Node, op: str, *, named: bool, quantized: str) -> Demands:
+    """The demands on one node.
 
     Args:
         model: the model.
         low: the 16-bit type.
+        node: the node.
+        op: as for `pin_of`.
+        named: as for `pin_of`.
+        quantized: as for `pin_of`.
     """
-
-    def __init__(self, model: OnnxModel, low: DType) -> None:
-        self.model, self.low = model, low
-        self._known: dict[tuple[object, ...], Demands] = {}
-
-    def of(self, node: ir.Node, op: str, *, named: bool, quantized: str, inner: bool) -> Demands:
-        """The demands on one node.
-
-        Args:
-            node: the node.
-            op: as for `pin_of`.
-            named: as for `pin_of`.
-            quantized: as for `pin_of`.
-            inner: whether it has bodies.
-        """
-        if inner:
-            return self._look_at(node, op, named, quantized)
-        types, held, inputs = self.model.types, node.attributes.data, node.inputs
-        kinds = [None if value is None else types.get(value, UNKNOWN).kind for value in inputs]
-        kinds += [types.get(value, UNKNOWN).kind if value.name else None for value in node.outputs]
-        key = (
-            op, node.version, named, quantized, bool(held) and "output_dtype" in held, len(inputs), *kinds
-        )  # fmt: skip
-        known = self._known.get(key)
-        if known is None:
-            known = self._look_at(node, op, named, quantized)
-            if not known.own and node.op_identifier() not in self.model.ir.functions:
-                self._known[key] = known
-        return known
-
-    def _look_at(self, node: ir.Node, op: str, named: bool, quantized: str) -> Demands:
-        constraints = Constraints(self.model, node, self.low)
-        pin = pin_of(constraints, op, named=named, quantized=quantized)
-        late = pin is not None and pin.reason == constraints.late_reason
-        slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
-        own = pin is not None and "'" in pin.reason
-        return Demands(pin, constraints.first_opset if late else None, slots, own)
+    constraints = Constraints(model, node, low)
+    pin = pin_of(constraints, op, named=named, quantized=quantized)
+    late = pin is not None and pin.reason == constraints.late_reason
+    slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
+    return Demands(pin, constraints.first_opset if late else None, slots)

@@ -14,7 +14,7 @@ from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import array_of, tensor_of
-from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.edit import drop_unread, names_of, unique
 from amp_compiler.onnx.model.types import ir_type
 
 FIRST_OPSET = 21  # the two ops take FP8 from 19 on; before 21 nothing that moves elements does
@@ -53,7 +53,8 @@ def scale_products(lowered: Lowered, plan: PrecisionPlan, ranges: Mapping[str, f
         writer = _Writer(lowered, ranges)
         for planned, way in nodes:
             writer.quantize(planned, way)
-        writer.drop_unread()
+        for value in writer.replaced:
+            drop_unread(value, (*_VIEWS, "Constant"))
     return bool(nodes)
 
 
@@ -98,22 +99,6 @@ class _Writer:
             node.replace_input_with(index, self.results[key, node.graph])
             self.replaced[value] = None
         self._part_bias(node, self.lowered.graph.values[planned.inputs[1]].rank or 0)
-
-    def drop_unread(self) -> None:
-        """Remove stored data, and views of them, that nothing reads any more."""
-        for first in self.replaced:
-            value: ir.Value | None = first
-            while value is not None and not value.uses() and not value.is_graph_output():
-                producer, graph = value.producer(), value.graph
-                if not isinstance(graph, ir.Graph) or value.is_graph_input():
-                    break
-                if producer is None:
-                    graph.initializers.pop(value.name or "", None)
-                    break
-                if producer.op_type not in (*_VIEWS, "Constant"):
-                    break
-                value = producer.inputs[0] if producer.inputs else None
-                graph.remove(producer, safe=True)
 
     def _part_bias(self, node: ir.Node, rank: int) -> None:
         """Let no bias be a row, which ONNX Runtime would round to multiples of the product of both scales.

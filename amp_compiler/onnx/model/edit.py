@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import onnx
 import onnx_ir as ir
@@ -10,6 +10,7 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.types import ir_type
+from amp_compiler.onnx.model.walk import DEFAULT
 from amp_compiler.policy.marks import nearest
 
 KeptTypes = bool | frozenset[str]
@@ -79,6 +80,21 @@ def names_of(graphs: Iterable[ir.Graph]) -> tuple[set[str], set[str]]:
             nodes.add(node.name or "")
             values.update(value.name or "" for value in node.outputs)
     return values, nodes
+
+
+def drop_unread(value: ir.Value, views: Collection[str]) -> None:
+    """Take away stored data that nothing reads any more, with the nodes of some ops that hand them on."""
+    if value.uses() or value.is_graph_output() or value.is_graph_input():
+        return
+    maker = value.producer()
+    if maker is None:
+        if value.graph is not None:
+            value.graph.initializers.pop(value.name or "", None)
+    elif maker.op_type in views and maker.domain in DEFAULT and isinstance(maker.graph, ir.Graph):
+        before = [one for one in maker.inputs if one is not None]
+        maker.graph.remove(maker, safe=True)
+        for one in before:
+            drop_unread(one, views)
 
 
 def cast_node(source: ir.Value, to: ir.DataType, value: str, name: str) -> ir.Node:

@@ -11,9 +11,8 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.contrib import infer_shapes
 from amp_compiler.onnx.model.external import is_external, with_data
-from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.validate import refused
-from amp_compiler.onnx.model.walk import Contents, all_inner_tensors
+from amp_compiler.onnx.model.walk import all_inner_tensors
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 _LITTLE = 1 << 20  # bytes of all initializers up to which a model is no heavier than a copy without them
@@ -21,8 +20,6 @@ _LITTLE = 1 << 20  # bytes of all initializers up to which a model is no heavier
 
 def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bool = True) -> onnx.ModelProto:
     """A copy for inference, in which large initializers have a type and a shape and no data.
-
-    Sparse initializers are dense in it: inference takes one for a tensor of another kind, and refuses what reads it.
 
     Args:
         proto: the model; it is not changed.
@@ -32,34 +29,12 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     Raises:
         OnnxError: small external data cannot be read.
     """
-    return _stripped(dense(proto), folder, external)
-
-
-def light_of(proto: onnx.ModelProto, folder: Path | None, contents: Contents) -> onnx.ModelProto:
-    """What `stripped` gives, or the model itself where it holds little data; to be read only.
-
-    Args:
-        proto: the model.
-        folder: where external data lie.
-        contents: what the model holds.
-
-    Raises:
-        OnnxError: small external data cannot be read.
-    """
-    if contents.outside or contents.sparse:
-        return stripped(proto, folder)
-    if sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= _LITTLE:
-        return proto
-    return _stripped(proto, folder, external=False)
-
-
-def _stripped(proto: onnx.ModelProto, folder: Path | None, external: bool) -> onnx.ModelProto:
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.functions.extend(proto.functions)
     graph = proto.graph
     light.graph.name = graph.name
-    for kind in ("node", "input", "output", "value_info", "sparse_initializer"):
+    for kind in ("node", "input", "output", "value_info"):
         getattr(light.graph, kind).extend(getattr(graph, kind))
     for tensor in graph.initializer:
         light.graph.initializer.append(_stub(tensor, folder, external))
@@ -68,6 +43,21 @@ def _stripped(proto: onnx.ModelProto, folder: Path | None, external: bool) -> on
             if is_external(inner):
                 inner.CopyFrom(with_data(inner, folder))
     return light
+
+
+def light_of(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
+    """What `stripped` gives, or the model itself where it holds little data; to be read only.
+
+    Args:
+        proto: the model.
+        folder: where external data lie.
+
+    Raises:
+        OnnxError: small external data cannot be read.
+    """
+    outside = any(is_external(tensor) for tensor in (*proto.graph.initializer, *all_inner_tensors(proto)))
+    small = not outside and sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= _LITTLE
+    return proto if small else stripped(proto, folder)
 
 
 def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx.TensorProto:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx.model.external import refuse_pointer
 from amp_compiler.onnx.model.infer import (
     Sizes,
@@ -24,11 +25,10 @@ from amp_compiler.onnx.model.infer import (
     replace_contradicted,
     stripped,
 )
+from amp_compiler.onnx.model.maps import without_maps
 from amp_compiler.onnx.model.order import in_order
-from amp_compiler.onnx.model.sparse import dense, without_maps
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, raised_as_onnx
-from amp_compiler.onnx.model.walk import Contents, contents_of
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
 from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
 
@@ -46,7 +46,6 @@ class ValueType:
         item: the element type of the tensors of a sequence; `None` for what is none.
 
     Attributes:
-        kind: the element type of a tensor; that of the tensors of a sequence in a tuple, `(None,)` for anything else.
         numel: elements; a dimension without a number counts as `SIZE_HINT`.
     """
 
@@ -55,13 +54,11 @@ class ValueType:
     tensor: bool = True
     item: DType | None = None
 
-    kind: DType | tuple[DType | None] | None = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = (SIZE_HINT, SIZE_HINT) if self.shape is None else self.shape
         numel = math.prod(size if isinstance(size, int) else SIZE_HINT for size in shape)
-        object.__setattr__(self, "kind", self.dtype if self.tensor else (self.item,))
         object.__setattr__(self, "numel", numel)
 
 
@@ -75,10 +72,12 @@ class OnnxFile:
     Args:
         proto: its message, external data not loaded; shared with a caller who gave a message, so never changed.
         path: its file; `None` for a model in memory.
+        pins: by name of a node, what the text of the torch model demands of it that the file was exported from.
     """
 
     proto: onnx.ModelProto
     path: Path | None = None
+    pins: Mapping[str, Pin] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path | None:
@@ -106,7 +105,6 @@ class OnnxModel:
         unnamed: nodes that had no name; `onnx_ir` gives them one, and `restore_text` takes it away again.
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
-        contents: what the message held before sparse initializers were made dense.
         reshaped: values whose declared shapes inference contradicts; they have the inferred ones here.
     """
 
@@ -117,17 +115,11 @@ class OnnxModel:
     unnamed: set[onnx_ir.Node] = field(default_factory=set)
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
-    contents: Contents = field(default_factory=Contents)
     reshaped: tuple[str, ...] = ()
 
-    @property
-    def sparse(self) -> frozenset[str]:
-        """Names of the initializers that were sparse, which are dense here."""
-        return self.contents.sparse
-
     def graphs(self) -> list[onnx_ir.Graph]:
-        """The graph and all bodies in it, in the order of the nodes; a model without bodies is not looked through."""
-        return list(all_graphs(self.ir.graph)) if self.contents.bodies else [self.ir.graph]
+        """The graph and all bodies in it, in the order of the nodes."""
+        return list(all_graphs(self.ir.graph))
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -203,19 +195,15 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     return opened
 
 
-def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
+def to_ir(model: OnnxFile) -> onnx_ir.Model:
     """The model on `onnx_ir`, its external data not loaded.
-
-    Args:
-        model: the model.
-        contents: what it holds, for those who know.
 
     Raises:
         OnnxError: its graph is malformed.
     """
     with raised_as_onnx(model.name, "its graph is malformed"):
-        result = onnx_ir.serde.deserialize_model(without_maps(dense(model.proto, contents)))
-    if model.folder is not None and (contents is None or contents.outside):
+        result = onnx_ir.serde.deserialize_model(without_maps(model.proto))
+    if model.folder is not None:
         onnx_ir.external_data.set_base_dir(result.graph, model.folder)
     return result
 
@@ -250,17 +238,14 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
     with raised_as_onnx(opened.name, "its graph is malformed"):
-        contents = contents_of(proto)
-        proto = dense(in_order(proto, bodies=contents.bodies), contents)
-        known = replace(contents, sparse=frozenset())
-    light = light_of(proto, folder, known)
+        proto = in_order(proto)
+        light = light_of(proto, folder)
     reshaped: list[str] = []
     if check:
         check_fully(light, opened.name)
     with raised_as_onnx(opened.name, "its graph is malformed"):
         if proto.functions:
             proto = in_order(onnx.inliner.inline_local_functions(proto))
-            known = replace(contents_of(proto), sparse=frozenset())
             light = stripped(proto, folder)
             if check:  # whether a call fits its function shows only now
                 check_fully(light, opened.name)
@@ -272,10 +257,8 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
                 raise
             light = stripped(proto, folder)
             inferred = infer_checked(light)
-        model = to_ir(replace(opened, proto=proto), known)
-        result = OnnxModel(
-            proto, model, folder=folder, contents=replace(known, sparse=contents.sparse), reshaped=tuple(reshaped)
-        )
+        model = to_ir(replace(opened, proto=proto))
+        result = OnnxModel(proto, model, folder=folder, reshaped=tuple(reshaped))
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
         _Binder(result).bind(model.graph, proto.graph, inferred.graph)
@@ -332,23 +315,15 @@ class _Binder:
             if name in described:
                 self.model.described.add(value)
         types, unnamed = self.model.types, self.model.unnamed
-        for node, message in zip(graph, proto.node, strict=True):
+        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
             if not message.name:
                 unnamed.add(node)
             for value in node.outputs:
                 value_type = known.get(value.name or "")
                 if value_type is not None:
                     types[value] = value_type
-        if self.model.contents.bodies:
-            self._bind_bodies(graph, proto, inferred)
-
-    def _bind_bodies(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
-        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
-            inner = bodies(node)
-            if inner:
-                first, second = proto_bodies(message), proto_bodies(shadow)
-                for name, body in inner.items():
-                    self.bind(body, first[name], second[name])
+            for name, body in bodies(node).items():
+                self.bind(body, proto_bodies(message)[name], proto_bodies(shadow)[name])
 
     def _known(self, inferred: onnx.GraphProto) -> dict[str, ValueType]:
         """By name, what inference says. Few types are common to many values, so each is looked into once."""

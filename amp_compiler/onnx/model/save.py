@@ -14,10 +14,11 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
 from amp_compiler.onnx.model.external import external_files
+from amp_compiler.onnx.model.maps import restore_maps
 from amp_compiler.onnx.model.model import OnnxModel, proto_graphs
-from amp_compiler.onnx.model.sparse import make_sparse, restore_maps
 
-_INLINE_LIMIT = 1_900_000_000  # bytes; a protobuf message ends at 2 GiB
+INLINE_LIMIT = 1_900_000_000
+"""Bytes of data up to which a model is one message; a protobuf message ends at 2 GiB."""
 _EXTERNAL_FROM = 1024  # bytes from which a tensor goes to the data file
 _DIGITS = 12  # of the digest that names the data of a model which takes the place of another one
 
@@ -30,7 +31,7 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
     Raises:
         OnnxError: that would be more than a message can hold.
     """
-    if _size(model) > _INLINE_LIMIT:
+    if _size(model) > INLINE_LIMIT:
         raise OnnxError(
             f"it holds {_size(model)} bytes of data, more than one message can", hint="name a file to write: output="
         )
@@ -44,9 +45,8 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
 
 
 def _serialized(model: OnnxModel) -> onnx.ModelProto:
-    """The model as a message, with what was sparse sparse again, and the types of maps."""
+    """The model as a message, with the types of maps."""
     proto = ir.serde.serialize_model(model.ir)
-    make_sparse(proto, model.sparse)
     restore_maps(proto, model.proto)
     return proto
 
@@ -68,7 +68,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
         OnnxError: the file is a data file of the input, or no regular file; or it cannot be written.
     """
     target = output_file(path, OnnxError)
-    external = bool(model.external) or _size(model) > _INLINE_LIMIT
+    external = bool(model.external) or _size(model) > INLINE_LIMIT
     for kept in model.external:
         if _same(Path(kept.path), target):
             raise OnnxError(
@@ -104,7 +104,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
 
 def _load_attributes(model: OnnxModel) -> None:
     """Let attributes hold their data, which only initializers may have in a file of their own."""
-    for graph in model.graphs() if model.contents.outside else ():
+    for graph in model.graphs():
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
@@ -206,7 +206,7 @@ def _tensors(model: OnnxModel) -> Iterator[ir.TensorProtocol]:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
-        for node in graph if model.contents.tensors else ():
+        for node in graph:
             for attribute in node.attributes.data.values():
                 if attribute.type == ir.AttributeType.TENSOR:
                     yield attribute.value

@@ -100,8 +100,8 @@ class _Checker:
                 raise OnnxError("there are two of that name", where=where, hint=_EXPORT)
             seen.add(tensor.name)
         for sparse in graph.sparse_initializer:
-            self.tensor(sparse.values, f"sparse initializer '{sparse.values.name}'")
-            self.tensor(sparse.indices, f"sparse initializer '{sparse.values.name}'")
+            where = f"sparse initializer '{sparse.values.name}'"
+            raise OnnxError("it is stored as a sparse tensor", where=where, hint="store it as a dense one")
         self.nodes(graph.node, place, depth)
 
     def nodes(self, nodes: Sequence[onnx.NodeProto], place: str, depth: int) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import onnx
 from onnx import AttributeProto
 
 DEFAULT = ("", "ai.onnx")  # how ONNX's own domain is written
-_EXTERNAL = onnx.TensorProto.EXTERNAL
-_TENSORS = frozenset(
-    {AttributeProto.TENSOR, AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS}
-)
 
 
 def opset_of(proto: onnx.ModelProto) -> int:
@@ -70,58 +65,11 @@ def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
                 yield from graph.node
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What few models hold, and those that do not are read faster for: found in one walk.
-
-    Args:
-        sparse: the names of all sparse initializers, bodies included.
-        outside: whether a tensor of an attribute, or an initializer, has its data in a file of its own.
-        bodies: whether a node may have a body.
-        tensors: whether an attribute may hold a tensor.
-    """
-
-    sparse: frozenset[str] = frozenset()
-    outside: bool = False
-    bodies: bool = True
-    tensors: bool = True
-
-
-def contents_of(proto: onnx.ModelProto) -> Contents:
-    """What a model holds, in its graph, in all bodies and in its functions."""
-    sparse: set[str] = set()
-    outside = bodies = tensors = False
-    graphs, lists = [proto.graph], [function.node for function in proto.functions]
-    while graphs or lists:
-        if graphs:
-            graph = graphs.pop()
-            sparse.update(entry.values.name for entry in graph.sparse_initializer)
-            outside = outside or any(tensor.data_location == _EXTERNAL for tensor in graph.initializer)
-            lists.append(graph.node)
-        for node in lists.pop():
-            for attribute in node.attribute:
-                kind = attribute.type
-                if kind == AttributeProto.GRAPH:
-                    bodies = True
-                    graphs.append(attribute.g)
-                elif kind == AttributeProto.GRAPHS:
-                    bodies = True
-                    graphs.extend(attribute.graphs)
-                elif kind in _TENSORS:
-                    tensors = True
-                    if not outside:
-                        outside = any(tensor.data_location == _EXTERNAL for tensor in attribute_tensors(attribute))
-    return Contents(frozenset(sparse), outside, bodies, tensors)
-
-
 def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    """The tensors of a model, each with where it stands: initializers, sparse ones, and attributes of nodes."""
+    """The tensors of a model, each with where it stands: initializers, and attributes of nodes."""
     for graph in proto_graphs(proto.graph):
         for tensor in graph.initializer:
             yield f"initializer '{tensor.name}'", tensor
-        for sparse in graph.sparse_initializer:
-            yield f"sparse initializer '{sparse.values.name}'", sparse.values
-            yield f"sparse initializer '{sparse.values.name}'", sparse.indices
     for node in all_nodes(proto):
         for attribute in node.attribute:
             for tensor in attribute_tensors(attribute):

@@ -15,11 +15,6 @@ for _name, _function in {"Relu": torch.relu, "Sigmoid": torch.sigmoid}.items():
     op(_name)(_function)
 
 
-@op("Softsign")
-def _softsign(x: Tensor) -> Tensor:
-    return x / (1 + x.abs())
-
-
 @op("Softplus")
 def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=40.0)  # torch's own threshold of 20 cuts digits that FP32 still has
@@ -45,26 +40,6 @@ def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return F.elu(x, alpha)
 
 
-@op("Celu")
-def _celu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.celu(x, alpha)
-
-
-@op("Selu")
-def _selu(x: Tensor, *, alpha: float = 1.67326319217681884765625, gamma: float = 1.05070102214813232421875) -> Tensor:
-    return gamma * F.elu(x, alpha)
-
-
-@op("ThresholdedRelu")
-def _thresholded_relu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.threshold(x, alpha, 0.0)
-
-
-@op("HardSigmoid")
-def _hard_sigmoid(x: Tensor, *, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
-    return torch.clamp(alpha * x + beta, 0.0, 1.0)
-
-
 @op("HardSwish")
 def _hard_swish(x: Tensor) -> Tensor:
     return F.hardswish(x)
@@ -73,17 +48,6 @@ def _hard_swish(x: Tensor) -> Tensor:
 @op("Gelu")
 def _gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
-
-
-@op("Swish")
-def _swish(x: Tensor, *, alpha: float = 1.0) -> Tensor:
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
-
-
-@op("Shrink")
-def _shrink(x: Tensor, *, bias: float = 0.0, lambd: float = 0.5) -> Tensor:
-    zero = torch.zeros_like(x)
-    return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, zero))
 
 
 @op("Softmax", "LogSoftmax", "Hardmax")

@@ -1,8 +1,7 @@
-"""Operators that make tensors: fills, ranges, random numbers, windows."""
+"""Operators that make tensors: fills, ranges, random numbers."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -61,21 +60,3 @@ def _random_like(
 @op("Bernoulli", pure=False, when=names_known_type)
 def _bernoulli(x: Tensor, *, dtype: int | None = None, seed: float = 0.0) -> Tensor:
     return torch.bernoulli(x).to(x.dtype if dtype is None else DTYPES[dtype])
-
-
-@op("HannWindow", "HammingWindow", "BlackmanWindow", host=(0,), when=names_known_type)
-def _window(size: Any, *, kind: str, like: Tensor | None = None, output_datatype: int = 1, periodic: int = 1) -> Tensor:
-    length = number(size)
-    angle = (
-        2
-        * math.pi
-        * torch.arange(length, dtype=torch.float32, device=device_of(like))
-        / (length if periodic else length - 1)
-    )
-    if kind == "HannWindow":
-        result = 0.5 - 0.5 * torch.cos(angle)
-    elif kind == "HammingWindow":
-        result = 25 / 46 - 21 / 46 * torch.cos(angle)
-    else:
-        result = 0.42 - 0.5 * torch.cos(angle) + 0.08 * torch.cos(2 * angle)
-    return result.to(DTYPES[output_datatype])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import axes_of, broadcastable
+from amp_compiler.onnx.importing.ops.values import broadcastable
 
 
 @op("BatchNormalization", many=True)
@@ -99,13 +99,6 @@ def _lrn(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias:
 def _lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     norm = x.abs().sum(axis, keepdim=True) if p == 1 else (x * x).sum(axis, keepdim=True).sqrt()
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)
-
-
-@op("MeanVarianceNormalization")
-def _mvn(x: Tensor, *, axes: Any = (0, 2, 3)) -> Tensor:
-    over = axes_of(list(axes), x.dim())
-    centred = x - x.mean(over, keepdim=True)
-    return centred / (centred.square().mean(over, keepdim=True).sqrt() + 1e-9)
 
 
 @op("ImageScaler")

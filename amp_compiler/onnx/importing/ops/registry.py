@@ -1,6 +1,7 @@
 """The table from ONNX operators to the functions that a converted `torch.fx` graph calls.
 
-To add an operator, write a function in the module of its family and register it:
+An operator that is not here runs by the function body that ONNX defines it by, where it has one. To add another, write
+a function in the module of its family and register it:
 
     @op("Relu")
     def _relu(x: Tensor) -> Tensor:

@@ -180,18 +180,6 @@ def _space_to_depth(x: Tensor, *, blocksize: int, mode: Literal["DCR", "CRD"] = 
     return parts.permute(order).reshape(n, c * blocksize**2, h // blocksize, w // blocksize)
 
 
-@op("CenterCropPad", host=(1,))
-def _center_crop_pad(x: Tensor, shape: Any, *, axes: Any = None) -> Tensor:
-    over = list(range(x.dim())) if axes is None else axes_of(axes, x.dim())
-    for axis, size in zip(over, numbers(shape), strict=True):
-        extra = size - x.shape[axis]
-        if extra < 0:
-            x = x.narrow(axis, -extra // 2, size)
-        elif extra > 0:
-            x = _constant_pad(x, {axis: (extra // 2, extra - extra // 2)}, 0)
-    return x
-
-
 @op("ReverseSequence")
 def _reverse_sequence(x: Tensor, lengths: Tensor, *, batch_axis: int = 1, time_axis: int = 0) -> Tensor:
     return reverse_sequence(x, lengths, batch_axis, time_axis)

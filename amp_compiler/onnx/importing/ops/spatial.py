@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import numbers
 
 Mode = Literal["bilinear", "linear", "nearest", "bicubic", "cubic"]
 Padding = Literal["zeros", "border", "reflection"]
@@ -27,11 +26,6 @@ def _grid_sample(
             hint="use rank 4, or 5 in another mode than cubic",
         )
     return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
-
-
-@op("AffineGrid", host=(1,))
-def _affine_grid(theta: Tensor, size: Any, *, align_corners: int = 0) -> Tensor:
-    return F.affine_grid(theta, numbers(size), bool(align_corners))
 
 
 @op("GridSample", domain="com.microsoft")
