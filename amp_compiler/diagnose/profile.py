@@ -135,7 +135,8 @@ class Product:
         operands, gradients = (tuple(map(int, data[name])) for name in ("operands", "gradients"))
         if not all(0 <= place < rows for place in (*operands, *gradients)):
             raise ValueError(f"{data['name']} has rows that are not there")
-        return cls(*(str(data[name]) for name in ("name", "op", "where")), dict(data["match"]), operands, gradients)
+        name, op, where = (str(data[key]) for key in ("name", "op", "where"))
+        return cls(name, op, where, dict(data["match"]), operands, gradients)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,9 @@ def counted_products(
 def _operands(node: fx.Node) -> list[fx.Node]:
     """What a call multiplies."""
     op = op_of(node)
-    args = node.args[1] if node.target in (fp8_product, typed_op) else node.args
+    args: Any = node.args[1] if node.target in (fp8_product, typed_op) else node.args
     first = int(op_table().info(op).sums == "inner_behind_summand")
-    return [one for one in args[first:][: 3 if op == _BACKWARD else 2] if isinstance(one, fx.Node)]  # type: ignore[index]
+    return [one for one in args[first:][: 3 if op == _BACKWARD else 2] if isinstance(one, fx.Node)]
 
 
 def _sources(operand: fx.Node, product: str, counted: Set[fx.Node]) -> Iterator[fx.Node]:
