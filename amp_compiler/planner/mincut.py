@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -62,7 +63,8 @@ class TwoLabelProblem:
             graph.add_edge(zero, one, capacity=known + (infinite if cost is None else cost))
         residual = nx.algorithms.flow.boykov_kolmogorov(graph, _SOURCE, _SINK)
         # Which maximum flow it is does not count: all of them leave room to the sink from the same nodes.
-        ones, pending = {_SINK}, [_SINK]
+        ones: set[Any] = {_SINK}
+        pending: list[Any] = [_SINK]
         while pending:
             for maker, arc in residual.pred[pending.pop()].items():
                 if arc["flow"] < arc["capacity"] and maker not in ones:
