@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 MEGABYTE = 2**20
@@ -285,7 +286,7 @@ class _Builder:
             values.update(self._taken(part, self.messages.awaited(message)))
         sums: dict[str, fx.Node] = {}
         for bucket, message in reduced:
-            sums.update(self._summed(bucket, self.messages.awaited(message), own))
+            sums.update(self._summed(bucket, message))
         written = [values.get(value, value) for value in outputs[options.results : behind]]
         gradients = [sums[name] for name in in_order(self.graph, options.shared)]
         parts = outputs[behind : behind + options.parts]
@@ -333,29 +334,20 @@ class _Builder:
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
         return call_before(place, target, [part, ranks, self.options.group], "update")
 
-    def _summed(self, bucket: Bucket, flat: fx.Node, own: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        """The sums of the gradients of a bucket, by weight, from what came."""
+    def _summed(self, bucket: Bucket, message: fx.Node) -> dict[str, fx.Node]:
+        """The sums of the gradients of a bucket, by weight, from what its message brings."""
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
+        sent: list[Any] = [message.args[0]] if self.exchanges else []
 
-        def parts(whole: Tensor) -> list[Tensor]:
+        def parts(*rows: Tensor) -> list[Tensor]:
+            whole = ADD_WIDE(*rows) if len(rows) > 1 else rows[0]
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
             count = sum(map(math.prod, ordered))
             cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)
             return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
 
-        names = [one.name for one in bucket.gradients]
-        kept = [name for name in names if name in own] if self.exchanges else []
-
-        def added(whole: Tensor, *gradients: Tensor) -> list[Tensor]:
-            mine = dict(zip(kept, gradients, strict=True))
-            came = dict(zip(names, parts(whole), strict=True))
-            zeros = {name: torch.zeros_like(came[name]) for name in names if name not in mine}
-            return [wide_sum([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
-
-        sums = trace_before(
-            self.output, added if self.exchanges else parts, [flat, *(own[name] for name in kept)], "update"
-        )
-        return dict(zip(names, sums, strict=True))
+        sums = trace_before(self.output, parts, [*sent, self.messages.awaited(message)], "update")
+        return dict(zip([one.name for one in bucket.gradients], sums, strict=True))
 
     def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""

@@ -28,6 +28,7 @@ _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SCHEMAS = (
     "grad_check(Tensor[] grads, Tensor inv_scale) -> (Tensor norm, Tensor nonfinite, Tensor flags)",
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
+    "add_wide(Tensor first, Tensor second) -> Tensor",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
     *(one.schema(low) for one in FUSED for low in (False, True)),
 )
@@ -52,6 +53,15 @@ def add_rows(dense: Tensor, rows: Tensor, places: Tensor, skipped: int) -> Tenso
     if skipped >= 0:
         added = torch.where((flat == skipped)[:, None], 0.0, added)
     return torch.index_put(dense, (flat,), added, accumulate=True)
+
+
+def add_wide(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two tensors in FP32, of their very bits.
+
+    It is never opened for a compiler, which may still have more bits of what a graph has rounded: two ranks that give
+    each other their gradients must both add what was sent.
+    """
+    return first.float() + second
 
 
 def commit(skip: Tensor, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -191,6 +201,8 @@ def _register() -> None:
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
+    _LIBRARY.impl("add_wide", add_wide, "CompositeExplicitAutograd")
+    torch.library.register_fake("amp_compiler::add_wide", add_wide, lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
     _LIBRARY.impl("commit", commit, "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
@@ -200,6 +212,7 @@ _register()
 
 CHECK = torch.ops.amp_compiler.grad_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
+ADD_WIDE = torch.ops.amp_compiler.add_wide.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.
 OPERATORS = {
