@@ -68,6 +68,8 @@ class _Writer(pickle.Pickler):
         self._places = {node: place for place, node in enumerate(nodes)}
 
     def persistent_id(self, obj: Any) -> Any:
+        if obj is None or isinstance(obj, (str, int, float, tuple, list, dict)):  # most of all
+            return None
         if isinstance(obj, fx.Node):
             return "node", self._places[obj]
         if isinstance(obj, torch._ops.OpOverload) and obj.namespace in _OURS_AND_TORCHS:
@@ -77,7 +79,8 @@ class _Writer(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             return "tensor", *_form(obj)
         functions = (torch._ops.OpOverload, types.FunctionType, types.BuiltinFunctionType)
-        if isinstance(obj, (torch.SymInt, torch.SymFloat)) or (isinstance(obj, functions) and obj not in _FUNCTIONS):
+        symbolic = isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        if symbolic or (isinstance(obj, functions) and obj not in _FUNCTIONS):
             raise Unrecordable(f"{obj} has no exact form")
         return None
 

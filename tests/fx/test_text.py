@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from fx_reader import parse_fx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx
 
 from amp_compiler.fx.meta import Key
@@ -68,29 +66,6 @@ def test_everything_reads_back_as_itself() -> None:
     assert nodes["full"].args[1] == math.inf and nodes["full"].kwargs["device"] == torch.device("cpu")
     assert nodes["mul"].meta[Key.SEED] is True and nodes["s"].meta[Key.STATE] == ("scale", "scale", 0)
     assert isinstance(module.inner, fx.GraphModule)
-
-
-numbers = st.one_of(
-    st.floats(allow_nan=False), st.integers(-(10**9), 10**9), st.booleans(), st.none(), st.text(max_size=8),
-    st.sampled_from([torch.float16, torch.int64, torch.strided, torch.channels_last, torch.device("cpu")]),
-)  # fmt: skip
-arguments = st.recursive(
-    numbers, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple), max_leaves=6
-)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(arguments, max_size=4))
-def test_any_arguments_read_back(values: list[object]) -> None:
-    graph = fx.Graph()
-    node = graph.call_function(torch.ops.aten.empty.memory_format, tuple(values))
-    node.meta["val"] = None
-    graph.output((node,))
-    text = format_fx(fx.GraphModule(torch.nn.Module(), graph))
-    again = parse_fx(text)
-    assert format_fx(again) == text
-    (read,) = [one for one in again.graph.nodes if one.op == "call_function"]
-    assert read.args == node.args
 
 
 def test_marks_are_the_keys_of_the_enum() -> None:
