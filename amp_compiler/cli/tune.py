@@ -99,18 +99,13 @@ def model_and_batches(
     if example is not None:
         return subject, [_batch(example, "--args" if args else model)]
     if data is None:
-        return subject, _drawn(model)
+        from amp_compiler.onnx.check.probes import random_batch
+
+        return subject, [random_batch(model)]
     from amp_compiler.onnx.check.batches import iterate_batches
     from amp_compiler.onnx.model.model import open_model
 
     return subject, [*iterate_batches(data, open_model(model))]
-
-
-def _drawn(model: str) -> Any:
-    """Inputs of an ONNX file."""
-    from amp_compiler.onnx.check.probes import random_batch
-
-    return [random_batch(model)]
 
 
 def _batch(example: Any, where: str) -> Any:

@@ -123,7 +123,7 @@ def loss_step(
     trained = [one for one in model.parameters() if one.requires_grad]
     if not trained:
         raise AmpError("no parameter of the model has a gradient", hint="leave loss_fn= out")
-    called = (lambda model, named: loss_fn(model, **named)) if by_name else loss_fn
+    called: LossFunction = (lambda model, named: loss_fn(model, **named)) if by_name else loss_fn
     setup = set_up(
         model, called, torch.optim.SGD(trained, 0.0), rules=replace(settings.rules, weights={}),
         dtype=short_name(settings.low(device_of(model.parameters()))), loss_scale=loss_scale, clip_norm=None,

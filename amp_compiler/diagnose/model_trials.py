@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,7 +117,8 @@ class ModelTrials:
         return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _run(self, rules: RuleSet) -> Observed:
-        with autocast_off(), building(), generators_kept(self._model, self._args, self._kwargs):
+        kept = generators_kept(self._model, self._args, self._kwargs)
+        with autocast_off(), building(), kept, buffers_kept(self._model):
             captured, plan = self._rewritten(self._tried.under(rules))
             inputs = [
                 self._leaves[entry.index]
@@ -168,3 +171,15 @@ class ModelTrials:
             else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
             for entry in captured.inputs
         }
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """What the model writes to its buffers is undone."""
+    buffers = [(one, one.detach().clone()) for one in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

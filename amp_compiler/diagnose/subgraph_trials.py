@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
-from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried
+from amp_compiler.diagnose.model_trials import OUTPUT, ModelTrials, Observed, Tried, buffers_kept
 from amp_compiler.diagnose.subgraph_replay import SubgraphReplay
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of
@@ -43,7 +42,7 @@ class SubgraphTrials(ModelTrials):
         model = twin(self._model)
         subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around)
         try:
-            with autocast_off(), generators_kept(model), _buffers_kept(model):
+            with autocast_off(), generators_kept(model), buffers_kept(model):
                 results, parameters = self._spoilt(subgraphs)
         except AmpError:
             raise
@@ -94,15 +93,3 @@ class StepSubgraphTrials(SubgraphTrials):
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         )
         return () if bool(torch.isfinite(loss)) else (LOSS,), parameters
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """What the model writes to its buffers is undone."""
-    buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from amp_compiler.errors import AmpError, first_line
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
@@ -65,7 +66,10 @@ def find_cure(rules: RuleSet, first: Trial, attempt: Callable[[RuleSet], Trial])
         first: that run.
         attempt: runs the same with other rules.
     """
-    return _Search(rules, first, attempt).run()
+    try:
+        return _Search(rules, first, attempt).run()
+    except (AmpError, RuntimeError) as error:  # a trial of other types may find no kernel, or memory may not do
+        return Cure(message=f"no rule was found: {first_line(error)}")
 
 
 def spoilt_inputs(nodes: Sequence[NonfiniteNode], names: Mapping[str, str]) -> Cure | None:

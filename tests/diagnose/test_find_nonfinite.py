@@ -280,6 +280,16 @@ def test_what_fp32_makes_too_gets_no_rule():
     assert report.nodes[0].op == "aten.log" and report.rule == "" and "FP32 makes it too" in report.cure
 
 
+def test_a_rule_that_no_kernel_takes_ends_the_search_in_words():
+    """In FP32 the batch norm has no kernel beside running statistics in 16 bits."""
+    model = nn.Sequential(linear(4, 4, 3e4), nn.BatchNorm1d(4)).half()
+    for options in ({}, {"loss_fn": loss_fn}):
+        report = amp.find_nonfinite(model, X[0].half(), dtype="fp16", **options)
+        assert report.nodes[0].planned == "linear" and report.rule == ""
+        assert report.cure.startswith("no rule was found: ")
+        assert not model[1].running_mean.any() and not model[1].num_batches_tracked  # nothing is changed
+
+
 class Negative(nn.Module):
     def forward(self, x):
         return torch.log(-x.abs())

@@ -76,6 +76,25 @@ def test_the_planted_nodes_of_a_model_are_found_and_the_file_fixes_it(tmp_path):
     assert counted == [found.fp32, found.low]
 
 
+@pytest.mark.slow
+def test_the_planted_nodes_of_a_step_are_found_by_loss_and_gradients(tmp_path):
+    x, path = batch(), tmp_path / "tuned.yaml"
+    found = amp.tune(step_of(Net(10), RULES), [x], rules=RULES, tolerance=TOLERANCE, output=path)
+    assert found.what == "loss and gradients" and places(found) == PLANTED
+    assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes)
+    model = Net(10)
+    exact = loss_fn(model, x)
+    gradients = torch.autograd.grad(exact, list(model.parameters()))
+    tuned = step_of(model, str(path), loss_scale=1024.0)
+    assert relative(tuned(x), exact) <= TOLERANCE
+    program, output, _ = tuned._seen()
+    made_by = dict(zip(program.report.updated, output.gradients, strict=True))
+    norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients))
+    for (name, _), exact in zip(model.named_parameters(), gradients, strict=True):
+        off = float((made_by[name].double() / 1024.0 - exact.double()).norm())
+        assert off <= 2 * TOLERANCE * max(float(exact.double().norm()), 1e-3 * norm)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_small_model_and_its_result(compiled, tmp_path):
     model = Small()

@@ -20,6 +20,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.marks import Mark, nearest
 
 _FORMS = ("net", "solver")
+_TRUE, _FALSE = ("true", "1", "t", "True"), ("false", "0", "f", "False")
 _LOSS_FUNCTION = "<loss_fn>"
 _FOR_THE_STEP = (
     "type", "solver_type", "base_lr", "momentum", "momentum2", "rms_decay", "delta", "weight_decay",
@@ -126,19 +127,9 @@ class Message:
         field = self.one(name)
         if field is None:
             return False
-        words = {
-            "true": True,
-            "1": True,
-            "t": True,
-            "True": True,
-            "false": False,
-            "0": False,
-            "f": False,
-            "False": False,
-        }
-        if field.value not in words:
+        if field.value not in (*_TRUE, *_FALSE):
             raise self.place(field).error(f"it is {field.value}", "write true or false")
-        return words[str(field.value)]
+        return field.value in _TRUE
 
     def number(self, name: str, otherwise: float) -> float:
         """The number in a field."""
