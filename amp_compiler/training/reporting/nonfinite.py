@@ -106,11 +106,7 @@ def described(
         user_source(node.meta.get("stack_trace")) or (decided.source if decided is not None else ""),
         prefix + planned if planned and (is_op or low) else "",
         read + decided.decision if decided is not None else "",
-        tuple(
-            (names.get(prefix + source.name, source.name), ranges[source])
-            for source in node.all_input_nodes
-            if source in ranges
-        ),
+        tuple((names.get(prefix + one.name, one.name), ranges[one]) for one in node.all_input_nodes if one in ranges),
         ranges.get(node),
         low,
         names.get(prefix + planned, ""),
