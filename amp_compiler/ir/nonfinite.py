@@ -64,6 +64,7 @@ class NonfiniteNode:
         inputs: what it was given, by name; of tensors in floating point alone.
         output: what it made; of the first such result.
         rounding: whether it is where a value is rounded to 16 bits.
+        parameter: qualified name of the parameter or buffer that `planned` is.
     """
 
     name: str
@@ -76,13 +77,15 @@ class NonfiniteNode:
     inputs: tuple[tuple[str, ValueRange], ...] = ()
     output: ValueRange | None = None
     rounding: bool = False
+    parameter: str = ""
 
     @property
     def title(self) -> str:
         """Name and place, in one line."""
         place = f" in {self.module}" if self.module else ""
         line = f", {self.where}" if self.where else ""
-        return f"{self.name} ({self.op}, {self.phase}{place}{line})"
+        name = self.parameter if self.parameter and self.op == INPUT else self.name
+        return f"{name} ({self.op}, {self.phase}{place}{line})"
 
     @property
     def seen(self) -> str:
@@ -93,7 +96,7 @@ class NonfiniteNode:
     def __str__(self) -> str:
         lines = [self.title]
         if self.decision:
-            lines.append(f"in the plan: {self.planned}, {self.decision}")
+            lines.append(f"in the plan: {self.parameter or self.planned}, {self.decision}")
         if self.output is not None:
             lines += [f"given {name}: {item}" for name, item in self.inputs]
             lines.append(f"made {self.output}")

@@ -147,7 +147,8 @@ class _Search:
             backward = one.phase == "backward"
             what = "lost in zeros" if _is_lost(one) else "not finite"
             own = f"{'its gradient is ' if backward else ''}{what}: {one.seen}"
-            beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is {what}: {one.seen}"
+            shown = one.parameter or one.planned
+            beside = f"{'the gradient at ' if backward else ''}{shown} beside it is {what}: {one.seen}"
             for name in near.to_blame(one):
                 more.setdefault(name, own if name == one.planned else beside)
         return more

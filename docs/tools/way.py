@@ -28,7 +28,7 @@ def draw() -> str:
     column(picture, 20, 130, captured)
     heading(picture, 210, "2  a plan", "Rules in YAML decide by node, a minimum cut over bytes the rest.", 165)
     for row, (name, label) in enumerate(planned):
-        pill(picture, 210, row, 140, name, LOW if label == "low" else FULL, note=label)
+        pill(picture, 210, row, 140, name, LOW if label == "low" else FULL, note=label.replace("low", "bf16"))
     reads = [line for line in texts["place_casts"] if line.startswith("cast ")]
     picture.text(210, TOP + len(planned) * STEP + 16, f"{len(reads)} casts, each with its bytes", 10.5, colour=FAINT)
     picture.text(210, TOP + len(planned) * STEP + 31, "print it, diff it, save it", 10.5, colour=FAINT)

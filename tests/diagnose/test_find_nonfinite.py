@@ -201,6 +201,8 @@ def test_a_weight_that_is_rounded_to_infinity_is_told_with_what_reads_it():
     (node,) = report.nodes
     assert (node.op, node.module, node.phase, node.planned) == ("input", "up", "forward", "p_model_up_weight")
     assert node.decision.startswith("read by linear, low by default.yaml:") and Path(__file__).name in node.where
+    assert "first made by up.weight (input," in str(report) and "in the plan: up.weight, read by" in str(report)
+    assert "given up.weight: " in str(amp.find_nonfinite(model, X * 1e-6, dtype="fp16"))
     assert yaml.safe_load(report.rule)["rules"][0]["match"] == {"module": "up", "op": "aten.linear"}
 
 

@@ -90,12 +90,13 @@ def described(
     prefix = f"{subgraph}/" if subgraph else ""
     low, is_op = rounds(node), node.op == "call_function"
     mine = () if plan is None else plan.nodes
+    names: Mapping[str, str] = {} if plan is None else plan.model.names
     known = {one.name.removeprefix(prefix): one for one in mine if one.name.startswith(prefix)}
     planned = planned_for(node, known) if known or not is_op else str(node.meta.get(Key.PLANNED, ""))
     decided, read = known.get(planned), ""
     if decided is None and low:  # an input that is rounded: for the first node that reads it
-        names = {planned, prefix + planned}
-        decided = next((one for one in known.values() if names & {*one.inputs}), None)
+        values = {planned, prefix + planned}
+        decided = next((one for one in known.values() if values & {*one.inputs}), None)
         read = f"read by {decided.name}, " if decided is not None else ""
     return NonfiniteNode(
         prefix + node.name,
@@ -105,7 +106,8 @@ def described(
         user_source(node.meta.get("stack_trace")) or (decided.source if decided is not None else ""),
         prefix + planned if planned and (is_op or low) else "",
         read + decided.decision if decided is not None else "",
-        tuple((source.name, ranges[source]) for source in node.all_input_nodes if source in ranges),
+        tuple((names.get(prefix + one.name, one.name), ranges[one]) for one in node.all_input_nodes if one in ranges),
         ranges.get(node),
         low,
+        names.get(prefix + planned, ""),
     )
