@@ -314,3 +314,33 @@ def test_fp8_of_gradients_alone_is_refused_at_its_rule(own: Any) -> None:
     given["rules"][0] = {**{key: value for key, value in given["rules"][0].items() if key != "math"}, **own}
     with pytest.raises(RuleError, match=r"'backward\.math: fp8' needs 'math: fp8'"):
         amp.explain(Mlp(), torch.ones(2, 64), rules=given, dtype="bf16")
+
+
+class Heads(nn.Module):
+    """Three products of one value, as those of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(x)
+        return (self.q(x) + self.k(x) * self.v(x)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("preset", "casts"), [("fp8", 1 + 3 + 3), ("fp8-rowwise", 1 + 3 + 1 + 3), ("mxfp8", 8)])
+def test_what_several_products_read_is_rounded_once(preset: str, casts: int) -> None:
+    """The value, its weights and their gradients; by rows the backward, which sums over others, rounds it once more."""
+    results = []
+    for pipeline in (amp.pipelines.STEP, amp.pipelines.STEP.skip("simplify_casts")):
+        model = Heads()
+        step = amp.training_step(
+            model, lambda m, x: m(x), torch.optim.SGD(model.parameters(), 0.1), rules=preset, dtype="bf16",
+            backend="eager", passes=pipeline,
+        )  # fmt: skip
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
+        results.append([step(x), step(x), *model.parameters()])
+        made = [str(node.meta["val"].dtype) for node in step.graph_module.graph.nodes if "_to_copy" in str(node.target)]
+        assert (sum("float8" in dtype for dtype in made) == casts) == (pipeline is amp.pipelines.STEP)
+    assert all(map(torch.equal, *results))
