@@ -74,7 +74,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _sources(operand: fx.Node, product: str, counted: Set[fx.Node]) -> Iterator[fx.Node]:
     """The counted values, and the inputs, that an operand is made of without arithmetic but the product's own."""
-    pending, seen = [operand], set()
+    pending = [operand]
+    seen: set[fx.Node] = set()
     while pending:
         node = pending.pop()
         if node in seen:

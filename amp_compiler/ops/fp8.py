@@ -181,7 +181,8 @@ def _scaled_in_blocks(x: Tensor, dtype: torch.dtype, dim: int) -> Scaled:
     rows = _filled(x.movedim(dim, -1), _BLOCK)
     blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // _BLOCK, _BLOCK)
     exponents = (blocks.abs().amax(-1, keepdim=True).float().view(torch.int32) & _EXPONENT).view(torch.float32)
-    scale = 2.0 ** _LARGEST_POWER[dtype] / exponents.clamp(min=2.0**-110)  # so that no scale is infinite
+    power = _LARGEST_POWER[dtype]
+    scale = 2.0**power / exponents.clamp(min=2.0 ** (power - 127))  # what E8M0 holds
     rounded = (blocks.float() * scale).clamp(-largest, largest).to(dtype).float() / scale
     numbers = rounded.reshape(rows.shape).narrow(-1, 0, x.shape[dim]).movedim(-1, dim)
     return Scaled(numbers, x.new_ones((), dtype=torch.float32))

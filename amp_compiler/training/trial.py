@@ -122,7 +122,8 @@ class StepTrials:
         """Operands of FP8 products that are larger than their scale holds, where all is finite."""
         if graph.plan is None or not seen.saturated:
             return NonfiniteReport()
-        rules, entries, now = self._options.settings.rules, list[Any](), seen
+        rules, now = self._options.settings.rules, seen
+        entries: list[dict[str, Any]] = []
         why: dict[str, str] = {}
         while more := {name: f"saturated: {words}" for name, words in now.saturated if name not in why}:
             why |= more  # what a product no longer cuts off may be too much for the next one

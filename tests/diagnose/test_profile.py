@@ -572,10 +572,10 @@ def test_a_product_of_fp8_operands_is_counted_as_one_of_16_bits_is(rules: str) -
     rows = []
     for name in ("default", rules):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+        model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 64))
         step = amp.training_step(
-            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), rules=name,
-            dtype="bf16", backend="eager",
+            model, lambda m, x: m[:3](x).square().mean() + m[3](x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            rules=name, dtype="bf16", backend="eager",
         )  # fmt: skip
         found = amp.profile(step, [torch.ones(4, 32)])
         rows.append([(row.kind, row.planned, row.dtype) for row in found.rows])

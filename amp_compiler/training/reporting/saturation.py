@@ -33,7 +33,7 @@ def saturated(
         names: what the placeholders are, in words.
     """
     planned = {node.name: node for node in plan.nodes}
-    found = []
+    result = []
     for clamp in graph.find_nodes(op="call_function", target=torch.ops.aten.clamp.default):
         product = planned.get(str(clamp.meta.get(Key.PLANNED, "")))
         dtype = next((one.dtype for user in clamp.users if (one := node_tensor(user)) is not None), None)
@@ -53,8 +53,8 @@ def saturated(
         title = NonfiniteNode(product.name, product.op, product.module, phase, product.source).title
         held = ranges[operand].greatest * format_.max / largest
         words = f"{name}, {ranges[operand]}, in the FP8 product {title}: its scale of the steps before holds {held:.3g}"
-        found.append((product.name, words))
-    return tuple(dict.fromkeys(found))
+        result.append((product.name, words))
+    return tuple(dict.fromkeys(result))
 
 
 def _is_delayed(node: PlannedNode) -> bool:
