@@ -17,8 +17,8 @@ IMAGES, HEADS = (4, 8, 8, 8), (4, 8, 8, 8)
 
 
 def scale(x: Tensor) -> Tensor:
-    """Of eight channels."""
-    return torch.linspace(0.5, 1.5, 8, dtype=x.dtype)
+    """Of eight channels, made of the data, so that its gradient shows in theirs."""
+    return x.flatten()[:8]
 
 
 STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
