@@ -7,7 +7,7 @@
 | `GroupNormalization` | 21 | scale and bias have a number for each channel; before, one for each group |
 
 Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them. What is resized is
-mended here, the other two are refused.
+kept here, the other two are refused.
 """
 
 from __future__ import annotations
