@@ -43,7 +43,7 @@ WAYS = {
 def saved(source, folder, **options):
     """The file of a model whose numbers are stored as bytes, which alone can be in another file."""
     made = copy(source)
-    for _, tensor in all_tensors(made):
+    for tensor in all_tensors(made):
         if tensor.data_type != T.STRING:
             tensor.CopyFrom(nh.from_array(nh.to_array(tensor), tensor.name))
     folder.mkdir()
@@ -55,7 +55,7 @@ def converted(path, **options):
     """The plan, and the model with all its data."""
     done = convert_onnx(path, path.with_name("made.onnx"), check=False, **options)
     made = onnx.load(done.path)
-    for _, tensor in all_tensors(made):
+    for tensor in all_tensors(made):
         tensor.ClearField("data_location")
         if not tensor.name:  # said to be empty, or not said
             tensor.ClearField("name")
@@ -67,7 +67,7 @@ def both_ways(source, folder):
     inside = saved(source, folder / "inside")
     outside = saved(source, folder / "outside", save_as_external_data=True, location="m.data", size_threshold=0,
                     convert_attribute=True)  # fmt: skip
-    stored = {name for name, tensor in all_tensors(onnx.load(outside, load_external_data=False))
+    stored = {tensor.name for tensor in all_tensors(onnx.load(outside, load_external_data=False))
               if tensor.data_location != T.EXTERNAL and tensor.data_type != T.STRING}  # fmt: skip
     assert not stored
     return inside, outside

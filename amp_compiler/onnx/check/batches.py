@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import Batch
 from amp_compiler.onnx.model.infer import is_open
 from amp_compiler.onnx.model.model import OnnxFile
+from amp_compiler.policy.marks import nearest
 
 Batches = Iterable[Batch] | str | Path
+NAMES = "the names of a file are those that onnx.load(path).graph lists"
 
 
 def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
@@ -169,18 +170,9 @@ def _check_batch(batch: Batch, types: Mapping[str, onnx.TypeProto], required: se
         )
     for name, value in batch.items():
         if name not in types:
-            raise OnnxError(f"the model has no input '{name}'", where=where, hint=suggestion(name, types))
+            raise OnnxError(f"the model has no input '{name}'", where=where, hint=nearest(name, sorted(types), NAMES))
         if types[name].HasField("tensor_type"):
             _check_tensor(name, value, types[name].tensor_type, where)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The hint for a name that is not known: the nearest one, else some of them."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean '{near[0]}'?"
-    return f"use one of {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
 
 
 def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import Batches, iterate_batches, suggestion
+from amp_compiler.onnx.check.batches import NAMES, Batches, iterate_batches
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import add_taps
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import Source
+from amp_compiler.policy.marks import nearest
 
 
 def calibrate(
@@ -58,7 +59,9 @@ def calibrate(
         for name in chosen:
             if name not in known:
                 raise OnnxError(
-                    f"the main graph has no float value '{name}'", where=loaded.name, hint=suggestion(name, known)
+                    f"the main graph has no float value '{name}'",
+                    where=loaded.name,
+                    hint=nearest(name, sorted(known), NAMES),
                 )
     tapped, taps = add_taps(loaded.proto, chosen, types)
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,13 +155,7 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def _data_bytes(proto: onnx.ModelProto) -> int:
-    total = 0
-    for _, tensor in all_tensors(proto):
-        size = 1
-        for dim in tensor.dims:
-            size *= dim
-        total += 4 * size  # at most, of what matters
-    return total
+    return sum(4 * math.prod(tensor.dims) for tensor in all_tensors(proto))  # at most, of what matters
 
 
 def _without_data(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:

@@ -143,7 +143,7 @@ def _tidy(model: ir.Model) -> None:
     from onnxscript import optimizer
 
     common.InlinePass()(model)
-    optimizer.fold_constants(model)
+    optimizer.fold_constants(model, onnx_shape_inference=True)
     common.RemoveUnusedNodesPass()(model)
     common.RemoveUnusedFunctionsPass()(model)
     common.RemoveUnusedOpsetsPass()(model)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,11 +161,8 @@ def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto
 
 def bytes_of(tensor: onnx.TensorProto) -> int:
     """The bytes that a tensor of this type and shape takes up, as raw data."""
-    size = 1
-    for dim in tensor.dims:
-        size *= dim
     bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
-    return -(-size * bits // 8)
+    return -(-math.prod(tensor.dims) * bits // 8)
 
 
 def external_files(proto: onnx.ModelProto, folder: Path) -> list[Path]:
@@ -175,13 +172,8 @@ def external_files(proto: onnx.ModelProto, folder: Path) -> list[Path]:
         proto: the model.
         folder: where it is.
     """
-    return [folder / name for name in dict.fromkeys(_locations(proto))]
-
-
-def _locations(proto: onnx.ModelProto) -> Iterator[str]:
-    for _, tensor in all_tensors(proto):
-        if is_external(tensor):
-            yield place_of(tensor).location
+    outside = (place_of(tensor).location for tensor in all_tensors(proto) if is_external(tensor))
+    return [folder / name for name in dict.fromkeys(outside)]
 
 
 def _wrong(tensor: onnx.TensorProto, what: str, hint: str = "export the model again") -> OnnxError:

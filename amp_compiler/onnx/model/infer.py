@@ -12,7 +12,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.contrib import infer_shapes
 from amp_compiler.onnx.model.external import is_external, with_data
 from amp_compiler.onnx.model.validate import refused
-from amp_compiler.onnx.model.walk import all_inner_tensors
+from amp_compiler.onnx.model.walk import all_inner_tensors, all_tensors
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 _LITTLE = 1 << 20  # bytes of all initializers up to which a model is no heavier than a copy without them
@@ -55,7 +55,7 @@ def light_of(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
     Raises:
         OnnxError: small external data cannot be read.
     """
-    outside = any(is_external(tensor) for tensor in (*proto.graph.initializer, *all_inner_tensors(proto)))
+    outside = any(map(is_external, all_tensors(proto)))
     small = not outside and sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= _LITTLE
     return proto if small else stripped(proto, folder)
 

@@ -6,8 +6,8 @@
 | `Hardmax` | 13 | the axis is one dimension; before, all dimensions from it on were one |
 | `GroupNormalization` | 21 | scale and bias have a number for each channel; before, one for each group |
 
-Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them. A group norm of such a model
-is refused here.
+Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them. What is resized is
+kept here, the other two are refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import onnx
 from onnx import AttributeProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.model.infer import infer
 from amp_compiler.onnx.model.walk import all_nodes, node_place, proto_graphs
 
-_RESIZE, _HARDMAX, _GROUPS = 11, 13, 21  # the opsets
+_RESIZE = 11  # the opset
+_REFUSED = {"Hardmax": 13, "GroupNormalization": 21}
 _HINT = "export the model with a later opset, or give raise_opset=False (--no-raise-opset)"
 
 
@@ -38,27 +38,21 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
         OnnxError: the later opset has no attribute for what an op meant, or it depends on what is not stored.
     """
     present, version = versions
-    resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
-    peaks = {"Hardmax"} if present < _HARDMAX <= version else set()
-    groups = {"GroupNormalization"} if present < _GROUPS <= version else set()
     for node in all_nodes(before):
-        if node.op_type in groups:
+        since = _REFUSED.get(node.op_type, 0)
+        if present < since <= version:
             raise OnnxError(
-                f"its scale has a number for each group, and opset {_GROUPS} wants one for each channel",
-                where=node_place(node), hint=_HINT,
-            )  # fmt: skip
-    if not any(node.op_type in resizes | peaks for node in all_nodes(before)):
+                f"{node.op_type} means something else from opset {since} on", where=node_place(node), hint=_HINT
+            )
+    resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
+    if not any(node.op_type in resizes for node in all_nodes(before)):
         return
-    if peaks:
-        before = infer(before)  # for the ranks
     outer = before.graph
     for old, new in zip(proto_graphs(before.graph), proto_graphs(after.graph), strict=True):
         for node, was in _pairs(old, new, resizes):
             _set(node, "coordinate_transformation_mode", "asymmetric")
             if _text(was, "mode") == "nearest":
                 _set(node, "nearest_mode", _nearest(was, (old, outer)))
-        for node, was in _pairs(old, new, peaks):
-            _set(node, "axis", _last_axis(was, (old, outer)))
 
 
 def _pairs(
@@ -87,24 +81,12 @@ def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
     )  # fmt: skip
 
 
-def _last_axis(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
-    """-1, where the axis is the last one: all others make one dimension of several, which opset 13 cannot say."""
-    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-    shape = _shape(node.input[0], graphs)
-    if axis == -1 or (shape is not None and axis == len(shape) - 1):
-        return -1
-    raise OnnxError(
-        f"its axis {axis} stands for all dimensions from there on, which opset {_HARDMAX} cannot say",
-        where=node_place(node), hint=_HINT,
-    )  # fmt: skip
-
-
 def _text(node: onnx.NodeProto, name: str) -> str:
     """A text among the attributes; `nearest` is the default of the one that is asked for."""
     return next((attribute.s.decode() for attribute in node.attribute if attribute.name == name), "nearest")
 
 
-def _set(node: onnx.NodeProto, name: str, value: int | str) -> None:
+def _set(node: onnx.NodeProto, name: str, value: str) -> None:
     kept = [attribute for attribute in node.attribute if attribute.name != name]
     attributes: list[AttributeProto] = [*kept, helper.make_attribute(name, value)]
     node.ClearField("attribute")
@@ -121,17 +103,4 @@ def _stored(name: str, graphs: tuple[onnx.GraphProto, ...]) -> np.ndarray | None
             if node.op_type == "Constant" and node.output[0] == name:
                 held = next((one for one in node.attribute if one.name == "value"), None)
                 return None if held is None else numpy_helper.to_array(held.t)
-    return None
-
-
-def _shape(name: str, graphs: tuple[onnx.GraphProto, ...]) -> tuple[int | None, ...] | None:
-    """The dimensions of a value, `None` for one without a number; `None` where not even their number is known."""
-    for graph in graphs:
-        for info in (*graph.input, *graph.value_info, *graph.output):
-            if info.name == name and info.type.tensor_type.HasField("shape"):
-                dims = info.type.tensor_type.shape.dim
-                return tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
-        for tensor in graph.initializer:
-            if tensor.name == name:
-                return tuple(tensor.dims)
     return None

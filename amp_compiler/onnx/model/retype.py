@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +13,7 @@ from amp_compiler.onnx.model.data import array_of, convert
 from amp_compiler.onnx.model.edit import KeptTypes, cast_node, keeps, names_of, set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
+from amp_compiler.policy.marks import nearest
 
 TYPE_ATTRIBUTES = frozenset(
     {"dtype", "to", "output_dtype", "output_datatype", "precision", "softmax_precision", "stash_type"}
@@ -33,9 +33,9 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
         element = element_type(name)
         if element not in _SOURCES:
             known = [one.short for one in _SOURCES]
-            near = difflib.get_close_matches(str(name), known, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(known)}"
-            raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", hint=hint)
+            raise OnnxError(
+                f"'{name}' is no type that can be made FP32", where="as_fp32", hint=nearest(str(name), known)
+            )
         elements.add(element)
     return frozenset(elements)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import graphlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -146,9 +147,7 @@ class _Checker:
         _check_names(where, (name for name in (tensor.name,)))
         _check_element(tensor.data_type, where)
         dims = tuple(tensor.dims)
-        size = 1
-        for dim in dims:
-            size *= dim
+        size = math.prod(dims)
         if size < 0 or any(dim < 0 for dim in dims) or size >= 2**60:
             raise OnnxError(f"its shape is {list(dims)}, which no tensor has", where=where, hint=_EXPORT)
         bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != TensorProto.STRING else 0

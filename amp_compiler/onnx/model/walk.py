@@ -65,15 +65,10 @@ def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
                 yield from graph.node
 
 
-def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    """The tensors of a model, each with where it stands: initializers, and attributes of nodes."""
-    for graph in proto_graphs(proto.graph):
-        for tensor in graph.initializer:
-            yield f"initializer '{tensor.name}'", tensor
-    for node in all_nodes(proto):
-        for attribute in node.attribute:
-            for tensor in attribute_tensors(attribute):
-                yield node_place(node), tensor
+def all_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """The tensors of a model: initializers, and attributes of nodes."""
+    yield from proto.graph.initializer
+    yield from all_inner_tensors(proto)
 
 
 def all_inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
