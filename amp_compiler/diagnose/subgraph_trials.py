@@ -19,6 +19,7 @@ from amp_compiler.fx.capture.export import twin
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.ir.nonfinite import LOSS
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.inputs import depends_on_nothing
 
 
 class SubgraphTrials(ModelTrials):
@@ -85,6 +86,8 @@ class StepSubgraphTrials(SubgraphTrials):
         """The loss where it is not finite, in words, and the parameters whose gradient is not."""
         with torch.enable_grad():
             (loss, *_), _ = subgraphs(self._tried.args, self._tried.kwargs)
+        if not loss.requires_grad:
+            raise depends_on_nothing()
         trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         gradients = torch.autograd.grad(loss.float() * self._scale, list(trained.values()), allow_unused=True)
         parameters = tuple(
