@@ -161,7 +161,7 @@ def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto
 
 def bytes_of(tensor: onnx.TensorProto) -> int:
     """The bytes that a tensor of this type and shape takes up, as raw data."""
-    bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
+    bits: int = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
     return -(-math.prod(tensor.dims) * bits // 8)
 
 
