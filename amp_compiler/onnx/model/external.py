@@ -161,8 +161,9 @@ def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto
 
 def bytes_of(tensor: onnx.TensorProto) -> int:
     """The bytes that a tensor of this type and shape takes up, as raw data."""
-    bits: int = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
-    return -(-math.prod(tensor.dims) * bits // 8)
+    bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
+    size: int = -(-math.prod(tensor.dims) * bits // 8)
+    return size
 
 
 def external_files(proto: onnx.ModelProto, folder: Path) -> list[Path]:
