@@ -27,7 +27,7 @@ BUDGET = {
     "ranks": 1_600,
     "backends": 1_040,
     "ops": 7_400,
-    "onnx": 12_280,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "onnx": 12_310,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_900,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
     "report": 2_990,  # to come to 2,900: lists of hits, print as a whole, a head came
     "cli": 2_050,  # to come to 1,900
@@ -35,8 +35,8 @@ BUDGET = {
     "passes": 9_400,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 65_200  # of all rooms together; to come to 58,400
-TESTS = 58_000  # to come to 50,000; 4,000 are tests/behaviour
+SOURCES = 65_250  # of all rooms together; to come to 58,400
+TESTS = 58_100  # to come to 50,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

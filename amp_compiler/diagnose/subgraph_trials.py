@@ -20,6 +20,7 @@ from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.ir.nonfinite import LOSS
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.loss_module import ROOT
 
 
 class SubgraphTrials(ModelTrials):
@@ -29,6 +30,8 @@ class SubgraphTrials(ModelTrials):
         tried: model, batch and options.
         cause: why it is no one graph.
     """
+
+    _root = ""  # name of the model in what runs
 
     def __init__(self, tried: Tried, cause: CaptureError) -> None:
         super().__init__(tried)
@@ -41,7 +44,7 @@ class SubgraphTrials(ModelTrials):
             return lambda *inputs: replay.run(name, graph_module, inputs)
 
         model = twin(self._model)
-        subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around)
+        subgraphs = Subgraphs(model, self._tried.under(rules), name_of(self._model), around, root=self._root)
         try:
             with autocast_off(), generators_kept(model), buffers_kept(model):
                 results, parameters = self._spoilt(subgraphs)
@@ -77,6 +80,8 @@ class StepSubgraphTrials(SubgraphTrials):
         cause: why it is no one graph.
         scale: what the loss is multiplied by.
     """
+
+    _root = ROOT
 
     def __init__(self, tried: Tried, cause: CaptureError, scale: float) -> None:
         super().__init__(tried, cause)

@@ -191,7 +191,7 @@ class CompiledModule(StandIn):
             return self.original._wrapped_call_impl(*args, **kwargs)
         if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):
             if torch.onnx.is_in_onnx_export():
-                hint = "amp.export_onnx(model, example_args, path) writes what amp.compile plans"
+                hint = "amp.export_onnx(model, example_args, path) writes it in mixed precision"
             else:
                 hint = f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it"
                 hint += "; amp.export gives the rewritten graph" if "export" in traced else ""

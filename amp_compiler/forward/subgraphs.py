@@ -116,7 +116,7 @@ def build_subgraph(
     stages, names = Stages() if stages is None else stages, names or Names()
     with generators_kept(), no_saved_tensor_hooks():
         captured = captured_from_dynamo(graph_module, inputs, torch_dtype(low), names)
-        plan = plan_captured(captured, settings, low, stages, name=names.model)
+        plan = plan_captured(captured, settings, low, stages, names.root, name=names.model)
         stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
         protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
@@ -164,6 +164,7 @@ class Subgraphs:
         name: how messages call it.
         around: makes of each graph what is called in its place, from its name, its rewritten graph and what runs it.
         said: the warnings that were given, each once.
+        root: name of the model that rules are for, where it stands within this one.
 
     Attributes:
         made: all graphs, in the order in which they were made.
@@ -179,6 +180,7 @@ class Subgraphs:
         name: str,
         around: Around | None = None,
         said: set[str] | None = None,
+        root: str = "",
     ) -> None:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
@@ -186,7 +188,7 @@ class Subgraphs:
         self._around = around or (lambda graph_name, graph_module, run: run)
         self._said = set() if said is None else said
         refuse_sharded(model)
-        self._model, self._settings, self._name = model, settings, name
+        self._model, self._settings, self._name, self._root = model, settings, name, root
         self._called, self._breaks = threading.local(), False
         self._low_weights = LowWeights(model) if settings.weights == "low" else None
         # Layers of one kind that break have one function, which is compiled for each of them.
@@ -313,7 +315,7 @@ class Subgraphs:
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stages, began = Stages(), time.perf_counter()
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
-        names, called = Names.of(self._model), f"{name} of {self._name}"
+        names, called = replace(Names.of(self._model), root=self._root), f"{name} of {self._name}"
         try:
             if (progress := course()) is not None:
                 progress.stages = stages

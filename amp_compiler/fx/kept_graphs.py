@@ -50,7 +50,7 @@ _EXAMPLE = "val"  # in `node.meta`
 _UNREAD = frozenset({"seq_nr", "original_aten", "from_node", "torch_fn", "source_fn_stack", "tensor_meta", "desc"})
 _OWN = (Key.PHASE, Key.PLANNED, Key.SEED, Key.CHECKPOINT)  # written by the trace itself, as plain values
 _UNREADABLE = (
-    *(OSError, EOFError, zlib.error, pickle.UnpicklingError),
+    *(OSError, EOFError, zlib.error, pickle.PickleError, AssertionError),
     *(ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError),
 )
 
@@ -136,7 +136,7 @@ class KeptGraph:
         try:
             content = _record_of(graph) + repr((options, settings, source)).encode()
             folder = cache_folder()
-        except (Unrecordable, OSError, pickle.PicklingError, TypeError) as cause:
+        except (Unrecordable, *_UNREADABLE) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
             return None
         return cls(folder / f"joint_{hashlib.sha256(content).hexdigest()[:32]}.gz", list(graph.nodes), mode)

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import fx, nn
-from torch.export.graph_signature import InputKind, TensorArgument
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 
 from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.alias import written_operands
@@ -114,6 +115,12 @@ def export_onnx(
     _refuse_changes(program)
     _prepare(program)
     exported, pins = run_exporter(program, version, input_names, output_names or _output_names(program))
+    if (least := exported.opset_imports[""]) > version:
+        raise OnnxError(
+            f"torch.onnx.export writes this model in opset {least}, and in none below",
+            where=f"opset {version}",
+            hint=f"give opset={least} or more, or leave it out",
+        )
     names = [value.name or "" for value in exported.graph.inputs]
     with _opened(exported, pins) as opened:
         return convert_onnx(
@@ -139,11 +146,17 @@ def _opset(requested: int | None, low: DType, rules: RuleSet) -> int:
 
 
 def _refuse_changes(program: torch.export.ExportedProgram) -> None:
-    """Refuse a model that changes its data, which are stored in a file.
+    """Refuse a model that changes its data, which are stored in a file, or returns what no file gives.
 
     Raises:
-        CaptureError: where it changes one of them.
+        CaptureError: names the data, or what is returned.
     """
+    for item in results_of(program.graph):
+        if item is not None and not isinstance(item, fx.Node):
+            raise CaptureError(
+                f"the model returns {item!r}, which is no tensor and no result of a file",
+                hint="return tensors, or None in its place",
+            )
     specs = program.graph_signature.input_specs
     stored = {spec.arg.name: spec.target for spec in specs if spec.kind is not InputKind.USER_INPUT}
     for node in program.graph.nodes:
@@ -222,5 +235,8 @@ def _feeds(
                 where=f"batch {index}",
                 hint="give them in the form of example_args",
             )
-        tensors = [one for one, known in zip(flat, specs, strict=True) if isinstance(known.arg, TensorArgument)]
-        yield {name: TorchTensor(one.detach()).numpy() for name, one in zip(names, tensors, strict=True)}
+        values = [one for one, known in zip(flat, specs, strict=True) if not isinstance(known.arg, ConstantArgument)]
+        yield {
+            name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else np.asarray(one)
+            for name, one in zip(names, values, strict=True)
+        }

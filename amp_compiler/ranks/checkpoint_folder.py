@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.ranks.ranks import Ranks, check_equal
@@ -115,7 +116,7 @@ def _saved(file: Path, own: Any) -> tuple[str, list[int]]:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)  # of a rank that does not see what the first one made
         with file.open("wb") as opened:
-            torch.save(own, opened)
+            torch.save(pytree.tree_map_only(torch.Tensor, _alone, own), opened)
             opened.flush()
             os.fsync(opened.fileno())
         return file.name, list(_sum(file))
@@ -123,6 +124,11 @@ def _saved(file: Path, own: Any) -> tuple[str, list[int]]:
         raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_ROOM) from cause
     except Exception as cause:  # pickling raises whatever it likes
         raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_PLAIN) from cause
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without what else lies in its memory, all of which would be written."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def read(folder: Path, ranks: int) -> list[Any]:

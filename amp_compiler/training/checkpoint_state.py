@@ -214,7 +214,8 @@ class StepContents:
     def _misfits(self, key: str, own: Any) -> Iterable[str]:
         saved = self._files[0]["model"][key]
         if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
-            return [] if type(own) is type(saved) else [f"{key} is a tensor in one of them only"]
+            alike = isinstance(own, Tensor) == isinstance(saved, Tensor)
+            return [] if alike else [f"{key} is a tensor in one of them only"]
         shape = torch.Size(self._about["split"].get(key.removeprefix(f"{ROOT}."), saved.shape))
         if own.shape != shape:
             return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]

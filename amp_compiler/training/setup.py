@@ -22,7 +22,7 @@ from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleArgument, NoLossScale, make_loss_scale
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import WeightStorage
-from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PLAN, STEP, SUBGRAPH, UPDATE
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PLAN, STEP, SUBGRAPH, UPDATE
 from amp_compiler.ranks.coordinator import RankCoordinator
 from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import Parts
@@ -44,7 +44,7 @@ from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, check_parameters, weight_storage
 
-RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
+RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,3 +61,28 @@ def test_a_guard_holds_for_an_export(kind, dtype):
     assert np.isfinite(got).all() == np.isfinite(want).all()
     near = np.linalg.norm(np.nan_to_num(got - want)) / np.linalg.norm(np.nan_to_num(want))
     assert near < {"fp16": 4e-3, "bf16": 3e-2}[dtype]
+
+
+class Scaled(nn.Module):
+    """Takes a whole number, and gives one result twice and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times: int):
+        y = self.layer(x) * times
+        return y, y, x
+
+
+def test_whole_numbers_are_calibrated_and_what_is_given_out_twice_keeps_its_names():
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}, "times": torch.export.Dim.DYNAMIC}
+    batch = (torch.ones(5, 4), 7)
+    made = amp.export_onnx(Scaled(), (torch.ones(2, 4), 3), dynamic_shapes=shapes, calibration=[batch]).model
+    assert [one.name for one in made.graph.input] == ["x", "times"]
+    assert [one.name for one in made.graph.output] == ["output_0", "output_1", "output_2"]
+
+
+def test_a_result_that_is_no_tensor_is_refused():
+    with pytest.raises(amp.AmpError, match="returns 3, which is no tensor"):
+        amp.export_onnx(Of(lambda a: (a, 3)), (LARGE,))

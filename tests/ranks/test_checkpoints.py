@@ -335,6 +335,34 @@ def test_a_step_in_subgraphs_is_saved_behind_the_last_batch(tmp_path):
     assert equal(everything(again, resumed), everything(model, step))
 
 
+def test_extra_state_of_another_kind_is_loaded_and_a_view_is_saved_alone(tmp_path):
+    class Seen(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.seen = None
+            self.register_buffer("few", torch.arange(1_000_000.0)[:3])
+
+        def get_extra_state(self):
+            return self.seen
+
+        def set_extra_state(self, state):
+            self.seen = state
+
+    def made():
+        model = Seen()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, amp.training_step(model, lambda m, x: m(x).mean(), optimizer, dtype="bf16", backend="eager")
+
+    model, step = made()
+    step(torch.ones(2, 4))
+    model.seen = {"batches": 1}
+    folder = amp.save_checkpoint(step, tmp_path, 1)
+    assert sum(one.stat().st_size for one in folder.iterdir()) < 100_000
+    other, loaded = made()
+    amp.load_checkpoint(loaded, tmp_path)
+    assert other.seen == {"batches": 1} and torch.equal(other.few, model.few)
+
+
 def test_what_cannot_be_pickled_is_named_and_leaves_no_checkpoint(tmp_path):
     _, step = made(0)
     with pytest.raises(amp.AmpError, match=r"pass as `extra`.*what can be pickled"):

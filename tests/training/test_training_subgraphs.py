@@ -170,6 +170,34 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     assert node.op == "input" and node.name.startswith("graph0/")
 
 
+def test_modules_have_the_names_that_the_model_gives_them_and_what_needs_no_gradient_is_a_graph_too():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            torch._dynamo.graph_break()
+            return torch.tanh(hidden)
+
+    model, teacher, x = Broken(), Broken().requires_grad_(False), torch.ones(2, 8)
+
+    def distilled(m, x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (m(x) - target).square().mean()
+
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "layer"}, "precision": "fp32"}]}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, distilled, optimizer, dtype="bf16", rules=rules, backend="eager")
+    expected = float(distilled(model, x))
+    assert float(step(x)) == pytest.approx(expected, rel=1e-2)  # the teacher runs in BF16
+    assert "subgraphs" in step.execution
+    linears = [one for one in step.plan.nodes if one.op == "aten.linear" and one.module == "layer"]
+    assert linears and all(one.precision == "fp32" for one in linears)
+
+
 def test_it_is_told_once_and_can_be_read(caplog):
     model = mlp()
     step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")

@@ -48,6 +48,7 @@ class Names:
         traced: path of the module that is a graph itself, by the `id` of each stack of modules that its nodes hold:
             Dynamo hands on what an exported program says of its own modules, and leaves out those around it.
         model: how the model is called: its class.
+        root: name of the model in the module whose graphs these are; empty where it is that module.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Names:
     arguments: tuple[str, ...] = ()
     traced: Mapping[int, str] = field(default_factory=dict)
     model: str = ""
+    root: str = ""
 
     @classmethod
     def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Names:

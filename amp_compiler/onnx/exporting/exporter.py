@@ -115,6 +115,13 @@ def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[
                 f"the names {', '.join(map(str, names))} are not one for each of {len(values)} values",
                 hint="give as many different names as the model has inputs, or tensors that it returns",
             )
+    for place, value in enumerate(model.graph.outputs):  # an input, or one value twice, is given out as a copy
+        if value in model.graph.inputs or value in list(model.graph.outputs)[:place]:
+            copy = ir.node("Identity", [value])
+            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
+            model.graph.append(copy)
+            model.graph.outputs[place] = copy.outputs[0]
+    ends[1] = (model.graph.outputs, outputs)
     wanted = {value: name for values, names in ends for value, name in zip(values, names, strict=True)}
     everything = [*model.graph.inputs, *model.graph.initializers.values()]
     everything += [value for node in model.graph.all_nodes() for value in node.outputs]

@@ -17,6 +17,7 @@ from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.ops.fp8 import FP8
 
 _LARGEST_MANTISSA = 1.75  # of both formats
+_SHARED = (torch.ops.aten._to_copy.default, torch.ops.aten.view.default)
 
 
 def saturated(
@@ -45,7 +46,7 @@ def saturated(
         if largest <= format_.max * (1 + format_.eps / 2 / _LARGEST_MANTISSA):
             continue
         operand = scaled
-        while operand.meta.get(Key.PLANNED) == product.name:
+        while operand.meta.get(Key.PLANNED) == product.name or _is_shared(operand, planned):
             operand = operand.all_input_nodes[0]
         phase = "forward" if is_forward(operand) else "backward"
         made_by = planned_for(operand, planned)
@@ -55,6 +56,12 @@ def saturated(
         words = f"{name}, {ranges[operand]}, in the FP8 product {title}: its scale of the steps before holds {held:.3g}"
         result.append((product.name, words))
     return tuple(dict.fromkeys(result))
+
+
+def _is_shared(node: fx.Node, planned: Mapping[str, PlannedNode]) -> bool:
+    """Whether a node casts or flattens an operand for several FP8 products, and so is of the first of them."""
+    owner = planned.get(str(node.meta.get(Key.PLANNED, "")))
+    return node.target in _SHARED and owner is not None and _is_delayed(owner)
 
 
 def _is_delayed(node: PlannedNode) -> bool:

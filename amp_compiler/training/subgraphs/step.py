@@ -25,7 +25,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
-from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
@@ -68,7 +68,7 @@ class SubgraphStep:
         self._buffers = WrittenBuffers(model)
 
     def _new_subgraphs(self) -> Subgraphs:
-        return Subgraphs(self.model, self._settings, name_of(self.model), self._around)
+        return Subgraphs(self.model, self._settings, name_of(self.model), self._around, root=ROOT)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
         return run if self._low_reads is None else self._low_reads.around(graph_module, run)

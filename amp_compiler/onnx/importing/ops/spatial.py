@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.registry import op
+from amp_compiler.onnx.importing.ops.values import numbers
 
 Mode = Literal["bilinear", "linear", "nearest", "bicubic", "cubic"]
 Padding = Literal["zeros", "border", "reflection"]
@@ -26,6 +27,17 @@ def _grid_sample(
             hint="use rank 4, or 5 in another mode than cubic",
         )
     return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
+
+
+@op("AffineGrid", host=(1,))
+def _affine_grid(theta: Tensor, size: Any, *, align_corners: int = 0) -> Tensor:
+    sizes = numbers(size)
+    if align_corners and 1 in sizes[2:]:
+        raise CaptureError(
+            f"torch has no AffineGrid between the corners of {sizes[2:]} elements",
+            hint="use align_corners=0, or at least two elements in each direction",
+        )
+    return F.affine_grid(theta, sizes, bool(align_corners))
 
 
 @op("GridSample", domain="com.microsoft")
