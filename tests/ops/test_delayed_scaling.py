@@ -200,23 +200,6 @@ def test_a_second_derivative_and_a_wrong_history_are_refused() -> None:
 
 
 @pytest.mark.parametrize("larger", ["operand", "gradient"])
-def test_an_operand_of_two_products_is_named_alike_for_both() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.query(x) * self.key(x)).square().mean()
-
-    model, x = Two(), torch.linspace(-1, 1, 64 * 32).view(64, 32)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="bf16", backend="eager", rules="fp8-delayed")
-    step(x)
-    said = [one for one in amp.find_nonfinite(step, x * 100).saturated if "the gradient" not in one]
-    assert len(said) == 2 and all(one.startswith("the batch itself (batch[0])") for one in said)
-
-
 def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: str) -> None:
     model = Product()
     step, gradient = step_of(model, "fp8-delayed"), torch.ones(24, 48)
@@ -238,3 +221,20 @@ def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: st
     other = Product()
     other.load_state_dict(model.state_dict())
     assert not amp.find_nonfinite(step_of(other, given), gradient * 100)
+
+
+def test_an_operand_of_two_products_is_named_alike_for_both() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.query(x) * self.key(x)).square().mean()
+
+    model, x = Two(), torch.linspace(-1, 1, 64 * 32).view(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="bf16", backend="eager", rules="fp8-delayed")
+    step(x)
+    said = [one for one in amp.find_nonfinite(step, x * 100).saturated if "the gradient" not in one]
+    assert len(said) == 2 and all(one.startswith("the batch itself (batch[0])") for one in said)
