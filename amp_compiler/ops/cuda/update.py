@@ -111,5 +111,6 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
                         **_group_options(group, args.mode), **options,
                     )  # fmt: skip
         if args.steps:
-            torch._foreach_add_(list(args.steps), (args.skip == 0).float())
+            one = (args.skip == 0).float()
+            torch._foreach_add_(list(args.steps), [one] * len(args.steps))  # a lone tensor would be read by the host
         advance(args)
