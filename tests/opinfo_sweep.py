@@ -6,6 +6,8 @@ inputs that are strided. Values and gradients are held against eager torch in FP
 eager torch.autocast. Random numbers are drawn from the same seed everywhere.
 
 python tests/opinfo_sweep.py compile linear --ops add,matmul     # prints one line of JSON for each op
+
+AMP_SWEEP_DEVICE says on which device; without it on the CPU.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import amp_compiler as amp
 
+DEVICE = os.environ.get("AMP_SWEEP_DEVICE", "cpu")
 WAYS = ("compile", "step")
 FORMS = ("plain", "linear", "strided")
 OUTCOMES = ("right", "refused", "raw", "wrong", "not run")
@@ -89,7 +92,7 @@ def name_of(op: Any) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-OPS = {name_of(op): op for op in op_db if torch.float32 in op.supported_dtypes("cpu")}
+OPS = {name_of(op): op for op in op_db if torch.float32 in op.supported_dtypes(DEVICE)}
 
 
 def seed() -> None:
@@ -102,7 +105,7 @@ def sample_of(op: Any) -> Any:
     """The first sample with more than one number in it and no large tensor; else the first."""
     seed()
     first = None
-    for sample in islice(op.sample_inputs("cpu", torch.float32, requires_grad=bool(op.supports_autograd)), SAMPLES):
+    for sample in islice(op.sample_inputs(DEVICE, torch.float32, requires_grad=bool(op.supports_autograd)), SAMPLES):
         first = first or sample
         tensors: list[Tensor] = []
         taken_out((sample.input, sample.args, sample.kwargs), tensors)
@@ -180,7 +183,9 @@ class Call(nn.Module):
         self.differentiable, self.strided = bool(op.supports_autograd), form == "strided"
         if self.strided:
             tensors = [with_gaps(one) if one.layout is torch.strided else one for one in tensors]
-        self.tie = nn.Parameter(torch.full((3,), 0.1)) if learned else None  # a loss depends on it, whatever the op is
+        self.tie = (
+            nn.Parameter(torch.full((3,), 0.1, device=DEVICE)) if learned else None
+        )  # a loss depends on it, whatever the op is
         self.linear, self.behind = None, -1
         if form == "linear":
             found = [place for place, one in enumerate(tensors) if wanted[place] and one.numel()]
@@ -188,7 +193,7 @@ class Call(nn.Module):
                 raise Unfit("it takes no floating-point tensor")
             self.behind = found[0]
             wide = tensors[self.behind].shape[-1] if tensors[self.behind].dim() else 1
-            self.linear = nn.Linear(wide, wide)
+            self.linear = nn.Linear(wide, wide, device=DEVICE)
             with torch.no_grad():
                 self.linear.weight.copy_(torch.eye(wide))
                 self.linear.bias.zero_()
@@ -395,7 +400,7 @@ def eager(op: Any, way: str, form: str, autocast: Any = None, rounded: bool = Fa
 def in_bf16(op: Any, way: str, form: str) -> Seen | None:
     """What rounding does to eager torch; where autocast takes less than torch, FP32 behind a layer of BF16."""
     try:
-        return eager(op, way, form, torch.autocast("cpu", torch.bfloat16))
+        return eager(op, way, form, torch.autocast(DEVICE, torch.bfloat16))
     except Exception:  # noqa: BLE001  # types that do not fit each other, or a kernel that there is not
         return eager(op, way, form, rounded=True) if form == "linear" else None
 
@@ -445,9 +450,9 @@ def results(way: str, form: str, names: Sequence[str]) -> Iterator[Result]:
             torch._dynamo.reset()
 
 
-def sweep(way: str, form: str) -> list[Result]:
-    """Run all ops in processes of their own: one that ends its process is a fault, and the next go on in a new one."""
-    left, found = list(OPS), []
+def sweep(way: str, form: str, names: Sequence[str] = tuple(OPS)) -> list[Result]:
+    """Run ops in processes of their own: one that ends its process is a fault, and the next go on in a new one."""
+    left, found = list(names), []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_LOG": "error", "AMP_VERIFY": "1"}
     while left:
         command = [sys.executable, __file__, way, form, "--ops", ",".join(left)]
@@ -474,6 +479,8 @@ def main() -> None:
     options = parser.parse_args()
     for found in results(options.way, options.form, options.ops.split(",")):
         print(json.dumps(asdict(found)), flush=True)
+        if "CUDA error" in found.note:
+            return  # from then on all calls of the process fail
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
 
   prepare                    where there is a network: the project and what an image with torch, Triton, transformers and
                              onnx lacks, as wheels for CPython 3.12 on Linux x86-64, in .wheels/
-  first                      versions, rates of a copy and a product, the tests that need a GPU, kernels first
+  first                      versions, rates of a copy and a product, the tests that need a GPU, in WORKERS=4 processes
   second                     the update of 350M parameters by itself, for gradients in BF16, FP32 and FP16
   step MODEL... [OPTION...]  training steps beside torch.autocast and torch.compile (see benchmarks/train_step.py)
 
@@ -70,18 +70,16 @@ installed() {
   fi
 }
 
+# Files by name: each of the processes would import all tests of a folder.
+# -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
 first() {
-  within 100 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
-  # Files by name: each of the processes would import all tests of a folder.
-  # -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
-  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) one=() several=() failed=0
-  "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout $((120 * ${PATIENCE:-1})))
-  # Kernels are timed one at a time; in a process of its own, so that one which crashes takes no other's result along.
-  "$python" -P -c 'import xdist' 2> /dev/null && one=(-n 1) several=(-n "${WORKERS:-4}")
-  within 170 "${pytest[@]}" "${one[@]}" --junitxml "$OUT/kernels.xml" tests/ops/test_*_gpu.py tests/ranks/test_*_gpu.py > "$OUT/kernels.log" 2>&1 || failed=1
-  within 240 "${pytest[@]}" "${several[@]}" --junitxml "$OUT/training.xml" tests/training/test_training_gpu*.py \
-    > "$OUT/training.log" 2>&1 || failed=1
-  "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log
+  within 60 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
+  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider --junitxml "$OUT/tests.xml") failed=0
+  "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout $((200 * ${PATIENCE:-1})))
+  "$python" -P -c 'import xdist' 2> /dev/null && pytest+=(-n "${WORKERS:-4}" --dist worksteal)
+  TORCHINDUCTOR_COMPILE_THREADS=1 within 420 "${pytest[@]}" tests/ops/test_*_gpu.py tests/ranks/test_*_gpu.py \
+    tests/training/test_training_gpu*.py tests/forward/test_*_gpu.py > "$OUT/tests.log" 2>&1 || failed=1
+  "$python" tools/test_table.py "$OUT/tests.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT/tests.log"
   return "$failed"
 }
 
