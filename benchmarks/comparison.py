@@ -26,7 +26,7 @@ import amp_compiler as amp
 from amp_compiler.report.table import human_bytes
 
 FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
-TUNED = f"{OURS} max-autotune"  # measured only where it is asked for
+TUNED, FP8 = f"{OURS} max-autotune", f"{OURS} fp8"  # measured only where they are asked for
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _ON_CUDA = {  # what is measured there unless it is asked for otherwise: one model in under 4 minutes
     "variants": [OURS, COMPILED, AUTOCAST],
@@ -42,7 +42,7 @@ _LIMIT = 190.0  # seconds for the first calls of a model on a GPU
 
 def mode_of_ours(variant: str) -> str | None:
     """The mode of `amp.compile` and `amp.training_step` of a variant, None where it is not ours."""
-    return {OURS: "default", TUNED: "max-autotune"}.get(variant)
+    return {OURS: "default", FP8: "default", TUNED: "max-autotune"}.get(variant)
 
 
 def compiled_name(mode: str) -> str:
@@ -130,7 +130,7 @@ class Comparison:
         measuring.add_arguments(parser, dict.fromkeys((*cases.SHAPES, *cases.names("cuda"))), None)
         parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
         parser.add_argument("--bounds", nargs="+", choices=self.bounds, help="both on a CPU, else the first")
-        parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, TUNED), default=list(VARIANTS))
+        parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, TUNED, FP8), default=list(VARIANTS))
         parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:1]), help="of torch.compile")
         parser.add_argument("--least", type=float, default=10.0, help="on a CPU rounds go on for so many seconds")
         parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")

@@ -15,7 +15,7 @@ import sys
 
 import cases
 import torch
-from comparison import FP32, Comparison, compiled, mode_of_ours
+from comparison import FP8, FP32, Comparison, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 
 import amp_compiler as amp
@@ -29,7 +29,7 @@ class Inference:
         self.context = contextlib.nullcontext
         mode = mode_of_ours(variant)
         if mode is not None:
-            self.model = amp.compile(self.model, dtype=dtype, mode=mode)
+            self.model = amp.compile(self.model, dtype=dtype, mode=mode, rules="fp8" if variant == FP8 else "default")
         elif variant != FP32:
             self.context = lambda: torch.autocast(device, TORCH_TYPES[dtype])
         self.run = compiled(self.model, variant)

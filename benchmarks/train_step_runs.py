@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from cases import build, loss_of
-from comparison import FP32, compiled, mode_of_ours
+from comparison import FP8, FP32, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 from torch import nn
 
@@ -23,7 +23,8 @@ class Variant:
         model, self.batch = build(name, bound, device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         mode = mode_of_ours(variant)
-        self.run = self._torch(model, variant, dtype, device) if mode is None else self._ours(model, dtype, mode)
+        rules = "fp8" if variant == FP8 else "default"
+        self.run = self._torch(model, variant, dtype, device) if mode is None else self._ours(model, dtype, mode, rules)
 
     def __call__(self) -> torch.Tensor:
         return self.run()
@@ -31,8 +32,8 @@ class Variant:
     def idle(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _ours(self, model: nn.Module, dtype: str, mode: str) -> Step:
-        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype, mode=mode)
+    def _ours(self, model: nn.Module, dtype: str, mode: str, rules: str) -> Step:
+        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype, mode=mode, rules=rules)
         return lambda: step(self.batch)
 
     def _torch(self, model: nn.Module, variant: str, dtype: str, device: str) -> Step:

@@ -92,3 +92,14 @@ def test_compiled_statistics_are_as_exact_as_eager_ones(name: str) -> None:
         )
         for number, (one, other, reference) in enumerate(zip(eager, made, exact, strict=True)):
             assert distance(other, reference) <= distance(one, reference) + 2 * ROUNDED, (mean, number)
+
+
+def test_logcumsumexp_of_large_numbers_keeps_its_gradient() -> None:
+    """In BF16 torch's own, under autocast too, is 1 for all that it is of."""
+    torch.manual_seed(0)
+    model = Weighed(lambda x: x.logcumsumexp(0), 900.0)
+    nn.init.eye_(model.linear.weight)
+    x = 4.0 * torch.randint(-3, 4, (6, 64))  # BF16 holds what the layer makes of it
+    exact = [one.double() for one in gradients(model, model, x)]
+    made = gradients(model, amp.compile(model, dtype="bf16", backend="eager"), x)
+    assert max(distance(one, other) for one, other in zip(made, exact, strict=True)) < 0.02

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.ops import exponents
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update.rounding import Storage
@@ -121,27 +122,23 @@ def test_nothing_synchronises():
 def test_a_captured_step_replays_as_it_ran():
     """The gradients are made inside the graph, so their addresses are new when it is captured."""
     on_cpu = arguments_of("adam_update")
-    on_device = move(on_cpu, "cuda")
-    sources = on_device[1]
-    warm = move(on_cpu, "cuda")
-    scale = torch.tensor(1.0, device="cuda")
+    on_device, warm = move(on_cpu, "cuda"), move(on_cpu, "cuda")
+    sources, scale = on_device[1], torch.tensor(1.0, device="cuda")
 
-    def step(arguments):
-        grads = [source * 1 for source in sources]
-        norm, _, _ = OPS.grad_check(grads, scale)
-        OPS.adam_update(arguments[0], grads, *arguments[2:])
-        return norm
+    def step_of(arguments):
+        def step(*sources):
+            grads = [source * 1 for source in sources]
+            norm, _, _ = OPS.grad_check(grads, scale)
+            OPS.adam_update(arguments[0], grads, *arguments[2:])
+            return [norm]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(warm)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        norm = step(on_device)
+        return step
+
+    graphs = TorchGraphs()
+    graphs.warm_up(step_of(warm), sources)
+    replay, (norm,) = graphs.capture(step_of(on_device), sources)
     for _ in range(3):
-        graph.replay()
+        replay()
         OPS.adam_update(*on_cpu)
     assert_same_bits(on_cpu, on_device)
     torch.testing.assert_close(norm.cpu(), OPS.grad_check(on_cpu[1], torch.tensor(1.0))[0], rtol=1e-6, atol=0)

@@ -187,7 +187,9 @@ BEYOND_FAMILIES = {
     "quantization": "fake quantisation in 16 bits would round twice",
     "unknown": "nothing is known of it",
 }
+LOGARITHMS = dict.fromkeys(("logcumsumexp", "_logcumsumexp"), "in BF16 its gradient is lost")
 BEYOND = {
+    **LOGARITHMS,
     "chain_matmul": "made of mm, which is low",
     "einsum": "made of bmm, which is low",
     "inner": "made of mm, which is low",
@@ -236,6 +238,7 @@ CUDA_BEYOND_FAMILIES = {
     "matmul": "other names of the listed products",
 }
 CUDA_BEYOND = {
+    **LOGARITHMS,
     "_prelu_kernel": "the kernel of prelu",
     "arccos": "another name of acos",
     "arcsin": "another name of asin",
