@@ -139,6 +139,8 @@ def machines_table() -> str:
     """On what each results file was made."""
     lines = ["| file | processor | threads | torch | date |", "|---|---|---|---|---|"]
     for name in (
+        "train_step_cuda",
+        "update_cuda",
         "train_step_cpu",
         "inference_cpu",
         "update_cpu",
@@ -152,7 +154,7 @@ def machines_table() -> str:
     ):
         data = _load(name)
         lines.append(
-            f"| `{name}.json` | {data['cpu']} | {data['threads']} | {data['versions']['torch']} | {data['date']} |"
+            f"| `{name}.json` | {data.get('gpu') or data['cpu']} | {data['threads']} | {data['versions']['torch']} | {data['date']} |"
         )
     return "\n".join(lines)
 
@@ -257,9 +259,19 @@ def inference_table() -> str:
     return _against_compile(_load("inference_cpu")["rows"], "first call")
 
 
-def update_table() -> str:
-    """The optimizer phase on a CPU: time, bytes per parameter, bandwidth."""
-    rows = [row for row in _load("update_cpu")["rows"] if row["variant"] != "copy"]
+def cuda_train_table() -> str:
+    """Whole training steps on a GPU beside torch.compile."""
+    return _against_compile(_load("train_step_cuda")["rows"], "first step")
+
+
+def cuda_update_table() -> str:
+    """The optimizer phase on a GPU."""
+    return update_table("cuda")
+
+
+def update_table(device: str = "cpu") -> str:
+    """The optimizer phase: time, bytes per parameter, bandwidth."""
+    rows = [row for row in _load(f"update_{device}")["rows"] if row["variant"] != "copy"]
     lines = [
         "| gradients | update | ms | ratio to fused AdamW | bytes per parameter | GB/s | of a copy's bandwidth |",
         "|---|---|---|---|---|---|---|",
@@ -376,6 +388,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": parity_table,
     "plan": plan_table,
     "train": train_table,
+    "cuda_train": cuda_train_table,
+    "cuda_update": cuda_update_table,
     "tune": tune_table,
     "inference": inference_table,
     "update": update_table,
