@@ -71,7 +71,7 @@ def explain_onnx(
         stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
         target=None if target is None else load_target(target, low),
     )  # fmt: skip
-    return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
+    return plan
 
 
 def plan_onnx(
@@ -174,7 +174,7 @@ def _decide(
 
     def planned(options: dict[str, Any], stages: Stages | None) -> PrecisionPlan:
         lowered.graph = ONNX_PLAN.run(draft, options, stages).graph
-        return make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
+        return make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages)
 
     if target is None:
         plan = planned({}, stages)

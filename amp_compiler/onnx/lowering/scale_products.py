@@ -28,7 +28,7 @@ _MOVED = ("MaxPool", "Slice", "Squeeze", "Unsqueeze")
 
 def fp8_nodes(plan: PrecisionPlan) -> list[tuple[PlannedNode, Fp8]]:
     """The nodes of a plan whose operands are to be FP8, with how."""
-    ways = ((node, Fp8.parse(node.math)) for node in (plan.nodes if plan.has_math else ()) if node.precision == "low")
+    ways = ((node, Fp8.parse(node.math)) for node in plan.nodes if node.math and node.precision == "low")
     return [(node, way) for node, way in ways if way is not None]
 
 

@@ -32,13 +32,13 @@ def widen_math(lowered: Lowered, plan: PrecisionPlan) -> bool:
     Raises:
         RuleError: ONNX does not define the op for FP32.
     """
-    if not plan.has_math:
-        return False
     ops = op_table()
     writer: _Writer | None = None
     for planned in plan.nodes:
+        if planned.math != "fp32" or planned.precision != "low":
+            continue
         info = ops.info(planned.op)
-        if planned.math != "fp32" or planned.precision != "low" or info.exact or info.accumulates_on("onnx"):
+        if info.exact or info.accumulates_on("onnx"):
             continue
         writer = writer or _Writer(lowered, plan)
         writer.widen(planned, lowered.graph.nodes[planned.name], info.any)
