@@ -13,7 +13,7 @@ from dataclasses import field, replace
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.facts import Execution, Mask, StoredNumbers, unknown_numbers
+from amp_compiler.ir.facts import Execution, Mask, StoredNumbers
 from amp_compiler.ir.value_class import value_class
 
 Attr = bool | int | float | str | tuple["Attr", ...] | None
@@ -163,7 +163,7 @@ class PrecisionGraph:
 
     def __init__(self, device: str = "cpu", execution: Execution | None = None) -> None:
         self.device, self.execution = device, execution or Execution()
-        self.stored_numbers: Callable[[str], StoredNumbers | None] = unknown_numbers
+        self.stored_numbers: Callable[[str], StoredNumbers | None] = lambda value: None  # without data
         self.masks: Mapping[str, Mask] = {}
         self.model = ""
         self.compounds: list[tuple[str, ...]] = []
