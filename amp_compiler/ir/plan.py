@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.files import write_atomically
@@ -244,31 +246,13 @@ class PrecisionPlan:
                 hint="make it again with amp.explain",
             )
         try:
-            nodes = tuple(
-                replace(
-                    PlannedNode(**node),
-                    outputs=tuple((name, dtype) for name, dtype in node["outputs"]),
-                    inputs=tuple(node.get("inputs", ())),
-                )
-                for node in data["nodes"]
-            )
-            casts = tuple(
-                replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
-                for cast in data["casts"]
-            )
-            # Plans that were written before these were kept have none of them.
-            inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
-            outputs = tuple(data.get("outputs", ()))
-            unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
-            autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
-            notes = tuple(data.get("notes", ()))
-            model = PlannedModel(**data.get("model", {}))
-            return cls(
-                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes,
-                replace(model, inputs=tuple(model.inputs)),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as cause:
-            raise AmpError(f"the plan is damaged: {cause!r}", hint="make it again with amp.explain") from cause
+            return TypeAdapter(cls).validate_python(data)
+        except ValidationError as cause:
+            error = cause.errors(include_url=False)[0]
+            place = ".".join(map(str, error["loc"]))
+            raise AmpError(
+                f"the plan is damaged: {place}: {error['msg']}", hint="make it again with amp.explain"
+            ) from cause
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, the same bytes on every run; written to `path` (atomically) where one is given."""
