@@ -79,9 +79,6 @@ def explain(
     device: Annotated[
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
-    fuse: Annotated[
-        bool, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
-    ] = False,
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
@@ -104,7 +101,7 @@ def explain(
         check_pass(name, "--skip")
     of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
-        "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
+        "--html": html, "--svg": svg, "--opset": opset is not None, "--device": device != Device.AUTO,
         "--target": target is not None,
     }  # fmt: skip
     for option, value in (of_plan if show else of_stages).items():
@@ -136,7 +133,7 @@ def explain(
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
-        loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset,
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset,
         target=None if target is None else target.value,
     )  # fmt: skip
     if html is not None:

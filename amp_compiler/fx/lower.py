@@ -128,7 +128,6 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
             module,
             module_type,
             user_source(node.meta.get("stack_trace")),
-            phase=node.meta.get(Key.PHASE, "forward"),
             pin=_pin(node),
             part=_part(node),
         ),

@@ -67,11 +67,6 @@ class StoredNumbers:
         return max(-self.least, self.most)
 
 
-def unknown_numbers(value: str) -> StoredNumbers | None:
-    """What is known of the numbers of a graph without data: nothing."""
-    return None
-
-
 @value_class
 class Mask:
     """Stored numbers that hide scores from a softmax.

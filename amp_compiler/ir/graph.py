@@ -10,15 +10,11 @@ import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.facts import Execution, Mask, StoredNumbers, unknown_numbers
+from amp_compiler.ir.facts import Execution, Mask, StoredNumbers
 from amp_compiler.ir.value_class import value_class
-
-if TYPE_CHECKING:
-    import networkx as nx  # takes a tenth of a second to import, so it is imported where a graph is asked for
 
 Attr = bool | int | float | str | tuple["Attr", ...] | None
 
@@ -123,7 +119,6 @@ class Node:
         module_type: class name of that module.
         source: `file:line` of the user's model, empty where unknown.
         region: name of the control-flow body that it stands in, empty at top level.
-        phase: `"forward"` or `"backward"`.
         pin: what the model's text demands of it.
         part: what it is a part of that an exporter has written out (`layer_norm`, `rms_norm`, `gelu`), else empty.
     """
@@ -137,7 +132,6 @@ class Node:
     module_type: str = ""
     source: str = ""
     region: str = ""
-    phase: str = "forward"
     pin: Pin | None = None
     part: str = ""
 
@@ -169,7 +163,7 @@ class PrecisionGraph:
 
     def __init__(self, device: str = "cpu", execution: Execution | None = None) -> None:
         self.device, self.execution = device, execution or Execution()
-        self.stored_numbers: Callable[[str], StoredNumbers | None] = unknown_numbers
+        self.stored_numbers: Callable[[str], StoredNumbers | None] = lambda value: None  # without data
         self.masks: Mapping[str, Mask] = {}
         self.model = ""
         self.compounds: list[tuple[str, ...]] = []
@@ -261,35 +255,6 @@ class PrecisionGraph:
         """The operands of a node with the values that they read."""
         for operand in node.inputs:
             yield operand, self.values[operand.value]
-
-    def to_networkx(self) -> nx.DiGraph:
-        """The node-to-node dependency graph, for graph algorithms: orders, reachability, dominators, components.
-
-        Returns:
-            A graph of its own, which may be changed. Its nodes are the names of the nodes, in execution order. An edge
-            goes from a maker to a reader, and its `values` are the names of the values read, in the reader's order.
-
-        Example:
-            >>> graph = PrecisionGraph()
-            >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
-            >>> for name, read in (("y", "x"), ("z", "y")):
-            ...     node = Node(name, "aten.relu", (Operand(read, "self"),), (name,))
-            ...     graph.add_node(node, [Value(name, DType.FLOAT32, (2,), 2)])
-            >>> list(graph.to_networkx().edges(data="values"))
-            [('y', 'z', ('y',))]
-        """
-        import networkx as nx
-
-        reads: dict[tuple[str, str], dict[str, None]] = {}
-        for node in self.nodes.values():
-            for operand in node.inputs:
-                source = self._producer.get(operand.value)
-                if source is not None:
-                    reads.setdefault((source, node.name), {})[operand.value] = None
-        graph: nx.DiGraph = nx.DiGraph()
-        graph.add_nodes_from(self.nodes)
-        graph.add_edges_from((*edge, {"values": tuple(values)}) for edge, values in reads.items())
-        return graph
 
     def verify(self) -> None:
         """Check the invariants that `add_value` and `add_node` cannot hold alone: `nodes` and `values` can be edited.

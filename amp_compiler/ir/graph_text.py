@@ -14,7 +14,7 @@ otherwise, and one without outputs is written `() = op(…)`. After the allowed 
 (`graph onnx stored_casts_free cast_overhead=4096`). After a source may stand what is known of its numbers, by the names
 of `StoredNumbers`, and the way of a mask (`const m: fp32[2] least=-1e+09 mask=("a", "b") terms=2.0`). Behind the nodes
 stand the `compound` lines: the nodes of one norm or GELU. After the result types of a node may stand `module`, `type`,
-`source`, `region`, `phase`, `part` and `pin`. Names with characters other than letters, digits, `_`, `.` and `/` are
+`source`, `region`, `part` and `pin`. Names with characters other than letters, digits, `_`, `.` and `/` are
 written as JSON strings, and so are values with the name of a keyword.
 """
 
@@ -80,8 +80,6 @@ def _node(graph: PrecisionGraph, node: Node) -> str:
     ]
     if node.region:
         facts.append(f"region={_word(node.region)}")
-    if node.phase != "forward":
-        facts.append(f"phase={_word(node.phase)}")
     if node.part:
         facts.append(f"part={_word(node.part)}")
     if node.pin is not None:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
@@ -161,25 +163,6 @@ class AutocastTotals:
 RETURN = "return"
 
 
-class Verdicts(Protocol):
-    """What the planner knows of every node, of which `PlannedNode`s are made where somebody reads them."""
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """By node name, what it runs in."""
-
-    @property
-    def types(self) -> Mapping[str, DType]:
-        """By value name, its type after the rewrite."""
-
-    @property
-    def math(self) -> bool:
-        """Whether a rule says what type some node computes in."""
-
-    def nodes(self) -> tuple[PlannedNode, ...]:
-        """The verdicts in execution order."""
-
-
 @dataclass(frozen=True)
 class PrecisionPlan:
     """The outcome of planning. Compare two with `==`; print what differs with `diff`.
@@ -218,52 +201,15 @@ class PrecisionPlan:
     notes: tuple[str, ...] = ()
     model: PlannedModel = field(default=PlannedModel(), compare=False)
 
-    @classmethod
-    def of(cls, verdicts: Verdicts, plan: PrecisionPlan) -> PrecisionPlan:
-        """A plan with the verdicts of the planner, which are put into words when they are first read.
-
-        Args:
-            verdicts: what the planner knows.
-            plan: all else; it has no nodes.
-        """
-        lazy = replace(plan)
-        del lazy.__dict__["nodes"]
-        lazy.__dict__["_verdicts"] = verdicts
-        return lazy
-
-    if not TYPE_CHECKING:  # it is asked for `nodes` alone, and would let every other name pass
-
-        def __getattr__(self, name: str) -> Any:
-            held = self.__dict__
-            if name == "nodes" and "_verdicts" in held:
-                held["nodes"] = held["_verdicts"].nodes()
-                held["_verdicts"] = None
-            if name != "nodes" or "nodes" not in held:
-                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
-            return held["nodes"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in {"nodes": self.nodes, **self.__dict__}.items() if name != "_verdicts"}
-
     @property
     def labels(self) -> Mapping[str, str]:
         """By node name, what it runs in: `low`, `fp32` or `keep`."""
-        verdicts: Verdicts | None = self.__dict__.get("_verdicts")
-        return verdicts.labels if verdicts else {node.name: node.precision for node in self.nodes}
+        return {node.name: node.precision for node in self.nodes}
 
     @property
     def types(self) -> Mapping[str, DType]:
-        """The type after the rewrite of each value that a node makes, by name; others may be among them."""
-        verdicts: Verdicts | None = self.__dict__.get("_verdicts")
-        if verdicts:
-            return verdicts.types
+        """The type after the rewrite of each value that a node makes, by name."""
         return {name: dtype_from_short(short) for node in self.nodes for name, short in node.outputs}
-
-    @property
-    def has_math(self) -> bool:
-        """Whether a rule says what type some node computes in."""
-        verdicts: Verdicts | None = self.__dict__.get("_verdicts")
-        return verdicts.math if verdicts else any(node.math for node in self.nodes)
 
     @property
     def cast_bytes(self) -> int:
@@ -300,31 +246,13 @@ class PrecisionPlan:
                 hint="make it again with amp.explain",
             )
         try:
-            nodes = tuple(
-                replace(
-                    PlannedNode(**node),
-                    outputs=tuple((name, dtype) for name, dtype in node["outputs"]),
-                    inputs=tuple(node.get("inputs", ())),
-                )
-                for node in data["nodes"]
-            )
-            casts = tuple(
-                replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
-                for cast in data["casts"]
-            )
-            # Plans that were written before these were kept have none of them.
-            inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
-            outputs = tuple(data.get("outputs", ()))
-            unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
-            autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
-            notes = tuple(data.get("notes", ()))
-            model = PlannedModel(**data.get("model", {}))
-            return cls(
-                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes,
-                replace(model, inputs=tuple(model.inputs)),
-            )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as cause:
-            raise AmpError(f"the plan is damaged: {cause!r}", hint="make it again with amp.explain") from cause
+            return TypeAdapter(cls).validate_python(data)
+        except ValidationError as cause:
+            error = cause.errors(include_url=False)[0]
+            place = ".".join(map(str, error["loc"]))
+            raise AmpError(
+                f"the plan is damaged: {place}: {error['msg']}", hint="make it again with amp.explain"
+            ) from cause
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, the same bytes on every run; written to `path` (atomically) where one is given."""

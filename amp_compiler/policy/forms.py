@@ -12,7 +12,6 @@ COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
 
 Text = Annotated[str, Field(min_length=1)]
 Scalar = bool | int | float | str | None
-Low = LowName
 Float = Literal[LowName, "fp32", "fp64", "float32", "float64"]
 Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
 
@@ -20,21 +19,16 @@ PartName = Literal["layer_norm", "rms_norm", "gelu", "local_response_norm", "mul
 
 
 def _as_list(value: Any) -> Any:
-    """One item where a list may stand: the two mean the same."""
     return value if isinstance(value, list) else [value]
 
 
-Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])]
-Floats = Annotated[
-    list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
-]
-LowTypes = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
-Devices = Annotated[
-    list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
-]
-Parts = Annotated[
-    list[PartName], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=PartName | list[PartName])
-]
+def _listed(item: Any) -> Any:
+    """A list, or one item where a list may stand: the two mean the same."""
+    alone_or_listed = BeforeValidator(_as_list, json_schema_input_type=item | list[item])
+    return Annotated[list[item], Field(min_length=1), alone_or_listed]
+
+
+Texts, Floats, LowTypes, Devices, Parts = map(_listed, (Text, Float, LowName, Device, PartName))
 Attributes = Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -14,8 +14,8 @@ from amp_compiler.ir.arithmetic import NAME as FP8
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
-from amp_compiler.policy.matchers import MATCHERS, Family, Match, Op
-from amp_compiler.policy.names import check_family, check_op, is_op
+from amp_compiler.policy.matchers import MATCHERS, read_condition
+from amp_compiler.policy.names import is_op
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.rules import Matcher, OpTable, Precision, Rule, RuleSet
 from amp_compiler.policy.schema import MathModel, RuleFileModel, RuleModel
@@ -167,13 +167,7 @@ def _list_rules(model: RuleFileModel, source: Source, table: OpTable) -> list[Ru
 
 
 def _list_rule(entry: str, mark: Mark, side: str, precision: Precision, table: OpTable, own: bool) -> Rule:
-    condition: Match
-    if is_op(entry):
-        check_op(entry, mark, table)
-        condition = Op((entry,))
-    else:
-        check_family(entry, mark, table)
-        condition = Family((entry,))
+    condition = read_condition(MATCHERS["op" if is_op(entry) else "family"], [entry], table, lambda item: mark)
     why, text = f"'{entry}' is on the {side} list", f"{side}: {entry}" if own else ""
     return Rule(mark.where, Matcher((condition,)), precision, why=why, text=text, own=own)
 
@@ -238,7 +232,7 @@ def _matcher(model: Any, source: Source, path: Keys, table: OpTable) -> Matcher:
     for key, kind in MATCHERS.items():
         written = getattr(model, key)
         if written is not None:
-            conditions.append(kind.read(written, table, _item_marks(source, (*path, key), written)))
+            conditions.append(read_condition(kind, written, table, _item_marks(source, (*path, key), written)))
     return Matcher(tuple(conditions))
 
 

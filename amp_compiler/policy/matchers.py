@@ -1,238 +1,149 @@
-"""The matchers: a class for each key that may stand under `match:`. `MATCHERS` is the one list of them.
+"""The matchers: the keys that may stand under `match:`. `MATCHERS` is the one list of them.
 
-The schema, the loader and the search for a node's rule read everything from the class, so that a new matcher is a class
-here, the schema made anew (`amp-compiler rules schema`) and a line in `rules/README.md`.
+The schema, the loader and the search for a node's rule read everything from an entry, so that a new matcher is an entry
+here with what it asks, the schema made anew (`amp-compiler rules schema`) and a line in `rules/README.md`.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from functools import partial
+from typing import Any, Literal
 
-from amp_compiler.ir.dtypes import dtype_from_short
+from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark
 from amp_compiler.policy.names import check_family, check_op, matches
 from amp_compiler.policy.reduction_size import reduction_size
-from amp_compiler.policy.rules import Comparison, Condition, Context, OpInfo, OpTable, View
+from amp_compiler.policy.rules import Comparison, Condition, Context, Kind, OpInfo, OpTable, View
 
 
-class Match(Condition):
-    """Base of the matchers."""
+def read_condition(kind: Kind, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Condition:
+    """Make the condition of what stands in a rule file, whose form has been checked.
 
-    @classmethod
-    @abstractmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Make the condition of what stands in a rule file, whose form has been checked.
+    Args:
+        kind: the matcher.
+        written: what stands there, of the type `kind.form`; a single item comes as a list of one.
+        table: the op table.
+        mark: the place of one item of a list.
 
-        Args:
-            written: what stands there, of the type `form`; a single item comes as a list of one.
-            table: the op table.
-            mark: the place of one item of a list.
+    Raises:
+        RuleError: an item is not known, or cannot be read.
+    """
+    if kind.read is not None:
+        return Condition(kind, kind.read(written))
+    return Condition(kind, tuple(kind.item(text, table, mark(text)) if kind.item else text for text in written))
 
-        Raises:
-            RuleError: an item is not known, or cannot be read.
-        """
 
-    @classmethod
-    def refusal(cls, written: Any) -> tuple[str, str] | None:
-        """What is wrong with what stands there, and the hint, where its form tells; `None` for pydantic's own words."""
+# ---- what an item stands for
+
+
+def _family(text: str, table: OpTable, mark: Mark) -> str:
+    check_family(text, mark, table)
+    return text
+
+
+def _op(text: str, table: OpTable, mark: Mark) -> str:
+    """A glob that matches an op of the table."""
+    check_op(text, mark, table)
+    return text
+
+
+def _regex(text: str, table: OpTable, mark: Mark) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError) as cause:
+        spot = getattr(cause, "pos", None)
+        hint = "correct it" if spot is None else f"correct it at character {spot + 1}"
+        raise mark.error(f"'{text}' is no regular expression: {cause}", hint) from cause
+
+
+def _type(text: str, table: OpTable, mark: Mark) -> DType:
+    return dtype_from_short(text)
+
+
+# ---- what all stands for, and what is wrong with it
+
+
+def _attributes(written: dict[str, Any]) -> tuple[tuple[str, Attr], ...]:
+    """Names and values, a list as a tuple."""
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in written.items())
+
+
+def _comparison(written: Any) -> Comparison:
+    """An operator and a number; a bare number asks for equality."""
+    if not isinstance(written, str):
+        return Comparison("==", float(written))
+    text = written.strip()
+    width = 2 if text[1] == "=" else 1
+    return Comparison(text[:width], float(text[width:]))
+
+
+def _no_comparison(written: Any) -> tuple[str, str]:
+    shown = f"'{written}'" if isinstance(written, str) else repr(written)[:60]
+    return f"{shown} is no comparison", 'write an operator and a number in quotes, such as "> 8192"'
+
+
+def _no_backward(written: Any) -> tuple[str, str] | None:
+    """Rules are asked before there is a backward."""
+    if written != "backward":
         return None
-
-
-@dataclass(frozen=True)
-class _Listed(Match):
-    """A matcher whose value is a list, of which one item must hold."""
-
-    wanted: tuple[Any, ...]
-    form: ClassVar[Any] = forms.Texts
-
-    @classmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The items, each as `item` makes it."""
-        return cls(tuple(cls.item(text, table, mark(text)) for text in written))
-
-    @classmethod
-    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
-        """What one item stands for, the text itself where nothing is to be checked."""
-        return text
-
-
-@dataclass(frozen=True)
-class Family(_Listed):
-    """The op belongs to one of these families."""
-
-    key: ClassVar[str] = "family"
-    about: ClassVar[str] = "op family, such as matmul or softmax"
-
-    @classmethod
-    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
-        """A family of the table."""
-        check_family(text, mark, table)
-        return text
-
-    def possible(self, info: OpInfo, context: Context) -> bool:
-        """By the family of the op."""
-        return info.family in self.wanted
-
-
-@dataclass(frozen=True)
-class _Ops(_Listed):
-    """Globs on canonical names of ops."""
-
-    @classmethod
-    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
-        """A glob that matches an op of the table."""
-        check_op(text, mark, table)
-        return text
-
-
-@dataclass(frozen=True)
-class Op(_Ops):
-    """The canonical name of the op matches one of these globs."""
-
-    key: ClassVar[str] = "op"
-    about: ClassVar[str] = "glob on the canonical op name: aten.linear, onnx.Reduce*"
-    name_of: ClassVar[str] = "op"
-
-    def possible(self, info: OpInfo, context: Context) -> bool:
-        """By the name of the op."""
-        return matches(self.wanted, info.name)
-
-
-@dataclass(frozen=True)
-class Feeds(_Ops):
-    """An op that reads a result of the node matches one of these globs."""
-
-    key: ClassVar[str] = "feeds"
-    about: ClassVar[str] = "glob on the canonical name of an op that reads the result"
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the ops that read what the node makes."""
-        return any(matches(self.wanted, user.op) for name in node.outputs for user, _ in view.graph.users(name))
-
-
-@dataclass(frozen=True)
-class _Globs(_Listed):
-    """Globs on a name of the node, `name_of`; `*` crosses dots."""
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By that name."""
-        return matches(self.wanted, getattr(node, self.name_of))
-
-
-@dataclass(frozen=True)
-class Module(_Globs):
-    """The qualified name of the calling module matches one of these globs."""
-
-    key: ClassVar[str] = "module"
-    about: ClassVar[str] = (
-        f"glob on the qualified module name; * crosses dots; {LOSS_FUNCTION} is the loss function of a step"
+    return (
+        "'phase: backward' would match nothing: the backward is generated from the forward after the rules decided",
+        "match the forward node and say what its gradients run in: leave 'phase' out, and write"
+        " 'backward: {precision: fp32}' (or low) in the place of 'precision: fp32'",
     )
-    name_of: ClassVar[str] = "module"
 
 
-@dataclass(frozen=True)
-class ModuleType(_Globs):
-    """The class name of the calling module matches one of these globs."""
-
-    key: ClassVar[str] = "module_type"
-    about: ClassVar[str] = "glob on the class name of the module"
-    name_of: ClassVar[str] = "module_type"
+# ---- what is the same for all nodes of an op
 
 
-@dataclass(frozen=True)
-class NodeName(_Listed):
-    """One of these regular expressions is found in the name of the node."""
-
-    key: ClassVar[str] = "node"
-    about: ClassVar[str] = "regular expression searched in the node name"
-    name_of: ClassVar[str] = "name"
-
-    @classmethod
-    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
-        """A regular expression."""
-        return _regex(text, mark)
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the name of the node."""
-        return any(pattern.search(node.name) for pattern in self.wanted)
+def _of_family(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
+    return info.family in wanted
 
 
-@dataclass(frozen=True)
-class Attribute(Match):
-    """The attributes of the node have these values."""
-
-    wanted: tuple[tuple[str, Attr], ...]
-    key: ClassVar[str] = "attr"
-    about: ClassVar[str] = "attributes of the node with the values they must have"
-    form: ClassVar[Any] = forms.Attributes
-
-    @classmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Names and values, a list as a tuple."""
-        return cls(tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in written.items()))
-
-    def holds(self, node: Node, view: View) -> bool:
-        """All of them are equal."""
-        return all(_attribute_is(node.attrs, name, wanted) for name, wanted in self.wanted)
+def _of_op(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
+    return matches(wanted, info.name)
 
 
-@dataclass(frozen=True)
-class Part(_Listed):
-    """The node is part of a norm, a loss or a GELU that an exporter, or torch itself, has written out."""
-
-    key: ClassVar[str] = "part"
-    about: ClassVar[str] = "what the node is a part of that an exporter, or torch itself, has written out"
-    form: ClassVar[Any] = forms.Parts
-    by_part: ClassVar[bool] = True
-    name_of: ClassVar[str] = "part"
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By what was found in the graph."""
-        return node.part in self.wanted
+def _on_device(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
+    return context.device in wanted
 
 
-@dataclass(frozen=True)
-class _Truth(Match):
-    """A matcher that is true or false of a node."""
-
-    wanted: bool
-    form: ClassVar[Any] = bool
-
-    @classmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The truth value."""
-        return cls(written)
+def _in_low(wanted: tuple[DType, ...], info: OpInfo, context: Context) -> bool:
+    return context.low in wanted
 
 
-@dataclass(frozen=True)
-class Output(_Truth):
-    """Whether a result of the node is an output of the model."""
-
-    key: ClassVar[str] = "output"
-    about: ClassVar[str] = "whether the node makes an output of the model"
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By what the graph returns."""
-        return any(name in view.outputs for name in node.outputs) == self.wanted
+# ---- what differs from node to node
 
 
-@dataclass(frozen=True)
-class Depthwise(_Truth):
-    """Whether the node is a convolution of which each filter reads one channel of several."""
+def _named(field: str, wanted: tuple[str, ...], node: Node, view: View) -> bool:
+    """A name of the node matches one of these globs; `*` crosses dots."""
+    return matches(wanted, getattr(node, field))
 
-    key: ClassVar[str] = "depthwise"
-    about: ClassVar[str] = "whether the node is a convolution whose filters read one channel each"
 
-    def holds(self, node: Node, view: View) -> bool:
-        """As many groups as channels, and more than one."""
-        groups = node.attrs.get("groups", node.attrs.get("group", 1))
-        return (groups != 1 and groups == _channels(node, view)) == self.wanted
+def _searched(wanted: tuple[re.Pattern[str], ...], node: Node, view: View) -> bool:
+    return any(pattern.search(node.name) for pattern in wanted)
+
+
+def _has_attributes(wanted: tuple[tuple[str, Attr], ...], node: Node, view: View) -> bool:
+    return all(_attribute_is(node.attrs, name, value) for name, value in wanted)
+
+
+def _is_part(wanted: tuple[str, ...], node: Node, view: View) -> bool:
+    return node.part in wanted
+
+
+def _makes_output(wanted: bool, node: Node, view: View) -> bool:
+    return any(name in view.outputs for name in node.outputs) == wanted
+
+
+def _is_depthwise(wanted: bool, node: Node, view: View) -> bool:
+    """As many groups as channels, and more than one."""
+    groups = node.attrs.get("groups", node.attrs.get("group", 1))
+    return (groups != 1 and groups == _channels(node, view)) == wanted
 
 
 def _channels(node: Node, view: View) -> int | str | None:
@@ -243,110 +154,38 @@ def _channels(node: Node, view: View) -> int | str | None:
     return shapes[0][len(shapes[0]) - len(shapes[1]) + 1]
 
 
-@dataclass(frozen=True)
-class _Types(_Listed):
-    """Types by their names."""
-
-    @classmethod
-    def item(cls, text: str, table: OpTable, mark: Mark) -> Any:
-        """The type of the name."""
-        return dtype_from_short(text)
+def _feeds(wanted: tuple[str, ...], node: Node, view: View) -> bool:
+    return any(matches(wanted, user.op) for name in node.outputs for user, _ in view.graph.users(name))
 
 
-@dataclass(frozen=True)
-class Inputs(_Types):
-    """Every floating-point operand was captured in one of these types."""
-
-    key: ClassVar[str] = "inputs"
-    about: ClassVar[str] = "captured types: every float operand must have one of them"
-    form: ClassVar[Any] = forms.Floats
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the types of the operands; a node without floating-point operands does not match."""
-        floats = [value.dtype for _, value in view.graph.operands(node) if value.dtype.is_float]
-        return bool(floats) and all(dtype in self.wanted for dtype in floats)
+def _reads_types(wanted: tuple[DType, ...], node: Node, view: View) -> bool:
+    """A node without floating-point operands does not match."""
+    floats = [value.dtype for _, value in view.graph.operands(node) if value.dtype.is_float]
+    return bool(floats) and all(dtype in wanted for dtype in floats)
 
 
-@dataclass(frozen=True)
-class _Bound(Match):
-    """A matcher that compares a number."""
-
-    form: ClassVar[Any] = forms.Bound
-    wanted: Comparison
-
-    @classmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """An operator and a number; a bare number asks for equality."""
-        if not isinstance(written, str):
-            return cls(Comparison("==", float(written)))
-        text = written.strip()
-        width = 2 if text[1] == "=" else 1
-        return cls(Comparison(text[:width], float(text[width:])))
-
-    @classmethod
-    def refusal(cls, written: Any) -> tuple[str, str] | None:
-        """It is no comparison."""
-        shown = f"'{written}'" if isinstance(written, str) else repr(written)[:60]
-        return f"{shown} is no comparison", 'write an operator and a number in quotes, such as "> 8192"'
-
-    def holds(self, node: Node, view: View) -> bool:
-        """By the number of the node."""
-        number = self.number(node, view)
-        return number is not None and self.wanted.holds(number)
-
-    @abstractmethod
-    def number(self, node: Node, view: View) -> float | None:
-        """What is compared; `None` where it is not known, which matches nothing."""
+def _within(number: Callable[[Node, View], float | None], wanted: Comparison, node: Node, view: View) -> bool:
+    """A number of the node is within the bound; where it is not known, nothing matches."""
+    known = number(node, view)
+    return known is not None and wanted.holds(known)
 
 
-@dataclass(frozen=True)
-class ReductionSize(_Bound):
-    """Bound on the number of elements that one output element sums over."""
-
-    key: ClassVar[str] = "reduction_size"
-    about: ClassVar[str] = 'elements that one output element sums over: "> 8192" or a number'
-
-    def number(self, node: Node, view: View) -> float | None:
-        """By the shapes of the node."""
-        return reduction_size(view.graph, node, view.ops.info(node.op).sums)
+def _reduction_size(node: Node, view: View) -> float | None:
+    return reduction_size(view.graph, node, view.ops.info(node.op).sums)
 
 
-@dataclass(frozen=True)
-class AbsMax(_Bound):
-    """Bound on the calibrated largest magnitude of the node's inputs and outputs."""
-
-    key: ClassVar[str] = "absmax"
-    about: ClassVar[str] = 'calibrated largest magnitude at the node: "> 1000"'
-
-    def number(self, node: Node, view: View) -> float | None:
-        """By the ranges that were measured."""
-        names = (*(operand.value for operand in node.inputs), *node.outputs)
-        return max((view.ranges[name] for name in names if name in view.ranges), default=None)
+def _absmax(node: Node, view: View) -> float | None:
+    names = (*(operand.value for operand in node.inputs), *node.outputs)
+    return max((view.ranges[name] for name in names if name in view.ranges), default=None)
 
 
-@dataclass(frozen=True)
-class WeightAbsMax(_Bound):
-    """Bound on the largest finite magnitude of the stored numbers that the node reads."""
-
-    key: ClassVar[str] = "weight_absmax"
-    about: ClassVar[str] = 'largest magnitude of the stored numbers that the node reads: "> 1000"'
-
-    def number(self, node: Node, view: View) -> float | None:
-        """By the data in the file."""
-        known = [view.graph.stored_numbers(value.name) for value in _stored(node, view)]
-        return max((numbers.largest for numbers in known if numbers is not None), default=None)
+def _weight_absmax(node: Node, view: View) -> float | None:
+    known = [view.graph.stored_numbers(value.name) for value in _stored(node, view)]
+    return max((numbers.largest for numbers in known if numbers is not None), default=None)
 
 
-@dataclass(frozen=True)
-class WeightSize(_Bound):
-    """Bound on the elements of the largest stored tensor of floats that the node reads."""
-
-    key: ClassVar[str] = "weight_size"
-    about: ClassVar[str] = 'elements of the largest stored tensor that the node reads: "< 2048"'
-
-    def number(self, node: Node, view: View) -> float | None:
-        """By the shapes of the data."""
-        return max((value.numel for value in _stored(node, view)), default=None)
+def _weight_size(node: Node, view: View) -> float | None:
+    return max((value.numel for value in _stored(node, view)), default=None)
 
 
 def _stored(node: Node, view: View) -> list[Value]:
@@ -354,76 +193,46 @@ def _stored(node: Node, view: View) -> list[Value]:
     return [value for _, value in view.graph.operands(node) if value.kind in STORED_KINDS and value.dtype.is_float]
 
 
-@dataclass(frozen=True)
-class Phase(_Listed):
-    """The forward, of which every node that is planned is a part: rules are asked before there is a backward."""
-
-    key: ClassVar[str] = "phase"
-    about: ClassVar[str] = "forward; of the backward a rule speaks by its action backward: {precision: ...}"
-    form: ClassVar[Any] = Literal["forward"]
-
-    @classmethod
-    def read(cls, written: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The one word."""
-        return cls((written,))
-
-    @classmethod
-    def refusal(cls, written: Any) -> tuple[str, str] | None:
-        """The backward cannot be matched."""
-        if written != "backward":
-            return None
-        return (
-            "'phase: backward' would match nothing: the backward is generated from the forward after the rules decided",
-            "match the forward node and say what its gradients run in: leave 'phase' out, and write"
-            " 'backward: {precision: fp32}' (or low) in the place of 'precision: fp32'",
-        )
+def _bound(key: str, about: str, number: Callable[[Node, View], float | None]) -> Kind:
+    """A matcher that compares a number."""
+    return Kind(key, about, forms.Bound, holds=partial(_within, number), read=_comparison, refusal=_no_comparison)
 
 
-@dataclass(frozen=True)
-class DeviceType(_Listed):
-    """The device type that is planned for."""
-
-    key: ClassVar[str] = "device"
-    about: ClassVar[str] = "device type that is planned for"
-    contextual: ClassVar[bool] = True
-    form: ClassVar[Any] = forms.Devices
-
-    def possible(self, info: OpInfo, context: Context) -> bool:
-        """By the device."""
-        return context.device in self.wanted
+def _name(key: str, about: str) -> Kind:
+    """A matcher of globs on a field of the node that is called as the key."""
+    return Kind(key, about, forms.Texts, holds=partial(_named, key), name_of=key)
 
 
-@dataclass(frozen=True)
-class LowType(_Types):
-    """The low type that is planned for."""
-
-    key: ClassVar[str] = "dtype"
-    about: ClassVar[str] = "low type that is planned for"
-    contextual: ClassVar[bool] = True
-    form: ClassVar[Any] = forms.LowTypes
-
-    def possible(self, info: OpInfo, context: Context) -> bool:
-        """By the low type."""
-        return context.low in self.wanted
-
-
-# In the order in which they are asked about a node, the cheap ones first.
-MATCHERS: dict[str, type[Match]] = {
-    kind.key: kind
-    for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Output, Depthwise, Feeds, Inputs, ReductionSize,
-        WeightSize, AbsMax, WeightAbsMax, Phase, DeviceType, LowType,
-    )
-}  # fmt: skip
-
-
-def _regex(text: str, mark: Mark) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as cause:
-        spot = getattr(cause, "pos", None)
-        hint = "correct it" if spot is None else f"correct it at character {spot + 1}"
-        raise mark.error(f"'{text}' is no regular expression: {cause}", hint) from cause
+_KINDS = (  # in the order in which they are asked about a node, the cheap ones first
+    Kind("family", "op family, such as matmul or softmax", forms.Texts, possible=_of_family, item=_family),
+    Kind("op", "glob on the canonical op name: aten.linear, onnx.Reduce*", forms.Texts, possible=_of_op, item=_op,
+         name_of="op"),
+    _name(
+        "module", f"glob on the qualified module name; * crosses dots; {LOSS_FUNCTION} is the loss function of a step"
+    ),
+    _name("module_type", "glob on the class name of the module"),
+    Kind("node", "regular expression searched in the node name", forms.Texts, holds=_searched, item=_regex,
+         name_of="name"),
+    Kind("attr", "attributes of the node with the values they must have", forms.Attributes, holds=_has_attributes,
+         read=_attributes),
+    Kind("part", "what the node is a part of that an exporter, or torch itself, has written out", forms.Parts,
+         holds=_is_part, by_part=True, name_of="part"),
+    Kind("output", "whether the node makes an output of the model", bool, holds=_makes_output, read=bool),
+    Kind("depthwise", "whether the node is a convolution whose filters read one channel each", bool,
+         holds=_is_depthwise, read=bool),
+    Kind("feeds", "glob on the canonical name of an op that reads the result", forms.Texts, holds=_feeds, item=_op),
+    Kind("inputs", "captured types: every float operand must have one of them", forms.Floats, holds=_reads_types,
+         item=_type),
+    _bound("reduction_size", 'elements that one output element sums over: "> 8192" or a number', _reduction_size),
+    _bound("weight_size", 'elements of the largest stored tensor that the node reads: "< 2048"', _weight_size),
+    _bound("absmax", 'calibrated largest magnitude at the node: "> 1000"', _absmax),
+    _bound("weight_absmax", 'largest magnitude of the stored numbers that the node reads: "> 1000"', _weight_absmax),
+    Kind("phase", "forward; of the backward a rule speaks by its action backward: {precision: ...}",
+         Literal["forward"], read=str, refusal=_no_backward),
+    Kind("device", "device type that is planned for", forms.Devices, possible=_on_device, contextual=True),
+    Kind("dtype", "low type that is planned for", forms.LowTypes, possible=_in_low, item=_type, contextual=True),
+)  # fmt: skip
+MATCHERS: dict[str, Kind] = {kind.key: kind for kind in _KINDS}
 
 
 def _attribute_is(attrs: dict[str, Attr], name: str, wanted: Attr) -> bool:

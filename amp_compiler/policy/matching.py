@@ -126,7 +126,7 @@ class RuleMatcher:
                 (rule, tuple(one for one in rule.match.conditions if self._is_own(one)))
                 for rule in reversed(self.rules.rules)
                 if all(
-                    one.possible(info, self.context) and (not one.by_part or one.holds(node, self.view))
+                    one.possible(info, self.context) and (not one.kind.by_part or one.holds(node, self.view))
                     for one in rule.match.conditions
                 )
             )
@@ -136,16 +136,16 @@ class RuleMatcher:
     @staticmethod
     def _is_own(condition: Condition) -> bool:
         """True for what must be asked of each node of one op and part."""
-        return not condition.by_part and type(condition).holds is not Condition.holds
+        return not condition.kind.by_part and condition.kind.holds is not None
 
 
 def default_reason(op: str, family: str, rule: Rule) -> str:
     """The reason where the author of a rule gave none.
 
     Example:
-        >>> from amp_compiler.policy.matchers import Family
+        >>> from amp_compiler.policy.matchers import MATCHERS
         >>> from amp_compiler.policy.rules import Matcher
-        >>> rule = Rule("my.yaml:3", Matcher((Family(("matmul",)),)), Precision.LOW)
+        >>> rule = Rule("my.yaml:3", Matcher((Condition(MATCHERS["family"], ("matmul",)),)), Precision.LOW)
         >>> default_reason("aten.linear", "matmul", rule)
         'the rule lets the family matmul run in the low type'
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import operator as op
-from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.policy.marks import Mark
 
 UNKNOWN = "unknown"  # the family of an op that the table does not hold
 PLAIN_CPU = "plain_cpu"  # in the pairs of `emulate`: a CPU for which torch has no fast BF16 kernels
@@ -219,28 +219,56 @@ class View:
     outputs: frozenset[str] = frozenset()
 
 
-class Condition(ABC):
-    """One condition of a rule, as it stands under a key of `match:`.
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A key that may stand under `match:`. All of them are in `amp_compiler.policy.matchers`.
 
-    The classes are in `amp_compiler.policy.matchers`. Each is a frozen dataclass that overrides `possible`, or `holds`,
-    or both.
+    Args:
+        key: in a rule file.
+        about: one line for the schema.
+        form: type of what stands there, as pydantic takes it.
+        possible: whether nodes of an op may match at all, by what is the same for all of them.
+        holds: whether one node matches, by what differs from node to node.
+        item: what one item of a list stands for; the item itself without.
+        read: what all that stands there stands for; a tuple of the items without.
+        refusal: what is wrong with what stands there, and the hint, where its form tells; else pydantic says it.
+        contextual: it asks what is planned for, which is the same for all nodes of a graph.
+        by_part: it holds for all nodes of one op and one part alike.
+        name_of: the field of a node with the name that it is about, if it is about one.
     """
 
-    key: ClassVar[str]  # the key in a rule file
-    about: ClassVar[str]  # one line for the schema
-    form: ClassVar[Any]  # type of what stands there, as pydantic takes it
-    contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
-    by_part: ClassVar[bool] = False  # it holds for all nodes of one op and one part alike
-    name_of: ClassVar[str] = ""  # the field of a node with the name that the condition is about, if it is about one
-    wanted: Any  # what the rule asks for, as it was read
+    key: str
+    about: str
+    form: Any
+    possible: Callable[[Any, OpInfo, Context], bool] | None = None
+    holds: Callable[[Any, Node, View], bool] | None = None
+    item: Callable[[str, OpTable, Mark], Any] | None = None
+    read: Callable[[Any], Any] | None = None
+    refusal: Callable[[Any], tuple[str, str] | None] | None = None
+    contextual: bool = False
+    by_part: bool = False
+    name_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One condition of a rule.
+
+    Args:
+        kind: the key of `match:` that it stands under.
+        wanted: what the rule asks for, as it was read.
+    """
+
+    kind: Kind
+    wanted: Any
 
     def possible(self, info: OpInfo, context: Context) -> bool:
-        """Whether nodes of an op may match at all, by what is the same for all of them."""
-        return True
+        """Whether nodes of an op may match at all."""
+        return self.kind.possible is None or self.kind.possible(self.wanted, info, context)
 
     def holds(self, node: Node, view: View) -> bool:
-        """Whether one node matches, by what differs from node to node."""
-        return True
+        """Whether one node matches."""
+        return self.kind.holds is None or self.kind.holds(self.wanted, node, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +281,11 @@ class Matcher:
         """What the rule asks for under a key of `match:`; an empty tuple where it says nothing.
 
         Example:
-            >>> from amp_compiler.policy.matchers import Op
-            >>> Matcher((Op(("aten.conv*",)),)).get("op")
+            >>> from amp_compiler.policy.matchers import MATCHERS
+            >>> Matcher((Condition(MATCHERS["op"], ("aten.conv*",)),)).get("op")
             ('aten.conv*',)
         """
-        return next((condition.wanted for condition in self.conditions if condition.key == key), ())
+        return next((condition.wanted for condition in self.conditions if condition.kind.key == key), ())
 
 
 @dataclass(frozen=True, slots=True)

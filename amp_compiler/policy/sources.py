@@ -141,7 +141,7 @@ def _translate(source: Source, error: Any) -> RuleError:
         return mark.error(f"the key '{name}' is missing", hints.get(name, f"add '{name}:'"))
     value = source.tree.locate(path).plain()
     matcher = MATCHERS.get(str(path[-1])) if len(path) > 1 and path[-2] == "match" else None
-    refusal = None if matcher is None else matcher.refusal(value)
+    refusal = None if matcher is None or matcher.refusal is None else matcher.refusal(value)
     if refusal is not None:
         return mark.error(*refusal)
     shown = f"'{value}'" if isinstance(value, str) else repr(value)[:60]

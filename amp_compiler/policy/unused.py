@@ -57,16 +57,17 @@ def warn_of_unused(rules: Sequence[UnusedRule], what: str) -> None:
 def _is_for(rule: Rule, matcher: RuleMatcher) -> bool:
     """Whether a rule is for the device and the low type that are planned for."""
     anything = matcher.rules.ops.info("")
-    return all(c.possible(anything, matcher.context) for c in rule.match.conditions if c.contextual)
+    return all(c.possible(anything, matcher.context) for c in rule.match.conditions if c.kind.contextual)
 
 
 def _describe(rule: Rule, matcher: RuleMatcher) -> UnusedRule:
     nodes = list(matcher.graph.nodes.values())
-    conditions = [condition for condition in rule.match.conditions if not condition.contextual]
+    conditions = [condition for condition in rule.match.conditions if not condition.kind.contextual]
     for condition in conditions:
         if not any(matcher.meets(condition, node) for node in nodes):
-            names = dict.fromkeys(getattr(node, condition.name_of) for node in nodes if condition.name_of)
-            return UnusedRule(rule.where, rule.text, condition.key, _nearest(condition, names))
+            field = condition.kind.name_of
+            names = dict.fromkeys(getattr(node, field) for node in nodes if field)
+            return UnusedRule(rule.where, rule.text, condition.kind.key, _nearest(condition, names))
     if not nodes:
         return UnusedRule(rule.where, rule.text)
     # Each condition is met somewhere, but not all of them by one node: the first that meets most comes nearest.

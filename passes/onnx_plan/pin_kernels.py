@@ -53,10 +53,14 @@ class PinKernels(PinPass):
             if reason is not None:
                 walker.pin(graph.nodes[name], reason)
         lacking = dict(walker.pins)
-        whole = graph.to_networkx()
-        for part in nx.weakly_connected_components(whole.subgraph(free - lacking.keys())):
+        whole = nx.Graph()
+        whole.add_nodes_from(graph.nodes)
+        for value in graph.values:
+            maker = graph.producer(value)
+            whole.add_edges_from((maker.name, reader) for reader, _ in graph.readers(value) if maker is not None)
+        for part in nx.connected_components(whole.subgraph(free - lacking.keys())):
             nodes = [graph.nodes[name] for name in part]
-            around = {other for name in part for other in (*whole.pred[name], *whole.succ[name])}
+            around = {other for name in part for other in whole[name]}
             dtypes = {graph.values[value].dtype for node in nodes for value in node.outputs}
             product = any(walker.info(node).factors for node in nodes)
             if not product and low not in dtypes and not around.isdisjoint(lacking):

@@ -24,7 +24,6 @@ def make_plan(
     ranges: Mapping[str, float] | None = None,
     stages: Stages | None = None,
     pipeline: Pipeline = PLAN,
-    later: bool = False,
 ) -> PrecisionPlan:
     """Plan a graph: which node runs in which type, and where casts stand.
 
@@ -35,7 +34,6 @@ def make_plan(
         ranges: calibrated largest magnitude by value name.
         stages: takes the text behind each pass.
         pipeline: the passes.
-        later: put the verdicts into words when they are first read: until then the plan holds on to the graph.
 
     Returns:
         The plan; the same for the same arguments on every run.
@@ -54,22 +52,20 @@ def make_plan(
         raise PassError(f"{low.value} is no low-precision type", hint="use DType.FLOAT16 or DType.BFLOAT16")
     graph.verify()
     draft = Draft(graph, rules, Context(low, graph.device), ranges=dict(ranges or {}))
-    return plan_of(pipeline.run(draft, {}, stages), later=later)
+    return plan_of(pipeline.run(draft, {}, stages))
 
 
-def plan_of(draft: Draft, *, later: bool = False) -> PrecisionPlan:
+def plan_of(draft: Draft) -> PrecisionPlan:
     """The plan that a finished draft says.
 
     Args:
         draft: with decisions, labels and casts.
-        later: see `make_plan`.
 
     Raises:
         PassError: where casts were not placed yet.
     """
     if draft.casts is None:
         raise PassError("casts were not placed yet", hint="run 'place_casts' first")
-    verdicts = _Verdicts(draft)
     values = draft.graph.values.values()
     inputs = [value for value in values if value.kind is ValueKind.INPUT]
     shapes = [", ".join(map(str, "?" if value.shape is None else value.shape)) for value in inputs]
@@ -78,18 +74,17 @@ def plan_of(draft: Draft, *, later: bool = False) -> PrecisionPlan:
         sum(value.numel for value in values if value.kind is ValueKind.PARAMETER),
         tuple(f"{value.dtype.short}[{shape}]" for value, shape in zip(inputs, shapes, strict=True)),
     )
-    plan = PrecisionPlan(
+    return PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
         draft.context.device,
-        () if later else verdicts.nodes(),
+        _Verdicts(draft).nodes(),
         draft.casts,
         tuple((value.name, value.dtype.short) for value in inputs),
         tuple(draft.graph.outputs),
         unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges)),
         model=model,
     )
-    return PrecisionPlan.of(verdicts, plan) if later else plan
 
 
 class _Verdicts:
@@ -97,14 +92,8 @@ class _Verdicts:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.typing, self.types = draft, draft.typing.nodes, draft.types
-        self.labels = draft.labels
         self.shorts = {dtype: dtype.short for dtype in DType}
         self.said: dict[tuple[int, str, str], tuple[str, ...]] = {}
-
-    @property
-    def math(self) -> bool:
-        """Whether a rule says what type some node computes in."""
-        return any(decision.math is not None for decision in self.draft.decisions.values())
 
     def nodes(self) -> tuple[PlannedNode, ...]:
         """The verdicts on all nodes, in execution order."""

@@ -38,14 +38,6 @@ def test_producers_users_and_operands() -> None:
     graph.verify()
 
 
-def test_networkx_view_has_one_edge_for_each_dependency() -> None:
-    view = small().to_networkx()
-    assert list(view.nodes) == ["y", "z"]
-    assert list(view.edges(data="values")) == [("y", "z", ("y",))]
-    view.remove_node("y")  # it is a graph of its own
-    assert "y" in small().nodes
-
-
 def chain(order: str, **reads: str) -> PrecisionGraph:
     """Nodes named by letters, each of which reads what `reads` says (`x`, the input, by default), in that order."""
     graph = PrecisionGraph()

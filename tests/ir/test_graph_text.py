@@ -15,8 +15,7 @@ param w: fp32[8, 8] volatile
 const "return": bf16[]
 y = aten.linear(input=x, weight=w:fp16|fp32) {attr=1, eps=1e-05, shape=(2, (), "s"), no=none} -> fp32[2, 8]  \
 module=fc1 type=Linear source="model.py:3" part=gelu pin=fp32 "because"
-a, b = aten.split(self=y, hint="return":none) -> fp32[2, s0]~8, fp32[?]~8 volatile  name=split region=then \
-phase=backward
+a, b = aten.split(self=y, hint="return":none) -> fp32[2, s0]~8, fp32[?]~8 volatile  name=split region=then
 () = aten.check(self=a)  name=check
 return a, "return"
 """

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 NODE = PlannedNode(
@@ -89,36 +85,3 @@ def test_equality_and_difference() -> None:
 def test_what_is_no_plan_is_refused(data: dict[str, object]) -> None:
     with pytest.raises(AmpError, match=r"make it again with amp\.explain"):
         PrecisionPlan.from_dict(data)
-
-
-class Told:
-    """Verdicts that count how often they are put into words."""
-
-    labels: Mapping[str, str] = {"y": "low"}
-    types: Mapping[str, DType] = {"y": DType.FLOAT16}
-    math = False
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def nodes(self) -> tuple[PlannedNode, ...]:
-        self.asked += 1
-        return (PlannedNode("y", "onnx.MatMul", "matmul", "", "low", "", "", outputs=(("y", "fp16"),)),)
-
-
-def test_verdicts_are_put_into_words_when_they_are_read() -> None:
-    told = Told()
-    plan = PrecisionPlan.of(told, PrecisionPlan("fp16", "default", "onnx", (), ()))
-    assert (plan.labels, plan.types, plan.has_math, told.asked) == ({"y": "low"}, {"y": DType.FLOAT16}, False, 0)
-    with pytest.raises(AttributeError, match="'PrecisionPlan' object has no attribute 'node'"):
-        plan.node  # type: ignore[attr-defined]  # noqa: B018
-    assert plan.low_nodes == 1 and plan.nodes is plan.nodes and told.asked == 1
-    assert (plan.labels, plan.types, plan.has_math) == ({"y": "low"}, {"y": DType.FLOAT16}, False)
-
-
-@pytest.mark.parametrize("copied", [replace, copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
-def test_copies_of_a_plan_that_nobody_has_read(copied: Callable[[PrecisionPlan], PrecisionPlan]) -> None:
-    empty = PrecisionPlan("fp16", "default", "onnx", (), ())
-    plan = PrecisionPlan.of(Told(), empty)
-    assert copied(plan) == plan != empty
-    assert hash(copied(plan)) == hash(plan) and "_verdicts" not in repr(plan)

@@ -185,57 +185,6 @@ def test_no_cast_of_ours_reads_a_cast_and_none_is_idle(rules, source, dtype, kee
     assert wrongs(source, made) == []
 
 
-class SetGet(torch.nn.Module):
-    """TensorListSetGet in torch: lists of Python, which are gone when a graph is captured."""
-
-    def forward(self, x):
-        first = [x, x @ x]
-        bounded = torch.tanh(first[1])
-        first.append(bounded @ bounded)
-        return first[2], [x][0].clone()
-
-
-class PushPop(torch.nn.Module):
-    """TensorListPushPop in torch."""
-
-    def forward(self, x):
-        first, second, third = [x, x @ x], [], [x]
-        bounded = torch.tanh(first.pop())
-        second.append(bounded @ bounded)
-        return second.pop(), third.pop().clone()
-
-
-class ConcatLists(torch.nn.Module):
-    """TensorListPushBackBatchAndConcatLists in torch, with the stack that the two lists are written from."""
-
-    def forward(self, x):
-        product = x @ x
-        first, second = ([one] for one in torch.stack([product, product]))
-        bounded = torch.tanh((first + second).pop())
-        return bounded @ bounded
-
-
-class ThroughFunction(torch.nn.Module):
-    """TensorListThroughFunction in torch."""
-
-    def forward(self, x):
-        def push_and_pop(handle, value):
-            handle.append(value)
-            return handle, handle.pop()
-
-        bounded = torch.tanh(x @ x)
-        first, _ = push_and_pop([bounded], bounded)
-        return first.pop() @ [bounded].pop()
-
-
-LISTS = {
-    "TensorListSetGet": SetGet,
-    "TensorListPushPop": PushPop,
-    "TensorListPushBackBatchAndConcatLists": ConcatLists,
-    "TensorListThroughFunction": ThroughFunction,
-}
-
-
 def inputs_of(source):
     """Tensors for the inputs of a model."""
     kinds = {T.FLOAT: torch.float32, T.BOOL: torch.bool, T.INT64: torch.int64}
@@ -243,7 +192,7 @@ def inputs_of(source):
     return tuple(torch.ones([dim.dim_value for dim in dims], dtype=kinds[kind]) for kind, dims in tensors)
 
 
-NOT_IN_TORCH = ("RecurrentEdgeColorMismatch", "PreserveCPUNodes")  # loops, names of nodes
+NOT_IN_TORCH = (*SEQUENCES, "RecurrentEdgeColorMismatch", "PreserveCPUNodes")  # lists, loops, names of nodes
 
 
 @pytest.mark.usefixtures("bf16_kernels")
@@ -251,12 +200,11 @@ NOT_IN_TORCH = ("RecurrentEdgeColorMismatch", "PreserveCPUNodes")  # loops, name
 def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
     graph = GRAPHS[name]
     source = model_of(graph, "bf16")
-    module = LISTS[name]() if name in LISTS else amp.onnx_to_fx(source)
     own = sum(entry.op_type == "Cast" for entry in source.graph.node)
     rules = rules_of(graph, "tensorflow")
-    compiled = amp.compile(module.eval(), rules=rules, dtype="bf16", backend="eager")
+    compiled = amp.compile(amp.onnx_to_fx(source).eval(), rules=rules, dtype="bf16", backend="eager")
     with torch.no_grad():
-        compiled(*inputs_of(source)[: 1 if name in LISTS else None])
+        compiled(*inputs_of(source))
     made = [entry for entry in compiled.graph_module.graph.nodes if entry.target is torch.ops.aten.to.dtype]
     assert len(made) - own <= graph.casts
 

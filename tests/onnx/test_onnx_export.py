@@ -157,12 +157,6 @@ def test_open_ends_have_the_low_type():
     assert made.dtype == np.float16 and near(made.astype(np.float32), net()(x), 2e-3)
 
 
-def test_ends_that_keep_their_types_may_be_named():
-    graph = amp.export_onnx(net(), (torch.randn(2, 8),), keep_io_types=["x"]).model.graph
-    kinds = [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)]
-    assert kinds == [TensorProto.FLOAT, TensorProto.FLOAT16]
-
-
 def test_dynamic_shapes_and_names():
     model, x = net(), torch.randn(3, 8)
     shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
@@ -201,60 +195,6 @@ def test_outputs_have_the_names_of_a_dict():
     assert [value.name for value in done.model.graph.output] == ["hidden", "logits"]
 
 
-class Shared(nn.Module):
-    """One weight that a product and a norm's scale share, and a tied one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8))
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        x = torch.nn.functional.layer_norm(self.second(self.first(x)), (8,), self.weight)
-        return torch.matmul(x, self.weight)
-
-
-def test_one_copy_of_each_type_of_a_shared_weight():
-    rules = {"version": 1, "extends": "default", "rules": [{"match": {"family": "normalization"}, "precision": "fp32"}]}
-    done = amp.export_onnx(Shared().eval(), (torch.randn(2, 8),), rules=rules, dtype="fp16")
-    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
-    assert stored["weight"] == TensorProto.FLOAT and stored["weight_fp16"] == TensorProto.FLOAT16
-    matrices = [tensor for tensor in done.model.graph.initializer if list(tensor.dims) == [8, 8]]
-    assert [tensor.data_type for tensor in matrices] == [TensorProto.FLOAT16]
-
-
-@pytest.mark.parametrize(("number", "dtype", "fits"), [(1e5, "fp16", False), (1e5, "bf16", True), (5e4, "fp16", True)])
-def test_weights_that_do_not_fit_stay_fp32(number, dtype, fits):
-    model = net()
-    with torch.no_grad():
-        model.head.weight[0, 0] = number
-    x = torch.randn(2, 8)
-    done = amp.export_onnx(model, (x,), dtype=dtype)
-    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
-    assert stored["first.weight"] == LOW[dtype]
-    assert stored["head.weight"] == (LOW[dtype] if fits else TensorProto.FLOAT)
-    reasons = [node.reason for node in done.plan.nodes if node.module == "head"]
-    assert fits or reasons == ["'head.weight' holds numbers up to 100000, beyond fp16"]
-    assert np.isfinite(run(done.model, x)).all() if dtype == "fp16" else True
-
-
-def test_a_tiny_scale_is_not_lost():
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor([1e-9]))
-            self.head = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.head(x) * self.scale
-
-    x = torch.randn(2, 8)
-    model = Tiny().eval()
-    made = run(amp.export_onnx(model, (x,), dtype="fp16").model, x)
-    assert near(made, model(x), 2e-3) and made.any()
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "gqa", "hidden rows"])
 def test_attention_is_written_out_as_torch_computes_it(kind):
@@ -281,12 +221,6 @@ def test_attention_is_written_out_as_torch_computes_it(kind):
     assert read[softmax.input[0]] == TensorProto.FLOAT16  # it computes in FP32 inside
     products = [node for node in done.model.graph.node if node.op_type == "MatMul"]
     assert len(products) == 2 and all(read[name] == TensorProto.FLOAT16 for node in products for name in node.input)
-
-
-def test_an_older_opset_keeps_convolutions_of_bfloat16_fp32():
-    done = amp.export_onnx(nn.Conv2d(3, 4, 3).eval(), (torch.randn(1, 3, 8, 8),), dtype="bf16", opset=20)
-    (node,) = [one for one in done.plan.nodes if one.family == "convolution"]
-    assert node.precision == "keep" and node.reason == "Conv takes no bf16 before opset 22; the opset is 20"
 
 
 def test_fused_attention_at_opset_23():

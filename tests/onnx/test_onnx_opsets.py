@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -23,7 +22,8 @@ from onnx_models import (
 )
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from amp_compiler.errors import OnnxError
+import amp_compiler as amp
+from amp_compiler.errors import AmpError, OnnxError
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model
@@ -78,6 +78,11 @@ def test_an_opset_that_cannot_be_raised_is_an_error_that_says_so(monkeypatch):
     assert kept.plan.nodes[0].reason == "Conv takes no bf16 before opset 22; the opset is 17"
 
 
+def test_a_torch_model_has_no_opset():
+    with pytest.raises(AmpError, match="opset=23 for a Linear; leave it out"):
+        amp.explain(torch.nn.Linear(2, 2), (torch.ones(1, 2),), opset=23)
+
+
 def test_raising_keeps_names_doc_strings_and_metadata():
     source = model([h.make_node("Conv", ["x", "w"], ["y"], name="conv", doc_string="a note")], [info("x", 1, 2, 5, 5)],
                    [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)], opset=17)  # fmt: skip
@@ -90,70 +95,24 @@ def test_raising_keeps_names_doc_strings_and_metadata():
     assert nh.to_array(source.graph.initializer[0]).shape == tuple(made.graph.initializer[0].dims)
 
 
-def resizing(op, opset, mode, scales):
-    """A resize of an opset before 11, whose elements lie elsewhere than those of later ones."""
-    stored = nh.from_array(np.array(scales, np.float32), "scales")
-    attributes = {"mode": mode, "scales": [float(scale) for scale in scales]} if opset == 7 else {"mode": mode}
-    nodes = [node(op, ["x"] if opset == 7 else ["x", "scales"], ["y"], "resize", **attributes)]
-    sizes = [math.floor(size * scale) for size, scale in zip((1, 2, 6, 7), scales, strict=True)]
-    return model(nodes, [info("x", 1, 2, 6, 7)], [info("y", *sizes)], [] if opset == 7 else [stored], opset=opset)
+CHANGED = {
+    "Resize": (11, node("Resize", ["x", "scales"], ["y"], "changed"), (2, 3, 4)),
+    "Upsample": (11, node("Upsample", ["x", "scales"], ["y"], "changed"), (2, 3, 4)),
+    "Hardmax": (13, node("Hardmax", ["x"], ["y"], "changed"), (2, 3, 4)),
+}
 
 
-@pytest.mark.parametrize("scales", [(1, 1, 2, 2), (1, 1, 1.5, 1.7), (1, 1, 0.6, 0.5)])
-@pytest.mark.parametrize("mode", ["nearest", "linear"])
-@pytest.mark.parametrize(("op", "opset"), [("Resize", 10), ("Upsample", 9), ("Upsample", 7)])
-def test_what_is_resized_lies_where_it_lay(op, opset, mode, scales):
-    """ONNX's converter leaves out what later opsets call asymmetric: a linear resize was off by half of its size."""
-    if op == "Upsample" and min(scales) < 1:
-        scales = (1, 1, 3, 1.2)  # it makes nothing smaller
-    source = resizing(op, opset, mode, scales)
-    feeds = {"x": RNG.standard_normal((1, 2, 6, 7)).astype(np.float32)}
-    for later in (11, 18, 22):
-        raised = raise_opset(open_model(source), later, "a test wants it").proto
-        assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
-
-
-def test_a_resize_that_the_converter_names_anew_keeps_its_meaning():
-    """So older exporters write `F.interpolate` in the middle of a model."""
-    source = resizing("Upsample", 9, "linear", (1, 1, 2, 2))
-    source.graph.node[0].output[0] = "big"
-    source.graph.node.append(node("Relu", ["big"], ["y"]))
-    feeds = {"x": RNG.standard_normal((1, 2, 6, 7)).astype(np.float32)}
-    raised = raise_opset(open_model(source), 22, "a test wants it").proto
-    assert "big" not in {name for entry in raised.graph.node for name in entry.output}, "else this tests nothing"
-    assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
-
-
-def test_a_resize_in_a_body_keeps_its_meaning_too():
-    text = """<ir_version: 6, opset_import: ["" : 10]> g (bool c, float[1, 1, 2, 2] x) => (float[1, 1, 4, 4] y)
-        <float[4] scales = {1, 1, 2, 2}> { y = If (c) <
-            then_branch = then () => (float[1, 1, 4, 4] a) { a = Resize<mode = "linear">(x, scales) },
-            else_branch = other () => (float[1, 1, 4, 4] b) { b = Resize<mode = "nearest">(x, scales) }> }"""
-    source = onnx.parser.parse_model(text)
-    raised = raise_opset(open_model(source), 22, "a test wants it").proto
-    for taken in (True, False):
-        feeds = {"c": np.array(taken), "x": RNG.standard_normal((1, 1, 2, 2)).astype(np.float32)}
-        assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
-
-
-@pytest.mark.parametrize("scales", [(1, 1, 2, 0.5), None], ids=["both", "computed"])
-def test_a_resize_that_no_later_opset_can_say_stays_in_its_own(scales):
+@pytest.mark.parametrize("op", CHANGED)
+def test_an_op_of_another_meaning_is_not_raised(op):
     """It is FP32 then, as all is that BF16 has a type for only later, and the note says so."""
-    source = resizing("Resize", 10, "nearest", scales or (1, 1, 2, 2))
-    if scales is None:
-        del source.graph.initializer[:]
-        source.graph.input.append(info("scales", 4))
-    with pytest.raises(OnnxError, match="which neighbour is nearest"):
+    since, changed, shape = CHANGED[op]
+    data = [nh.from_array(np.ones(3, np.float32), "scales")] if len(changed.input) > 1 else []
+    opset = {"Resize": 10, "Upsample": 9, "Hardmax": 12}[op]
+    source = model([changed], [info("x", *shape)], [info("y", *shape)], data, opset=opset)
+    with pytest.raises(OnnxError, match=f"{op} means something else from opset {since} on"):
         raise_opset(open_model(source), 22, "a test wants it")
     done = convert_onnx(source, dtype="bf16")
-    assert done.model.opset_import[0].version == 10 and not done.changed
-
-
-def test_a_hardmax_of_another_meaning_is_not_raised():
-    source = model([node("Hardmax", ["x"], ["y"], "peak")], [info("x", 2, 3, 4)], [info("y", 2, 3, 4)], [], opset=12)
-    with pytest.raises(OnnxError, match="Hardmax means something else from opset 13 on"):
-        raise_opset(open_model(source), 22, "a test wants it")
-    assert convert_onnx(source, dtype="bf16").model.opset_import[0].version == 12
+    assert done.model.opset_import[0].version == opset and not done.changed
 
 
 def test_group_norms_of_another_meaning_are_not_raised():

@@ -5,29 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.rule_text import rule_lines
-from amp_compiler.policy.rules import Condition, Matcher, Precision, Rule, RuleSet, View
+from amp_compiler.policy.rules import Condition, Kind, Matcher, Precision, Rule, RuleSet, View
 
 _SHOWN = 8  # nodes of one rule beside which stands what was measured
 _GLOB = re.compile(r"[*?\[\]]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-@dataclass(frozen=True)
-class _Chosen(Condition):
-    """The node is one of these. No rule file has it: thousands of names are looked up at once."""
+def _is_chosen(names: frozenset[str], node: Any, view: View) -> bool:
+    return node.name in names
 
-    names: frozenset[str]
-    key: ClassVar[str] = "chosen"
-    about: ClassVar[str] = "one of some nodes"
-    form: ClassVar[Any] = None
 
-    def holds(self, node: Any, view: View) -> bool:
-        """By its name."""
-        return node.name in self.names
+# No rule file has it: thousands of names are looked up at once.
+_CHOSEN = Kind("chosen", "one of some nodes", None, holds=_is_chosen)
 
 
 def with_chosen(rules: RuleSet, chosen: frozenset[str], precision: Precision) -> RuleSet:
@@ -38,7 +32,7 @@ def with_chosen(rules: RuleSet, chosen: frozenset[str], precision: Precision) ->
         chosen: the nodes.
         precision: that they are to have.
     """
-    own = Rule("<tune>", Matcher((_Chosen(chosen),)), precision, own=True)
+    own = Rule("<tune>", Matcher((Condition(_CHOSEN, chosen),)), precision, own=True)
     return replace(rules, rules=(*rules.rules, *([own] if chosen else [])))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
+import onnx_ir.passes.common as common
 import torch
 from torch import fx
 
@@ -17,7 +18,6 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import Pin
-from amp_compiler.onnx.model.edit import unique
 
 _TRACE, _NAME = "pkg.torch.onnx.stack_trace", "\nnode of the program: "
 _HELD = torch.ops.aten.alias_copy.default  # which no model calls
@@ -115,24 +115,11 @@ def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[
                 f"the names {', '.join(map(str, names))} are not one for each of {len(values)} values",
                 hint="give as many different names as the model has inputs, or tensors that it returns",
             )
-    for place, value in enumerate(model.graph.outputs):  # an input, or one value twice, is given out as a copy
-        if value in model.graph.inputs or value in list(model.graph.outputs)[:place]:
-            copy = ir.node("Identity", [value])
-            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
-            model.graph.append(copy)
-            model.graph.outputs[place] = copy.outputs[0]
-    ends[1] = (model.graph.outputs, outputs)
-    wanted = {value: name for values, names in ends for value, name in zip(values, names, strict=True)}
-    everything = [*model.graph.inputs, *model.graph.initializers.values()]
-    everything += [value for node in model.graph.all_nodes() for value in node.outputs]
-    taken = {value.name or "" for value in everything} | set(wanted.values())
-    for value in everything:
-        if value not in wanted and value.name in wanted.values():
-            value.name = unique(f"{value.name}_inner", taken)
-    for value in wanted:  # first out of each other's way
-        value.name = unique(f"{value.name}_end", taken)
-    for value, name in wanted.items():
-        value.name = name
+    common.OutputFixPass()(model)  # an input, or one value twice, is given out as a copy
+    for values, names in ((model.graph.inputs, ends[0][1]), (model.graph.outputs, outputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+    common.NameFixPass()(model)  # inputs and outputs come first: a value within that has such a name gets another one
 
 
 def _innermost_message(cause: BaseException, lines: list[str]) -> str:
@@ -146,7 +133,6 @@ def _innermost_message(cause: BaseException, lines: list[str]) -> str:
 
 def _tidy(model: ir.Model) -> None:
     """Compute what depends on constants alone, and remove what nobody reads; no type changes."""
-    import onnx_ir.passes.common as common
     from onnxscript import optimizer
 
     common.InlinePass()(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import onnx
@@ -32,7 +32,7 @@ def check_operators(model: ir.Model) -> None:
     graphs = [(model.graph, opset_versions(model.graph.opset_imports))]
     graphs += [(function.graph, opset_versions(function.opset_imports)) for function in model.functions.values()]
     for graph, versions in graphs:
-        for node in every_node(graph):
+        for node in ir.traversal.RecursiveGraphIterator(graph):
             domain = canonical_domain(node.domain)
             known = (domain, node.op_type) in functions or (not domain and node.op_type in BUILT_IN)
             if known or find_op(domain, node.op_type) or schema_has_body(domain, node.op_type, versions):
@@ -42,11 +42,6 @@ def check_operators(model: ir.Model) -> None:
     if missing:
         listed = "; ".join(f"{name} (node {', '.join(nodes[:3])})" for name, nodes in sorted(missing.items())[:_SHOWN])
         raise OnnxCaptureError(f"there is no conversion for {len(missing)} operator(s): {listed}", hint=HINT)
-
-
-def every_node(graph: Any) -> Iterator[ir.Node]:
-    """The nodes of a graph and of the bodies in it."""
-    yield from ir.traversal.RecursiveGraphIterator(graph)
 
 
 def node_label(node: ir.Node) -> str:

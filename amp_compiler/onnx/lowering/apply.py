@@ -240,37 +240,23 @@ class _Writer:
         known = self.folded.get((name, dst))
         if known is not None:
             return known
-        old = self._value(name)
-        if name in self.lowered.graph.lists:
-            return self._fold_list(name, old, dst)
-        tensor = tensor_of(old)
-        if tensor is None:
-            raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
+        old, element = self._value(name), ir_type(dst)
         title = unique(f"{old.name}_{dst.short}", self.value_names)
-        result = convert(tensor, dst, name=title, floor=self.floors.get(name))
-        new = ir.Value(name=title, type=ir.TensorType(ir_type(dst)), shape=old.shape)
+        new = ir.Value(name=title, type=ir.TensorType(element), shape=old.shape)
+        held = ir.AttrInt64("dtype", element.value)  # of an empty list
+        if name in self.lowered.graph.lists:
+            new.type = ir.SequenceType(ir.TensorType(element))
+        else:
+            tensor = tensor_of(old)
+            if tensor is None:
+                raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
+            held = ir.AttrTensor("value", convert(tensor, dst, name=title, floor=self.floors.get(name)))
         producer = old.producer()
         if producer is None:
-            new.const_value = result
+            new.const_value = held.value
             self._home(old).register_initializer(new)
         else:
-            node = with_data(producer, result, new, unique(f"{producer.name}_{dst.short}", self.node_names))
-            self._home(old).insert_before(producer, node)
-        self.folded[name, dst] = new
-        return new
-
-    def _fold_list(self, name: str, old: ir.Value, dst: DType) -> ir.Value:
-        """An empty list of another type, beside the one that there is."""
-        producer = old.producer()
-        if producer is None:
-            raise LoweringError(f"'{name}' is no empty list", hint="plan this model again")
-        new = ir.Value(
-            name=unique(f"{old.name}_{dst.short}", self.value_names), type=ir.SequenceType(ir.TensorType(ir_type(dst)))
-        )
-        kind = ir.AttrInt64("dtype", ir_type(dst).value)
-        title = unique(f"{producer.name}_{dst.short}", self.node_names)
-        node = ir.Node("", EMPTY_LIST, [], [kind], outputs=[new], name=title)
-        self._home(old).insert_before(producer, node)
+            producer.prepend(with_data(producer, held, new, unique(f"{producer.name}_{dst.short}", self.node_names)))
         self.folded[name, dst] = new
         return new
 

@@ -26,8 +26,8 @@ def guard_norms(lowered: Lowered) -> None:
     taken = set.union(*names_of(lowered.model.graphs()))
     values, nodes = set(taken), taken
     for mean, difference in heads:
-        source, graph = difference.inputs[0], mean.graph
-        if source is None or not isinstance(graph, ir.Graph):
+        source = difference.inputs[0]
+        if source is None:
             continue
         name = f"{source.name}_whole"
         sizes = f"{name}_shape"
@@ -37,10 +37,10 @@ def guard_norms(lowered: Lowered) -> None:
         for node in (mean, difference):
             node.replace_input_with(0, whole.outputs[0])
         producer = source.producer()
-        if producer is not None and producer.graph is graph:
-            graph.insert_after(producer, (shape, whole))
+        if producer is not None and producer.graph is mean.graph:
+            producer.append((shape, whole))
         else:
-            graph.insert_before(mean, (shape, whole))
+            mean.prepend((shape, whole))
 
 
 def _new(name: str, taken: set[str]) -> ir.Value:

@@ -28,7 +28,7 @@ _MOVED = ("MaxPool", "Slice", "Squeeze", "Unsqueeze")
 
 def fp8_nodes(plan: PrecisionPlan) -> list[tuple[PlannedNode, Fp8]]:
     """The nodes of a plan whose operands are to be FP8, with how."""
-    ways = ((node, Fp8.parse(node.math)) for node in (plan.nodes if plan.has_math else ()) if node.precision == "low")
+    ways = ((node, Fp8.parse(node.math)) for node in plan.nodes if node.math and node.precision == "low")
     return [(node, way) for node, way in ways if way is not None]
 
 
@@ -129,7 +129,7 @@ class _Writer:
         result.replace_all_uses_with(total, replace_graph_outputs=True)
         result.name = unique(f"{name}_product", self.value_names)
         title = unique(f"{name}_bias_math", self.node_names)
-        self._graph(node).insert_after(node, ir.Node("", "Add", [result, bias], outputs=[total], name=title))
+        node.append(ir.Node("", "Add", [result, bias], outputs=[total], name=title))
         node.resize_inputs(2)
 
     def _measured(self, value: ir.Value, name: str, way: Fp8) -> tuple[ir.Value, ir.Value]:
@@ -189,13 +189,8 @@ class _Writer:
         attributes = [] if axis is None else [ir.AttrInt64("axis", axis)]
         result = ir.Value(name=unique(name, self.value_names))
         title = unique(f"{result.name}_math", self.node_names)
-        self._graph(node).insert_before(node, ir.Node("", op, inputs, attributes, outputs=[result], name=title))
+        node.prepend(ir.Node("", op, inputs, attributes, outputs=[result], name=title))
         return result
-
-    def _graph(self, node: ir.Node) -> ir.Graph:
-        if not isinstance(node.graph, ir.Graph):
-            raise LoweringError(f"node '{node.name}' stands in no graph", hint="plan this model again")
-        return node.graph
 
 
 def _stored(value: ir.Value, axis: int | None) -> _Stored | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
@@ -32,13 +31,13 @@ def widen_math(lowered: Lowered, plan: PrecisionPlan) -> bool:
     Raises:
         RuleError: ONNX does not define the op for FP32.
     """
-    if not plan.has_math:
-        return False
     ops = op_table()
     writer: _Writer | None = None
     for planned in plan.nodes:
+        if planned.math != "fp32" or planned.precision != "low":
+            continue
         info = ops.info(planned.op)
-        if planned.math != "fp32" or planned.precision != "low" or info.exact or info.accumulates_on("onnx"):
+        if info.exact or info.accumulates_on("onnx"):
             continue
         writer = writer or _Writer(lowered, plan)
         writer.widen(planned, lowered.graph.nodes[planned.name], info.any)
@@ -96,13 +95,10 @@ class _Writer:
         base = f"{source.name or 'value'}_{dtype.short}"
         names = unique(base, self.value_names), unique(f"{base}_math", self.node_names)
         cast = cast_node(source, ir_type(dtype), *names)
-        graph = node.graph
-        if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"node '{node.name}' stands in no graph", hint="plan this model again")
         if before:
-            graph.insert_before(node, cast)
+            node.prepend(cast)
         else:
-            graph.insert_after(node, cast)
+            node.append(cast)
         return cast.outputs[0]
 
     def _type(self, value: ir.Value) -> DType:

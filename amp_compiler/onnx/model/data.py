@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -16,11 +15,6 @@ from amp_compiler.onnx.model.types import ir_type
 
 _CHUNK = 1 << 20  # elements looked at in one go
 _EAGER = 1 << 12  # elements up to which a tensor is rounded at once, rather than when it is written
-_NUMPY = {
-    DType.FLOAT16: np.dtype(np.float16),
-    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    DType.FLOAT32: np.dtype(np.float32),
-}
 
 
 def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
@@ -108,7 +102,7 @@ def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float 
         if floor is not None:
             array = np.where(np.isfinite(array) & (array < floor), np.float32(floor), array)
         with np.errstate(over="ignore", invalid="ignore"):
-            result = array.astype(_NUMPY[dtype])
+            result = array.astype(ir_type(dtype).numpy())
         if result is array or np.shares_memory(result, array):
             result = result.copy()
         return ir.Tensor(result, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)

@@ -41,14 +41,14 @@ def keeps(kept: KeptTypes, value: ir.Value) -> bool:
     return kept if isinstance(kept, bool) else value.name in kept
 
 
-def with_data(node: ir.Node, data: ir.TensorProtocol, output: ir.Value, name: str) -> ir.Node:
-    """A copy of a `Constant` or `ConstantOfShape` with other data."""
-    kept = [entry for key, entry in node.attributes.items() if key not in ("value", "value_float", "value_floats")]
+def with_data(node: ir.Node, held: ir.Attr, output: ir.Value, name: str) -> ir.Node:
+    """A copy of a `Constant` or `ConstantOfShape` with other data, or of a `SequenceEmpty` with another type."""
+    kept = [entry for key, entry in node.attributes.items() if key not in (held.name, "value_float", "value_floats")]
     return ir.Node(
         node.domain,
         node.op_type,
         list(node.inputs),
-        [*kept, ir.AttrTensor("value", data)],
+        [*kept, held],
         outputs=[output],
         name=name,
         doc_string=node.doc_string,

@@ -100,17 +100,21 @@ def is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
     return not dim.HasField("dim_value") or dim.dim_value < 0
 
 
-def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
+def infer(light: onnx.ModelProto, *, strict: bool = False, data_prop: bool = True) -> onnx.ModelProto:
     """ONNX's own shape and type inference.
 
     Args:
         light: a model made by `stripped`.
         strict: every disagreement of types is an error.
+        data_prop: numbers that shapes follow from are computed.
 
     Raises:
         OnnxError: inference found the model inconsistent.
     """
-    return _infer(light, strict=strict, data_prop=True)
+    try:
+        return infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
+    except Exception as cause:
+        raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause
 
 
 Sizes = Mapping[str | tuple[str, int], int]
@@ -136,7 +140,7 @@ def infer_sized(light: onnx.ModelProto, inferred: onnx.ModelProto, sizes: Sizes)
             if size is not None and not dim.HasField("dim_value"):
                 dim.dim_value = size
     try:
-        return _infer(sized, strict=True, data_prop=True)
+        return infer(sized, strict=True)
     except OnnxError:
         return inferred
 
@@ -151,10 +155,10 @@ def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:
         OnnxError: the full checker refuses the model.
     """
     try:
-        return _infer(light, strict=True, data_prop=True)
+        return infer(light, strict=True)
     except OnnxError:  # the checker does not propagate data
-        _infer(light, strict=True, data_prop=False)
-    return _infer(light, strict=False, data_prop=True)
+        infer(light, strict=True, data_prop=False)
+    return infer(light)
 
 
 def replace_contradicted(proto: onnx.ModelProto, light: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
@@ -196,10 +200,3 @@ def _contradicts(declared: onnx.TypeProto.Tensor, inferred: onnx.TypeProto.Tenso
         return True
     both = (pair for pair in pairs if all(dim.HasField("dim_value") for dim in pair))
     return any(one.dim_value != other.dim_value for one, other in both)
-
-
-def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
-    try:
-        return infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
-    except Exception as cause:
-        raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause

@@ -13,8 +13,10 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.contrib import CONTRIB, as_contrib
 from amp_compiler.onnx.model.infer import infer, stripped
 from amp_compiler.onnx.model.model import OnnxFile
-from amp_compiler.onnx.model.opset_changes import keep_meaning
-from amp_compiler.onnx.model.walk import opset_of, proto_graphs
+from amp_compiler.onnx.model.walk import DEFAULT, all_nodes, node_place, opset_of, proto_graphs
+
+_CHANGED = {"Resize": 11, "Upsample": 11, "Hardmax": 13, "GroupNormalization": 21}
+"""The opset from which an op means something else, and is left as it is written by ONNX's converter (seen in 1.23)."""
 
 
 def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
@@ -32,7 +34,7 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         The same file with a new message; tensors are shared with the old one as far as possible.
 
     Raises:
-        OnnxError: the converter cannot do it.
+        OnnxError: the converter cannot do it, or an op means something else in the later opset.
     """
     proto, folder = opened.proto, opened.folder
     present = opset_of(proto)
@@ -42,6 +44,11 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
     )
     if proto.functions:  # they are written out where they are called anyway
         proto = onnx.inliner.inline_local_functions(proto)
+    for node in all_nodes(proto):
+        since = _CHANGED.get(node.op_type, 0) if node.domain in DEFAULT else 0
+        if present < since <= version:
+            what = f"{why}, and {node.op_type} means something else from opset {since} on"
+            raise OnnxError(what, where=node_place(node), hint=hint)
     light = stripped(proto, folder)
     try:
         raised = onnx.version_converter.convert_version(as_contrib(light), version)
@@ -49,10 +56,6 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         raise OnnxError(
             f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", hint=hint
         ) from cause
-    try:
-        keep_meaning(light, raised, (present, version))
-    except OnnxError as wrong:
-        raise OnnxError(f"{why}, and {wrong.what}", where=wrong.where, hint=hint) from wrong
     _restore(proto, raised)
     if _is_sound(proto, folder) and not _is_sound(raised, folder):
         raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", hint=hint)

@@ -10,16 +10,16 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, element_type
 from amp_compiler.onnx.model.data import array_of, convert
-from amp_compiler.onnx.model.edit import KeptTypes, cast_node, keeps, names_of, set_data, unique
+from amp_compiler.onnx.model.edit import KeptTypes, cast_node, keeps, names_of, set_data, set_type, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
-from amp_compiler.onnx.model.types import canonical_domain
+from amp_compiler.onnx.model.types import canonical_domain, ir_type
 from amp_compiler.policy.marks import nearest
 
 TYPE_ATTRIBUTES = frozenset(
     {"dtype", "to", "output_dtype", "output_datatype", "precision", "softmax_precision", "stash_type"}
 )
 """Attributes that hold an element type. Elsewhere an integer of 10, 11 or 16 is only a number."""
-_SOURCES = {DType.FLOAT64: ir.DataType.DOUBLE, DType.FLOAT16: ir.DataType.FLOAT16, DType.BFLOAT16: ir.DataType.BFLOAT16}
+_SOURCES = (DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
 
 
 def types_of(names: Iterable[str] | str) -> frozenset[DType]:
@@ -57,7 +57,7 @@ def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: KeptT
     Raises:
         OnnxError: a number of FP64 data is none of FP32; or a node of a custom domain has such an operand.
     """
-    writer = _Writer(model, frozenset(_SOURCES[one] for one in types), types)
+    writer = _Writer(model, frozenset(map(ir_type, types)), types)
     return writer.run(keep_io_types)
 
 
@@ -216,14 +216,12 @@ class _Writer:
         result.name = name
 
     def _set(self, value: ir.Value, own: DType) -> None:
-        if value.type is not None:
-            value.type = ir.TensorType(_SOURCES[own], denotation=value.type.denotation)
+        set_type(value, own)
         self.model.types[value] = ValueType(own, self.model.type_of(value).shape)
 
     def _cast(self, source: ir.Value, dtype: DType) -> ir.Node:
-        element = ir.DataType.FLOAT if dtype is DType.FLOAT32 else _SOURCES[dtype]
         base = f"{source.name}_{dtype.short}"
-        cast = cast_node(source, element, unique(base, self.names), unique(f"{base}_end", self.nodes))
+        cast = cast_node(source, ir_type(dtype), unique(base, self.names), unique(f"{base}_end", self.nodes))
         result = cast.outputs[0]
         result.shape = source.shape
         self.model.types[result] = ValueType(dtype, self.model.type_of(source).shape)

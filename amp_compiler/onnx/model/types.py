@@ -29,9 +29,7 @@ _BY_NAME = {
     **dict.fromkeys(FLOAT8, DType.FLOAT8),
 }  # fmt: skip
 _TO_IR = {
-    DType.FLOAT32: ir.DataType.FLOAT,
-    DType.FLOAT16: ir.DataType.FLOAT16,
-    DType.BFLOAT16: ir.DataType.BFLOAT16,
+    dtype: ir.DataType[name] for name, dtype in _BY_NAME.items() if name in ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16")
 }
 
 
@@ -50,7 +48,7 @@ def neutral_type(element: int) -> DType:
 
 
 def ir_type(dtype: DType) -> ir.DataType:
-    """The `onnx_ir` type of FP32, FP16 or BF16."""
+    """The `onnx_ir` type of FP64, FP32, FP16 or BF16."""
     return _TO_IR[dtype]
 
 

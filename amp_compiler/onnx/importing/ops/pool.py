@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from amp_compiler.onnx.importing.ops.conv import pad_spatial, spatial_pads
 from amp_compiler.onnx.importing.ops.registry import op
 from amp_compiler.onnx.importing.ops.values import AutoPad, numbers
 
-Corner = Literal["half_pixel", "output_half_pixel"]
 _MAX: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
@@ -160,60 +158,3 @@ def _max_unpool(
     if shape is None:
         return result
     return pad_spatial(result, [(0, size - have) for size, have in zip(numbers(shape), natural, strict=True)])
-
-
-@op("RoiAlign")
-def _roi_align(
-    x: Tensor, rois: Tensor, batch: Tensor, *, opset: int, coordinate_transformation_mode: Corner | None = None,
-    mode: Literal["avg", "max"] = "avg", output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0,
-    spatial_scale: float = 1.0,
-) -> Tensor:  # fmt: skip
-    transform = coordinate_transformation_mode or ("half_pixel" if opset >= 16 else "output_half_pixel")
-    shift = 0.5 if transform == "half_pixel" else 0.0
-    boxes = rois.detach() * spatial_scale - shift
-    regions = []
-    for number in range(rois.shape[0]):
-        left, top, right, bottom = boxes[number].tolist()
-        width, height = right - left, bottom - top
-        if not shift:
-            width, height = max(width, 1.0), max(height, 1.0)
-        cells = []
-        for start, extent, count in ((top, height, output_height), (left, width, output_width)):
-            ratio = sampling_ratio or max(math.ceil(extent / count), 1)
-            size = extent / count
-            cells.append([[start + size * (i + (j + 0.5) / ratio) for j in range(ratio)] for i in range(count)])
-        plane = x[batch[number].reshape(1).to(torch.int64)][0]
-        regions.append(_pool_region(plane, cells[0], cells[1], mode))
-    return torch.stack(regions) if regions else x.new_zeros(0, x.shape[1], output_height, output_width)
-
-
-def _corners(points: list[list[float]], size: int) -> list[list[list[tuple[int, float]]]]:
-    """For each cell and sample, the two neighbours with their weights; none outside of the data."""
-    result = []
-    for cell in points:
-        row = []
-        for value in cell:
-            if value < -1.0 or value > size:
-                row.append([(0, 0.0), (0, 0.0)])
-                continue
-            value = max(value, 0.0)
-            low = min(int(value), size - 1)
-            high = min(low + 1, size - 1)
-            part = 0.0 if low == size - 1 else value - low
-            row.append([(low, 1 - part), (high, part)])
-        result.append(row)
-    return result
-
-
-def _pool_region(plane: Tensor, rows: list[list[float]], columns: list[list[float]], mode: str) -> Tensor:
-    tall, wide = _corners(rows, plane.shape[1]), _corners(columns, plane.shape[2])
-    sample = [
-        [[(y, wy, z, wz) for y, wy in tall[i][a] for z, wz in wide[j][b]]
-         for a, b in itertools.product(range(len(tall[i])), range(len(wide[j])))]
-        for i in range(len(tall)) for j in range(len(wide))
-    ]  # fmt: skip
-    table = torch.tensor(sample, dtype=torch.float64, device=plane.device)  # [cells, samples, 4, (y, wy, z, wz)]
-    weight = (table[..., 1] * table[..., 3]).to(plane.dtype)
-    taken = plane[:, table[..., 0].to(torch.int64), table[..., 2].to(torch.int64)] * weight
-    values = taken.sum(-1).mean(-1) if mode == "avg" else taken.amax(-1).amax(-1)
-    return values.reshape(plane.shape[0], len(tall), len(wide))

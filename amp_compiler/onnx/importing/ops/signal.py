@@ -1,4 +1,4 @@
-"""Fourier transforms and mel filters; the last axis holds real and imaginary parts."""
+"""Fourier transforms; the last axis holds real and imaginary parts."""
 
 from __future__ import annotations
 
@@ -47,22 +47,3 @@ def _stft(x: Tensor, step: Any, window: Tensor | None = None, length: Any = None
         return torch.view_as_real(torch.fft.rfft(frames, dim=-1))
     full = torch.fft.fft(frames, dim=-1)
     return torch.view_as_real(full[..., : size // 2 + 1] if onesided else full)
-
-
-@op("MelWeightMatrix", host=(0, 1, 2, 3, 4))
-def _mel(bands: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int = 1) -> Tensor:
-    count, bins = int(number(bands)), int(number(length)) // 2 + 1
-    scale = 2595.0
-    ends = [scale * torch.log10(torch.tensor(1 + number(f) / 700.0, dtype=torch.float64)) for f in (low, high)]
-    mels = float(ends[0]) + torch.arange(count + 2, dtype=torch.float64) * ((ends[1] - ends[0]) / (count + 2))
-    hertz = 700.0 * (10.0 ** (mels / scale) - 1.0)
-    edges = torch.floor((number(length) + 1) * hertz / number(rate)).to(torch.int64)
-    points = torch.arange(bins, dtype=torch.float64).reshape(-1, 1)
-    left, centre, right = edges[:-2].double(), edges[1:-1].double(), edges[2:].double()
-    rising = torch.where(centre > left, (points - left) / (centre - left).clamp(min=1), 1.0)
-    falling = (right - points) / (right - centre).clamp(min=1)
-    up = (points >= left) & (points <= centre) & ((centre > left) | (points == centre))
-    down = (points >= centre) & (points < right)
-    result = torch.where(down, falling, torch.where(up, rising, 0.0))
-    result = torch.where((points == centre) & (left == centre), 1.0, result)
-    return result.to(torch.float32)
