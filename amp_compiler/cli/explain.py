@@ -57,13 +57,6 @@ def explain(
             "of the model is trained by AdamW for one step, on the --loss.",
         ),
     ] = "",
-    stop_after: Annotated[
-        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
-    ] = "",
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
-    ] = None,
     loss: Annotated[
         str,
         typer.Option(
@@ -96,19 +89,15 @@ def explain(
     for option, path in places.items():
         check_place(option, path, read)
         read[option] = path
-    show = print_after or stop_after
-    for option, name in (("--print-after", print_after), ("--stop-after", stop_after)):
-        if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
-            check_pass(name, option)
-    for name in skip or ():
-        check_pass(name, "--skip")
-    of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
+    if print_after not in ("", CAPTURED, ALL):
+        check_pass(print_after, "--print-after")
+    of_stages = {"--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
         "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
         "--target": target is not None,
     }  # fmt: skip
-    for option, value in (of_plan if show else of_stages).items():
-        if value and show:
+    for option, value in (of_plan if print_after else of_stages).items():
+        if value and print_after:
             raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
         if value:
             raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
@@ -117,19 +106,18 @@ def explain(
     loss_fn: Any = load_loss(loss) if loss else None
     loaded, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
     check_data_files(model, places)
-    if show:
+    if print_after:
         from amp_compiler.cli.stages import make_stages, print_stages, stages_json, stages_text
 
         stages = make_stages(
-            loaded, example, show,
-            stop=stop_after, skip=skip or (), loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
+            loaded, example, print_after, loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
         )  # fmt: skip
         if format_ == PlanFormat.JSON:
-            emit(stages_json(stages, show), output)
+            emit(stages_json(stages, print_after), output)
         elif output is not None or format_ == PlanFormat.TEXT:
-            emit(stages_text(stages, show), output)
+            emit(stages_text(stages, print_after), output)
         else:
-            print_stages(stages, show)
+            print_stages(stages, print_after)
         return
     from amp_compiler.forward import api
     from amp_compiler.report.table import plan_text, print_plan
