@@ -43,7 +43,9 @@ def explain(
     rules: RulesOption = "default",
     dtype: TypeOption = "auto",
     eval_mode: EvalOption = False,
-    format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
+    format_: Annotated[
+        PlanFormat, typer.Option("--format", help="What to print; a table has reasons where a line has room.")
+    ] = PlanFormat.TABLE,
     output: OutputOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,

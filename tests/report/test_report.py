@@ -50,7 +50,7 @@ def test_human_bytes(count, text):
 
 def test_the_wide_table_shows_everything_of_a_node():
     text = plan_text(MIXED)
-    (line,) = (line for line in text.splitlines() if line.startswith("   relu"))
+    line = next(line for line in text.splitlines() if line.startswith(" relu"))
     for part in (
         "aten.relu",
         "bf16 (follow)",
@@ -59,19 +59,15 @@ def test_the_wide_table_shows_everything_of_a_node():
         "tensor cores",
         "every input is low",
         "model.py:12",
+        "encoder.layer.0",
     ):
         assert part in line
-    assert " encoder.layer.0" in text
-    assert " (root)" in text
-    assert "reasons" not in text
 
 
-def test_the_narrow_table_has_the_reasons_once_a_rule():
-    text = plan_text(MIXED, width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    (line,) = (line for line in text.splitlines() if "tensor cores" in line and line.startswith(" mine.yaml:7"))
-    assert line.split()[1] == "3"
-    assert "every input is low" not in text
+def test_the_narrow_table_has_no_reasons():
+    text = plan_text(MIXED, width=100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "mine.yaml:7" in text and "model.py:12" in text and "tensor cores" not in text
 
 
 def test_the_cast_table_tells_the_models_own_casts():
