@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import math
 import random
@@ -460,12 +458,6 @@ def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, mon
     exec(blocks["python"], {"__name__": "__main__"})
     assert capsys.readouterr().out == blocks["text"]
     assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]
-
-
-@pytest.mark.parametrize("module", ["api", "search"])
-def test_the_examples_of_the_reference(module):
-    found = doctest.testmod(importlib.import_module(f"amp_compiler.diagnose.tuning.{module}"))
-    assert found.attempted and not found.failed
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("fp16", 0.5), ("bf16", 4.0)])

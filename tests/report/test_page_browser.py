@@ -164,16 +164,6 @@ def test_the_keyboard_unfolds(browser, pages):
     assert browser.run("return document.activeElement.dataset.module") == "model.layers.0"
 
 
-def test_a_row_takes_the_keyboard_as_the_mouse(browser, pages):
-    browser.open(pages["one"])
-    browser.run(
-        "const row = document.querySelectorAll('#list-nodes tbody tr')[4]; row.focus();"
-        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
-    )
-    assert text(browser, "#details h3") == "softmax_4"
-    assert count(browser, '.box.chosen[data-node="softmax_4"]') == 1
-
-
 def test_a_product_in_fp8_says_so_and_is_found(browser, pages):
     browser.open(pages["fp8"], "#q=fp8")
     assert names(browser) == ["linear", "linear_1"]
@@ -528,15 +518,6 @@ def test_names_of_any_length_have_room(browser, width, tmp_path):
     assert all(one <= pane for one, pane in zip(browser.run(frames), browser.run(panes), strict=True))
 
 
-def test_light_and_dark(browser, pages):
-    ground = "return getComputedStyle(document.body).backgroundColor"
-    browser.open(pages["one"])
-    light = browser.run(ground)
-    browser.open(pages["one"], scheme="dark")
-    assert browser.run(ground) != light
-
-
-# Of the drawing that is shown: texts that reach out of their boxes, or lie on one another.
 MISPLACED = """
 const found = [], frame = (shape) => shape.getBoundingClientRect();
 for (const box of document.querySelectorAll(arguments[0])) {
