@@ -126,8 +126,7 @@ def explain(
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
-        loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset,
-        target=None if target is None else target.value,
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset, target=target,
     )  # fmt: skip
     if html is not None:
         plan.to_html(html)

@@ -160,8 +160,7 @@ def convert(
         source, output, dtype=dtype, calibrate=calibrate, verify=verify, verify_memory=verify_memory,
         verify_seconds=verify_seconds, tolerance=tolerance, report=report, providers=provider, custom_ops=custom_ops,
         rules=rules, keep_io_types=keep_io_type or keep_io_types, raise_opset=raise_opset, opset=opset, check=check,
-        as_fp32=tuple(as_fp32 or ()), fuse=fuse,
-        target=None if target is None else target.value,
+        as_fp32=tuple(as_fp32 or ()), fuse=fuse, target=target,
     )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)
