@@ -381,11 +381,13 @@ def test_what_fp32_does_not_give_either_is_refused():
         def forward(self, x):
             return torch.log(-self.inner(x).abs())
 
-    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: node 'log' \(aten.log\) makes it.*no preci"):
+    with pytest.raises(
+        AmpError, match=r"in FP32 the output is not finite; no precision fixes that.*amp.find_nonfinite"
+    ):
         amp.tune(Negative(), [X], dtype="fp16")
     with pytest.raises(AmpError, match=r"in FP32 the loss is not finite"):
         amp.tune(step_of(Negative()), [X])
-    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: the batch, a parameter"):
+    with pytest.raises(AmpError, match=r"in FP32 the output is not finite"):
         amp.tune(linear(8, 8), [X * math.inf], dtype="fp16")
 
 
