@@ -44,7 +44,8 @@ def explain(
     dtype: TypeOption = "auto",
     eval_mode: EvalOption = False,
     format_: Annotated[
-        PlanFormat, typer.Option("--format", help="What to print; a table has reasons where a line has room.")
+        PlanFormat,
+        typer.Option("--format", help="What to print; a table shows reasons where a line has room."),
     ] = PlanFormat.TABLE,
     output: OutputOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
@@ -122,7 +123,7 @@ def explain(
             print_stages(stages, print_after)
         return
     from amp_compiler.forward import api
-    from amp_compiler.report.table import plan_text, print_plan
+    from amp_compiler.report.table import print_plan
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
@@ -134,10 +135,8 @@ def explain(
         plan.to_svg(svg)
     if format_ == PlanFormat.JSON:
         emit(plan.to_json(), output)
-    elif format_ == PlanFormat.TEXT:
+    elif format_ == PlanFormat.TEXT or output is not None:
         emit(plan.to_text(), output)
-    elif output is not None:
-        emit(plan_text(plan), output)
     else:
         print_plan(plan)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -96,13 +95,6 @@ def print_plan(plan: PrecisionPlan, console: Console | None = None) -> None:
     if plan.casts:
         console.print(_table("casts", CAST_HEADS, map(cast_cells, plan.casts)))
     console.print(Text(summary_line(plan), style="bold"))
-
-
-def plan_text(plan: PrecisionPlan, width: int = 200) -> str:
-    """The plan's tables as plain text, for a file."""
-    text = io.StringIO()
-    print_plan(plan, Console(file=text, width=width, color_system=None))
-    return text.getvalue()
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
