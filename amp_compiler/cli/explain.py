@@ -43,7 +43,10 @@ def explain(
     rules: RulesOption = "default",
     dtype: TypeOption = "auto",
     eval_mode: EvalOption = False,
-    format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
+    format_: Annotated[
+        PlanFormat,
+        typer.Option("--format", help="What to print; a table shows reasons where a line has room."),
+    ] = PlanFormat.TABLE,
     output: OutputOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
@@ -57,13 +60,6 @@ def explain(
             "of the model is trained by AdamW for one step, on the --loss.",
         ),
     ] = "",
-    stop_after: Annotated[
-        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
-    ] = "",
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
-    ] = None,
     loss: Annotated[
         str,
         typer.Option(
@@ -93,19 +89,15 @@ def explain(
     for option, path in places.items():
         check_place(option, path, read)
         read[option] = path
-    show = print_after or stop_after
-    for option, name in (("--print-after", print_after), ("--stop-after", stop_after)):
-        if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
-            check_pass(name, option)
-    for name in skip or ():
-        check_pass(name, "--skip")
-    of_stages = {"--skip": skip, "--loss": loss, "--backend": backend != NODE_BY_NODE}
+    if print_after not in ("", CAPTURED, ALL):
+        check_pass(print_after, "--print-after")
+    of_stages = {"--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
         "--html": html, "--svg": svg, "--opset": opset is not None, "--device": device != Device.AUTO,
         "--target": target is not None,
     }  # fmt: skip
-    for option, value in (of_plan if show else of_stages).items():
-        if value and show:
+    for option, value in (of_plan if print_after else of_stages).items():
+        if value and print_after:
             raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
         if value:
             raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
@@ -114,27 +106,25 @@ def explain(
     loss_fn: Any = load_loss(loss) if loss else None
     loaded, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
     check_data_files(model, places)
-    if show:
+    if print_after:
         from amp_compiler.cli.stages import make_stages, print_stages, stages_json, stages_text
 
         stages = make_stages(
-            loaded, example, show,
-            stop=stop_after, skip=skip or (), loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
+            loaded, example, print_after, loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
         )  # fmt: skip
         if format_ == PlanFormat.JSON:
-            emit(stages_json(stages, show), output)
+            emit(stages_json(stages, print_after), output)
         elif output is not None or format_ == PlanFormat.TEXT:
-            emit(stages_text(stages, show), output)
+            emit(stages_text(stages, print_after), output)
         else:
-            print_stages(stages, show)
+            print_stages(stages, print_after)
         return
     from amp_compiler.forward import api
-    from amp_compiler.report.table import plan_text, print_plan
+    from amp_compiler.report.table import print_plan
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
-        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset,
-        target=None if target is None else target.value,
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset, target=target,
     )  # fmt: skip
     if html is not None:
         plan.to_html(html)
@@ -142,10 +132,8 @@ def explain(
         plan.to_svg(svg)
     if format_ == PlanFormat.JSON:
         emit(plan.to_json(), output)
-    elif format_ == PlanFormat.TEXT:
+    elif format_ == PlanFormat.TEXT or output is not None:
         emit(plan.to_text(), output)
-    elif output is not None:
-        emit(plan_text(plan), output)
     else:
         print_plan(plan)
 

@@ -152,7 +152,7 @@ def convert(
         source, output, dtype=dtype, calibrate=calibrate, verify=verify, verify_memory=verify_memory,
         verify_seconds=verify_seconds, tolerance=tolerance, report=report, providers=provider, custom_ops=custom_ops,
         rules=rules, keep_io_types=keep_io_type or keep_io_types, raise_opset=raise_opset, opset=opset, check=check,
-        as_fp32=tuple(as_fp32 or ()), target=None if target is None else target.value,
+        as_fp32=tuple(as_fp32 or ()), target=target,
     )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)
@@ -207,7 +207,7 @@ def demo(
     ] = Device.AUTO,
     backend: Annotated[str, typer.Option("--backend", help="What runs the compiled model.")] = "inductor",
 ) -> None:
-    """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
+    """Train a small CNN on handwritten digits in FP32, with torch.autocast and with amp.training_step."""
     from amp_compiler.cli.demo import run_demo
 
     run_demo(epochs=epochs, device=device.value, backend=backend)

@@ -19,16 +19,6 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
-class Target(enum.StrEnum):
-    """What `--target` takes."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    DIRECTML = "directml"
-    WEBGPU = "webgpu"
-    TENSORRT = "tensorrt"
-
-
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
 TypeOption = Annotated[
     Any, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
@@ -45,9 +35,10 @@ ArgsOption = Annotated[
 OutputOption = Annotated[Path | None, typer.Option("--output", "-o", help="Write there instead of to the terminal.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 TargetOption = Annotated[
-    Target | None,
+    str | None,
     typer.Option(
         "--target",
+        metavar="[cpu|cuda|directml|webgpu|tensorrt]",
         help="Execution provider that is to run the file: what it has no 16-bit kernel for stays FP32.",
     ),
 ]

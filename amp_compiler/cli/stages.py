@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,13 +15,11 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
-from amp_compiler.errors import AmpError, PassError
+from amp_compiler.errors import AmpError
 from amp_compiler.forward import api as forward
 from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import ShortName
-from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.pipeline import DEVICE, ONNX_PLAN, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
-from amp_compiler.training import setup
+from amp_compiler.passes.pipeline import DEVICE, ONNX_PLAN, PIPELINES, PLAN, STEP, Stage, Stages
 from amp_compiler.training.step import training_step
 
 
@@ -43,51 +40,11 @@ def _where_it_runs(name: str) -> str:
     return f"it belongs to {' and '.join(homes)}: {hint}" if homes else "no pipeline has it"
 
 
-class _Reached(PassError):
-    """The pass to stop after has run."""
-
-
-@dataclass(frozen=True)
-class _Stop(FunctionalPass[Any]):
-    """Ends the run."""
-
-    name: ClassVar[str] = "stop"
-    exact: ClassVar[bool] = True
-
-    def run(self, subject: Any) -> PassResult[Any]:
-        raise _Reached("stopped as asked for")
-
-
-def _changed(run: Sequence[Pipeline], stop: str, skip: Sequence[str]) -> list[Pipeline] | None:
-    """Those of the pipelines that run in which something is skipped or stopped at.
-
-    Raises:
-        UsageError: a pass cannot be skipped, or stands in none of them.
-    """
-    changed = {pipeline.name: pipeline for pipeline in run}
-    if stop == CAPTURED:
-        first = changed["CAPTURE"]
-        changed["CAPTURE"] = first.insert_before(first.names[0], _Stop())
-        stop = ""
-    for option, name in (*(("--skip", one) for one in skip), *([("--stop-after", stop)] if stop else [])):
-        homes = [pipeline for pipeline in changed.values() if name in pipeline.names]
-        if not homes:
-            raise UsageError(f"no pass '{name}' runs here", where=option, hint=_where_it_runs(name))
-        for home in homes:
-            try:
-                changed[home.name] = home.skip(name) if option == "--skip" else home.insert_after(name, _Stop())
-            except PassError as cause:
-                raise UsageError(cause.what, where=option, hint=cause.hint) from cause
-    return [changed[pipeline.name] for pipeline in run if changed[pipeline.name] is not pipeline] or None
-
-
 def make_stages(
     model: Any,
     example: Any,
     show: str = ALL,
     *,
-    stop: str = "",
-    skip: Sequence[str] = (),
     loss: Callable[..., Any] | None = None,
     rules: str = "default",
     dtype: Literal[ShortName, "auto"] = "auto",
@@ -99,8 +56,6 @@ def make_stages(
         model: an `nn.Module`, of which a copy is used, or the path of an ONNX file.
         example: its example arguments, as `amp.explain` takes them.
         show: the name of a pass, `capture` for what came in, or `all`.
-        stop: run no pass behind this one; empty to run all.
-        skip: passes to leave out.
         loss: called as `loss(model, *args)`; `None` for the mean of the first floating-point output in FP32.
         rules: a preset's name or a path.
         dtype: `fp16`, `bf16` or `auto`.
@@ -111,29 +66,21 @@ def make_stages(
         AmpError: the model cannot be captured, or its loss not be trained. A `PassError` has the stages until then.
     """
     if isinstance(model, str):
-        for option, value in (("--args", example), ("--loss", loss), ("--skip", skip or None)):
+        for option, value in (("--args", example), ("--loss", loss)):
             if value is not None:
                 raise UsageError("the stages of an ONNX file do not hang on it", where=option, hint="leave it out")
-        stages = _of_onnx(model, show, stop, rules, dtype)
+        stages = _of_onnx(model, show, rules, dtype)
     else:
         args, kwargs = split_example(example)
-        own = {*STEP.names, *DEVICE.names}
-        needs_step = loss is not None or (stop or show) in (ALL, *own) or not own.isdisjoint(skip)
+        needs_step = loss is not None or show in (ALL, *STEP.names, *DEVICE.names)
         model = _copied(model)
         options: dict[str, Any] = {"rules": rules, "dtype": dtype, "backend": backend}
-        try:
-            if needs_step and (model.training or loss is not None):
-                options["passes"] = _changed(setup.RUN, stop, skip)
-                stages = _of_step(model, args, kwargs, loss or mean_of_first, options)
-            else:
-                options["passes"] = _changed(forward.RUN, stop, skip)
-                stages = _of_forward(model, args, kwargs, options)
-        except _Reached as reached:
-            stages = reached.stages
+        if needs_step and (model.training or loss is not None):
+            stages = _of_step(model, args, kwargs, loss or mean_of_first, options)
+        else:
+            stages = _of_forward(model, args, kwargs, options)
     if not chosen(stages, show):
-        behind = f"it comes behind '{stop}', or not at all: leave out --stop-after"
-        what = f"the pass '{show}' did not run"
-        raise UsageError(what, where="--print-after", hint=behind if stop else _where_it_runs(show))
+        raise UsageError(f"the pass '{show}' did not run", where="--print-after", hint=_where_it_runs(show))
     return stages
 
 
@@ -161,22 +108,17 @@ def _of_step(
     return step.stages
 
 
-def _of_onnx(path: str, show: str, stop: str, rules: str, dtype: Literal[ShortName, "auto"]) -> Stages:
+def _of_onnx(path: str, show: str, rules: str, dtype: Literal[ShortName, "auto"]) -> Stages:
     """The stages of a file: the neutral passes alone, because it is converted and not compiled."""
     from amp_compiler.onnx.plan import explain_onnx
 
     known = (CAPTURED, *ONNX_PLAN.names, *PLAN.names)
-    for option, name in (("--print-after", show), ("--stop-after", stop)):
-        if name not in (ALL, "", *known):
-            hint = f"use {', '.join(known)}"
-            raise UsageError(f"'{name}' does not run on an ONNX file", where=option, hint=hint)
-    stages, until = Stages(), Stages()
+    if show not in (ALL, *known):
+        hint = f"use {', '.join(known)}"
+        raise UsageError(f"'{show}' does not run on an ONNX file", where="--print-after", hint=hint)
+    stages = Stages()
     explain_onnx(path, rules=rules, dtype="fp16" if dtype == "auto" else dtype, stages=stages)
-    for stage in stages:
-        until.note(*stage)
-        if stage.name == stop:
-            break
-    return until
+    return stages
 
 
 def mean_of_first(model: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -10,14 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.ranges import RANGES, Range
-from amp_compiler.ops.exponents import BINS, HIGHEST, LOWEST
+from amp_compiler.ops.exponents import BINS, LOWEST
 
 ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (
     "activation",
@@ -128,15 +126,6 @@ class Product:
     match: Mapping[str, str]
     operands: tuple[int, ...]
     gradients: tuple[int, ...]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], rows: int) -> Product:
-        """Read back one of so many rows."""
-        operands, gradients = (tuple(map(int, data[name])) for name in ("operands", "gradients"))
-        if not all(0 <= place < rows for place in (*operands, *gradients)):
-            raise ValueError(f"{data['name']} has rows that are not there")
-        name, op, where = (str(data[key]) for key in ("name", "op", "where"))
-        return cls(name, op, where, dict(data["match"]), operands, gradients)
 
 
 @dataclass(frozen=True)
@@ -324,38 +313,6 @@ class Profile:
             "products": [asdict(one) for one in self.products],
         }
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Profile:
-        """Read back what `to_dict` gave.
-
-        Args:
-            data: that dict, such as `json.load` reads it.
-
-        Raises:
-            AmpError: the data is none.
-        """
-        try:
-            rows = [
-                Row(
-                    **{name: str(one[name]) for name in _FIELDS},
-                    histogram=_dense(one["exponents"]),
-                    stored=_dense(one["stored"]),
-                    vanished=bool(one.get("vanished", False)),
-                )
-                for one in data["rows"]
-            ]
-            updates = [
-                UpdateRow(one["name"], _dense(one["ratios"]), one["changed"], dict(one["lost"]))
-                for one in data["updates"]
-            ]
-            if not isinstance(data["dtype"], str):
-                raise TypeError(f"dtype is {data['dtype']!r}")
-            batches, skipped, every = int(data["batches"]), int(data["skipped"]), int(data.get("every", 1))
-            products = tuple(Product.from_dict(one, len(rows)) for one in data.get("products", ()))
-            return cls(tuple(rows), tuple(updates), batches, skipped, data["dtype"], every, products)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
-            raise AmpError(f"this is no profile: {cause!r}", hint="pass what Profile.to_dict() gave") from cause
-
     def to_json(self, path: str | Path) -> None:
         """Write it to a file, atomically.
 
@@ -380,13 +337,3 @@ def _sparse(histogram: Histogram) -> dict[str, int]:
     """Exponents, or what stands in the place of one, that occur."""
     names = [str(LOWEST + place) for place in range(BINS - 3)] + ["zero", "infinite", "nan"]
     return {name: int(count) for name, count in zip(names, histogram.counts, strict=True) if count}
-
-
-def _dense(data: dict[str, int]) -> Histogram:
-    places = {"zero": BINS - 3, "infinite": BINS - 2, "nan": BINS - 1}
-    counts = np.zeros(BINS, np.int64)
-    for name, count in data.items():
-        if name not in places and not LOWEST <= int(name) <= HIGHEST:
-            raise ValueError(f"there is no exponent {name}")
-        counts[places[name] if name in places else int(name) - LOWEST] = count
-    return Histogram(counts)

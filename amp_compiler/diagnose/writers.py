@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
-import weakref
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.training.reporting.log import Callback
 
 logger = logging.getLogger("amp_compiler")
-_BLOCK = 1 << 16
 
 
 class Writer(Callback):
@@ -33,7 +29,7 @@ class Writer(Callback):
 
     def __init__(self, every: int, where: str) -> None:
         super().__init__(every)
-        self._where, self._missing, self._last = where, 0, 0
+        self._where, self._missing = where, 0
 
     @abstractmethod
     def _write(self, record: StepRecord) -> None:
@@ -45,14 +41,6 @@ class Writer(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Write a record, or warn."""
-        if record.step <= self._last:
-            logger.warning(
-                "%s has records up to step %d, and the training goes on with step %d: those from there on no longer "
-                "count. A training that is resumed goes on counting where the step's state_dict() is loaded; another "
-                "one needs a place of its own",
-                self._where, self._last, record.step,
-            )  # fmt: skip
-        self._last = record.step
         try:
             self._write(record)
         except (OSError, ValueError) as cause:
@@ -72,8 +60,8 @@ class Writer(Callback):
 class JSONLines(Writer):
     """Appends one line of JSON for each record to a file; `amp-compiler plot` draws it, `read_run` reads it.
 
-    A line is written by one call and never buffered, so that a run that is killed leaves whole lines. A line that is
-    torn all the same, as by a full disk, is taken out again: at once, or when the next run appends to the file.
+    The file is opened for each line and closed behind it, so that a run that is killed leaves whole lines. Where a line
+    is torn all the same, as by a full disk, the next one begins anew, and readers pass over it.
 
     Args:
         path: the file. One that exists is appended to: a training that is resumed goes on in it, with the numbers of
@@ -96,75 +84,21 @@ class JSONLines(Writer):
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         super().__init__(every, str(path))
-        self._path, self._file = output_file(path), -1
+        self._path = output_file(path)
         try:
-            self._open()
+            with self._path.open("a+b") as file:
+                file.seek(max(0, file.tell() - 1))
+                self._begins = b"" if file.read() in (b"", b"\n") else b"\n"  # behind a line that is torn
         except OSError as cause:
             raise AmpError(
                 f"it cannot be written: {cause.strerror}", where=str(path), hint="name a file that can be written"
             ) from cause
-        self._last = _last_step(self._file)
-
-    def _open(self) -> None:
-        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
-        self._finalizer = weakref.finalize(self, _close, self._file)
-        torn = _torn(self._file)
-        if torn:
-            os.ftruncate(self._file, os.fstat(self._file).st_size - torn)
-            logger.warning("the last line of %s was torn, and is taken out: %d bytes", self._where, torn)
 
     def _write(self, record: StepRecord) -> None:
-        if self._file < 0:
-            self._open()
-        line, written, begin = (record.to_json() + "\n").encode(), 0, 0
-        try:
-            begin = os.fstat(self._file).st_size
-            while written < len(line):
-                now = os.write(self._file, line[written:])
-                if now == 0:
-                    raise OSError(errno.EIO, "nothing was written")
-                written += now
-        except OSError:
-            # Half of a line must not stay; but what another run has appended behind it must.
-            if written and os.fstat(self._file).st_size == begin + written:
-                os.ftruncate(self._file, begin)
-            self.close()  # what is wrong may be the open file, and not the place
-            raise
-
-    def close(self) -> None:
-        """Close the file; a record that comes later opens it again."""
-        if self._file >= 0:
-            self._finalizer()
-            self._file = -1
-
-
-def _close(file: int) -> None:
-    with contextlib.suppress(OSError):  # such as one that stands for a disk that has gone
-        os.close(file)
-
-
-def _torn(file: int) -> int:
-    """How many bytes stand behind the last end of a line."""
-    size = end = os.fstat(file).st_size
-    while end > 0:
-        begin = max(0, end - _BLOCK)
-        os.lseek(file, begin, os.SEEK_SET)
-        place = os.read(file, end - begin).rfind(b"\n")
-        if place >= 0:
-            return size - (begin + place + 1)
-        end = begin
-    return size
-
-
-def _last_step(file: int) -> int:
-    """The number of the step in the last line of a file of whole lines; 0 where there is none."""
-    size = os.fstat(file).st_size
-    os.lseek(file, max(0, size - _BLOCK), os.SEEK_SET)
-    lines = os.read(file, _BLOCK).decode("utf-8", "replace").splitlines()
-    try:
-        return StepRecord.from_json(lines[-1]).step if lines else 0
-    except ValueError:
-        return 0
+        begins, self._begins = self._begins, b"\n"
+        with self._path.open("ab") as file:
+            file.write(begins + record.to_json().encode() + b"\n")
+        self._begins = b""
 
 
 class TensorBoard(Writer):
@@ -195,10 +129,8 @@ class TensorBoard(Writer):
         try:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            reason = "it is a file" if isinstance(cause, FileExistsError) else f"it cannot be written: {cause.strerror}"
-            raise AmpError(reason, where=str(log_dir), hint="name a folder that can be written") from cause
-        if not os.access(log_dir, os.W_OK):
-            raise AmpError("it cannot be written", where=str(log_dir), hint="name a folder that can be written")
+            what = f"it cannot be written: {cause.strerror}"
+            raise AmpError(what, where=str(log_dir), hint="name a folder that can be written") from cause
 
     def _write(self, record: StepRecord) -> None:
         if self._writer is None:
@@ -208,19 +140,15 @@ class TensorBoard(Writer):
                 self._writer.add_scalar(name, value, record.step, walltime=record.time)
             self._writer.flush()
         except (OSError, ValueError):
-            self._abandon()
+            self.close()  # its file may be torn; the next record begins another
             raise
-
-    def _abandon(self) -> None:
-        """Let go of a file that may be torn; the next record begins another."""
-        writer, self._writer = self._writer, None
-        with contextlib.suppress(OSError, ValueError):
-            writer.close()
 
     def close(self) -> None:
         """Close the file of events; a record that comes later begins another."""
-        if self._writer is not None:
-            self._abandon()
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(OSError, ValueError):
+            if writer is not None:
+                writer.close()
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.report.html import render
-from amp_compiler.report.names import for_people, type_of
-from amp_compiler.report.table import CAST_HEADS, cast_cells, short_place, summary_line
+from amp_compiler.report.names import for_people
+from amp_compiler.report.table import CAST_HEADS, NODE_HEADS, cast_cells, node_cells, summary_line
 
 MOST_NODES, MOST_CASTS = 40, 20
 
@@ -17,15 +17,9 @@ def plan_cell(plan: PrecisionPlan) -> str:
         plan: any plan.
     """
     plan = for_people(plan, plan)
-    nodes = [
-        (
-            node.name, node.op, node.module, type_of(node.precision, plan.dtype),
-            ", ".join(dtype for _, dtype in node.outputs), short_place(node.rule), node.reason,
-        )
-        for node in plan.nodes
-    ]  # fmt: skip
+    nodes = [node_cells(node, plan.dtype) for node in plan.nodes]
     casts = [cast_cells(cast) for cast in sorted(plan.casts, key=lambda cast: -cast.bytes)]
     return render(
         "cell.html", summary=summary_line(plan), nodes=nodes, casts=casts, most_nodes=MOST_NODES,
-        most_casts=MOST_CASTS, cast_heads=CAST_HEADS,
+        most_casts=MOST_CASTS, node_heads=NODE_HEADS, cast_heads=CAST_HEADS,
     )  # fmt: skip

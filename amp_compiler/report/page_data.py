@@ -114,6 +114,4 @@ def _of_profile(profile: Any) -> list[dict[str, Any]]:
             for row, data in zip(profile.rows, profile.to_dict()["rows"], strict=True)
         ]
     except AttributeError as cause:
-        raise AmpError(
-            f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave, or Profile.from_dict"
-        ) from cause
+        raise AmpError(f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave") from cause

@@ -67,13 +67,6 @@ def run(shell):
     return shell
 
 
-def test_help_names_every_command(run):
-    code, out, _ = run("--help")
-    assert code == 0
-    for command in ("explain", "rules", "demo"):
-        assert command in out
-
-
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The group and all commands below it, each by its words."""
     yield path
@@ -95,23 +88,6 @@ def test_a_type_is_taken_by_every_name(run, model_file, name):
     assert code == 0
     assert out == run("explain", example, "--dtype", low_name(name), "--format", "text")[1]
     assert run("explain", example, "--dtype", "bflaot16")[2].endswith("did you mean 'bfloat16'?\n")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["explian"],
-        ["explain"],
-        ["explain", "m:f", "--dtype", "fp8"],
-        ["explain", "m:f", "--format", "xml"],
-        ["demo", "--epochs", "0"],
-        ["demo", "--device", "tpu"],
-    ],
-)
-def test_wrong_usage_exits_with_2(run, arguments):
-    code, _, err = run(*arguments)
-    assert code == 2
-    assert "Usage:" in err
 
 
 def test_explain_prints_tables(run, model_file):
@@ -147,19 +123,6 @@ def test_explain_writes_files(run, model_file, tmp_path):
     assert "aten.linear" in output.read_text(encoding="utf-8")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "</svg>" in picture.read_text(encoding="utf-8")
-
-
-def test_explain_takes_rules_and_mode(run, model_file, tmp_path):
-    rules = tmp_path / "mine.yaml"
-    rules.write_text(
-        "version: 1\nextends: default\nrules:\n  - match: {module: last}\n    precision: fp32\n", encoding="utf-8"
-    )
-    code, out, _ = run("explain", f"{model_file}:with_example", "--rules", str(rules), "--eval", "--format", "json")
-    assert code == 0
-    nodes = {node["module"]: node for node in json.loads(out)["nodes"] if node["op"] == "aten.linear"}
-    assert nodes["first"]["precision"] == "low"
-    assert nodes["last"]["precision"] == "fp32"
-    assert nodes["last"]["rule"].endswith("mine.yaml:4")
 
 
 @pytest.mark.parametrize(
@@ -274,19 +237,6 @@ def test_an_onnx_file_is_planned_as_it_is_converted(run, tmp_path):
     assert code == 2 and "--opset" in err
 
 
-def test_an_onnx_file_with_arguments_stands_beside_autocast(run, tmp_path):
-    path = tmp_path / "model.onnx"
-    text = (
-        '<ir_version: 9, opset_import: ["": 20]> g (float[n, 8] x) => (float[n, 8] y)'
-        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = Softmax <axis = -1> (a) }"
-    )
-    onnx.save(onnx.parser.parse_model(text), path)
-    code, out, err = run("explain", str(path), "--args", "fp32[4,8]", "--dtype", "bf16", "--format", "json")
-    assert code == 0, err
-    # The input and the weight go to BF16, at 4 + 2 bytes an element; autocast leaves a CPU's softmax in what it gets.
-    assert json.loads(out)["autocast"] == {"casts": 2, "cast_bytes": 6 * (32 + 64), "low_nodes": 2}
-
-
 def test_a_module_of_the_current_folder(run, model_file, monkeypatch):
     monkeypatch.chdir(Path(model_file).parent)
     code, out, _ = run("explain", "tiny_model:with_tensor", "--format", "text")
@@ -338,12 +288,6 @@ def test_rules_check(run, tmp_path):
     assert "good.yaml: good" in out
     assert "bad.yaml:2" in err
     assert "matmul" in err
-
-
-def test_rules_schema(run):
-    code, out, _ = run("rules", "schema")
-    assert code == 0
-    assert "rules" in json.loads(out)["properties"]
 
 
 def test_demo_passes_its_options_on(run, monkeypatch):

@@ -11,6 +11,8 @@ from onnx import TensorProto
 from onnx_corpus import parts, ranges
 from onnx_models import info, model, node, scalar
 
+from amp_compiler.cli import convert
+from amp_compiler.errors import AmpError
 from amp_compiler.onnx.check.verify import verify
 
 
@@ -68,18 +70,6 @@ def test_json_is_the_same_facts(run, benign, tmp_path):
     assert facts["cast_bytes"] == 0 or facts["casts"] > 0
 
 
-def test_fp8_products_take_scales_from_the_data(run, benign, tmp_path):
-    out = tmp_path / "out.onnx"
-    code, _, err = run(benign, out, "--rules", "fp8")
-    assert code == 1 and "--calibrate" in err and not out.exists()
-    code, text, err = run(benign, out, "--rules", "fp8", "--calibrate", tmp_path / "data", "--verify", "--json")
-    facts = json.loads(text)
-    assert code == 0, err
-    assert facts["notes"][-1].startswith("products of FP8 operands: ") and facts["size_ratio"] < 0.45
-    found = facts["verification"]
-    assert found["passed"] and found["tolerance"] == 0.1 and found["largest_error"] > 0.01
-
-
 def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
     code, text, _ = run(benign, tmp_path / "out.onnx", "--verify", "--json")
     found = json.loads(text)["verification"]
@@ -118,24 +108,6 @@ def test_a_failed_verification_exits_with_3(run, benign, overflowing, tmp_path):
     code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--rules", rules)
     assert code == 3
     assert "not finite first at" in text and "inf" in text
-
-
-def test_calibration_saves_it(run, overflowing, tmp_path):
-    code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--calibrate", tmp_path / "data.npz")
-    assert code == 0, text
-    assert "passed" in text and "not finite" not in text
-
-
-def test_io_types(run, benign, tmp_path):
-    for flag, kind in (("--keep-io-types", TensorProto.FLOAT), ("--no-keep-io-types", TensorProto.FLOAT16)):
-        assert run(benign, tmp_path / "out.onnx", flag, "--rules", "fast")[0] == 0
-        graph = onnx.load(tmp_path / "out.onnx").graph
-        assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {kind}
-    name = onnx.load(benign).graph.input[0].name
-    assert run(benign, tmp_path / "out.onnx", "--keep-io-type", name, "--rules", "fast")[0] == 0
-    graph = onnx.load(tmp_path / "out.onnx").graph
-    assert graph.input[0].type.tensor_type.elem_type == TensorProto.FLOAT
-    assert graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT16
 
 
 @pytest.mark.parametrize(
@@ -177,17 +149,6 @@ def test_an_older_output_survives_an_error(run, benign, tmp_path):
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
-def test_external_data(run, tmp_path):
-    model, _ = parts.wide_mlp()
-    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
-    onnx.save(model, source, save_as_external_data=True, location="weights.bin")
-    code, text, err = run(source, out, "--verify", "--json")
-    assert code == 0, err
-    facts = json.loads(text)
-    assert facts["input_bytes"] > 1_000_000 and facts["size_ratio"] < 0.52
-    onnx.checker.check_model(str(out), full_check=True)
-
-
 def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, tmp_path):
     out = tmp_path / "out.onnx"
     code, text, err = run(benign, out, "--target", "cpu", "--json")
@@ -200,4 +161,33 @@ def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, 
     assert "fp16 kernel of onnx.MatMul" in shell("explain", benign, "--target", "cpu", "--format", "text")[1]
     code, _, err = run(benign, out, "--target", "webgpu", "--dtype", "bf16")
     assert code == 1 and "the target webgpu has no bf16" in err and "fp16" in err
-    assert run(benign, out, "--target", "gpu")[0] == 2
+    code, _, err = run(benign, out, "--target", "gpu")
+    assert code == 1 and "'gpu' is no target" in err and "did you mean 'webgpu'?" in err
+
+
+GIVEN = {
+    (): {},
+    ("--dtype", "bfloat16", "--rules", "fast"): {"dtype": "bf16", "rules": "fast"},
+    ("--no-keep-io-types",): {"keep_io_types": False},
+    ("--keep-io-type", "x", "--keep-io-type", "y"): {"keep_io_types": ["x", "y"]},
+    ("--fuse", "--opset", "23", "--no-raise-opset"): {"fuse": True, "opset": 23, "raise_opset": False},
+    ("--no-check", "--target", "webgpu"): {"check": False, "target": "webgpu"},
+    ("--as-fp32", "fp64", "--provider", "one", "--provider", "two", "--custom-ops", "ops.so"): {
+        "as_fp32": ("fp64",), "providers": ["one", "two"], "custom_ops": [Path("ops.so")],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", GIVEN, ids=" ".join)
+def test_options_are_those_of_convert_onnx(run, benign, tmp_path, monkeypatch, options):
+    def converted(source, output, **given):
+        assert given == {
+            "dtype": "fp16", "calibration": None, "providers": None, "custom_ops": None, "rules": "default",
+            "keep_io_types": True, "raise_opset": True, "opset": None, "check": True, "as_fp32": (), "fuse": False,
+            "target": None, **GIVEN[options],
+        }  # fmt: skip
+        raise AmpError("all options are there", hint="none")
+
+    monkeypatch.setattr(convert, "convert_onnx", converted)
+    code, _, err = run(benign, tmp_path / "out.onnx", *options)
+    assert code == 1 and "all options are there" in err

@@ -23,7 +23,9 @@ QUICK = [
     ["explain"],
     ["explain", "m:f", "--formt", "json"],
     ["explain", "m:f", "--dtype", "fp8"],
+    ["explain", "m:f", "--format", "xml"],
     ["demo", "--epochs", "0"],
+    ["demo", "--device", "tpu"],
 ]
 # Not pydantic, which typer itself reads options with.
 HEAVY = ("torch", "numpy", "networkx", "ruamel", "onnx", "onnx_ir", "onnxruntime", "transformers", "sklearn")

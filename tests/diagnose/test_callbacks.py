@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import resource
 import subprocess
@@ -81,7 +80,7 @@ def test_lines_are_whole_at_every_moment(tmp_path: Path) -> None:
     assert [one.step for one in run.records] == [2, 4, 6] and run.notes == ()
 
 
-def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     code = (
         "import os, signal, sys\n"
@@ -89,7 +88,7 @@ def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path, caplog: py
         "from test_callbacks import JSONLines, record\n"
         "writer = JSONLines(sys.argv[1])\n"
         "for step in range(1, 6):\n    writer.on_step(record(step))\n"
-        "os.write(writer._file, record(6).to_json()[:50].encode())\n"
+        "open(sys.argv[1], 'a').write(record(6).to_json()[:50])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, path, Path(__file__).parent], check=False)
@@ -98,17 +97,16 @@ def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path, caplog: py
     assert [one.step for one in torn.records] == [1, 2, 3, 4, 5]
     assert len(torn.notes) == 1 and "line 6 is no record" in torn.notes[0]
     writer = JSONLines(path)
-    assert "the last line of" in caplog.text and "50 bytes" in caplog.text
-    caplog.clear()
     writer.on_step(record(4, loss=0.5))  # from a checkpoint behind step 3
-    assert "up to step 5" in caplog.text and "goes on with step 4" in caplog.text
     writer.on_step(record(5, loss=0.25))
     run = read_run(path)
     assert [(one.step, one.loss) for one in run.records] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.5), (5, 0.25)]
-    assert [note.split(":")[0] for note in run.notes] == ["line 6 goes on from step 4"]
+    assert [note.split(" (")[0].split(":")[0] for note in run.notes] == [
+        "line 6 is no record and is left out", "line 7 goes on from step 4",
+    ]  # fmt: skip
 
 
-def test_a_full_disk_is_told_and_tears_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_told_and_its_line_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     writer = JSONLines(path)
     writer.on_step(record(1))
@@ -117,7 +115,6 @@ def test_a_full_disk_is_told_and_tears_no_line(tmp_path: Path, caplog: pytest.Lo
             writer.on_step(record(step))
     assert [one.levelno for one in caplog.records] == [logging.WARNING]  # once
     assert "run.jsonl cannot be written: File too large; the training goes on without it" in caplog.text
-    assert path.read_text() == record(1).to_json() + "\n"
     writer.on_step(record(4))
     assert "run.jsonl is written again; 2 records are missing" in caplog.text
     assert [one.step for one in read_run(path).records] == [1, 4]
@@ -132,29 +129,14 @@ def test_a_training_goes_on_where_nothing_can_be_written(tmp_path: Path, caplog:
     assert path.read_text() == "" and "cannot be written" in caplog.text
 
 
-def test_a_file_that_was_closed_is_opened_again(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    writer = JSONLines(path)
-    writer.on_step(record(1))
-    writer.close()
-    writer.close()
-    writer.on_step(record(2))
-    assert [one.step for one in read_run(path).records] == [1, 2]
-
-
-def test_a_descriptor_that_was_closed_outside_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = JSONLines(tmp_path / "run.jsonl")
-    os.close(writer._file)
-    writer.on_step(record(1))
-    assert "cannot be written: Bad file descriptor" in caplog.text
-    writer.on_step(record(2))
-    assert "is written again; 1 records are missing" in caplog.text
-
-
 @pytest.mark.parametrize(("place", "message"), [(".", "it is a folder"), ("none/run.jsonl", "there is no such folder")])
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, place: str, message: str) -> None:
     with pytest.raises(amp.AmpError, match=message):
         JSONLines(tmp_path / place)
+    pytest.importorskip("tensorboard", reason="an optional library")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(amp.AmpError, match="it cannot be written"):
+        TensorBoard(tmp_path / "file" / place)
 
 
 def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
@@ -225,13 +207,6 @@ def test_without_tensorboard_the_fix_is_told(tmp_path: Path, monkeypatch: pytest
         TensorBoard(tmp_path)
 
 
-def test_a_folder_of_tensorboard_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="an optional library")
-    (tmp_path / "x").write_text("")
-    with pytest.raises(amp.AmpError, match="it is a file"):
-        TensorBoard(tmp_path / "x")
-
-
 def test_a_record_is_a_line_of_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     view = Terminal()
     for step in (1, 2):
@@ -267,12 +242,3 @@ def test_a_terminal_that_has_gone_stops_no_training(
     view.on_step(record(1))
     view.on_step(record(2))
     assert caplog.text.count("the terminal cannot be written: Broken pipe") == 1
-
-
-def test_a_long_run_is_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    line = record(1).to_json()
-    lines = [line.replace('"step": 1,', f'"step": {step},') for step in range(1, 20_001)]
-    path.write_text("\n".join(lines) + "\n")
-    run = read_run(path)  # in a time that grows with its length alone
-    assert len(run.records) == 20_000 and JSONLines(path)._last == 20_000

@@ -106,7 +106,6 @@ def test_every_third_step_is_counted_and_all_of_them_train() -> None:
     followed.assert_is(profile)
     assert (profile.batches, [*profile.counted]) == (5, [1, 4])
     assert "over 5 batches, 0 of them skipped, counted in 2: the first of every 3; as fp16" in str(profile)
-    assert amp.Profile.from_dict(profile.to_dict()) == profile
     of_model = amp.profile(plain, [batch[:1] for batch in batches(3)], every=2, dtype="fp16")
     seen = amp.profile(plain, [batches(3)[0][:1], batches(3)[2][:1]], dtype="fp16")
     assert of_model.rows == seen.rows and [*of_model.counted] == [1, 3]
@@ -412,10 +411,6 @@ def test_results_of_one_onnx_node_are_told_of_the_node(tmp_path: Any, loss: bool
 
 def test_losses_that_are_none_are_told() -> None:
     model = Net()
-    with pytest.raises(amp.AmpError, match="loss_fn= is given with a training step"):
-        amp.profile(step_of(model), batches(1), loss_fn=loss_fn)
-    with pytest.raises(amp.AmpError, match=r"loss_scale=8\.0 without a loss"):
-        amp.profile(model, batches(1), loss_scale=8.0)
     with pytest.raises(amp.AmpError, match="as the loss"):
         amp.profile(model, batches(1), loss_fn=lambda model, x, y: model(x))
     with pytest.raises(amp.AmpError, match="exponents are counted in one graph, which the loss is not"):
@@ -434,12 +429,15 @@ def test_gradients_in_fp32_set_no_bound_to_the_loss_scale() -> None:
     assert found.loss_scale("fp16").scale == 2.0 ** (15 - 2 - highest)
 
 
-def test_a_profile_is_written_and_read_back(tmp_path: Any) -> None:
+def test_a_profile_is_written_as_json(tmp_path: Any) -> None:
     found = amp.profile(step_of(Net()), batches(1))
     found.to_json(tmp_path / "profile.json")
-    assert amp.Profile.from_dict(json.loads((tmp_path / "profile.json").read_text())) == found
-    with pytest.raises(amp.AmpError, match="no profile"):
-        amp.Profile.from_dict({"rows": 3})
+    data = json.loads((tmp_path / "profile.json").read_text())
+    assert [row["name"] for row in data["rows"]] == [row.name for row in found.rows]
+    places = [str(exponent) for exponent in range(-149, 128)] + ["zero", "infinite", "nan"]
+    for row, one in zip(found.rows, data["rows"], strict=True):
+        assert [one["stored"].get(place, 0) for place in places] == row.stored.counts.tolist()
+        assert sum(one["exponents"].values()) == row.histogram.total
 
 
 def test_wrong_arguments() -> None:
@@ -526,26 +524,6 @@ def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
         amp.profile(step, batches(1))
     assert "branches on the values" in str(told.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"batches": "x"}, {"skipped": {}}, {"dtype": 3}, {"rows": [{"name": 1}]}, {"updates": [3]},
-        {"rows": "abc"}, {"exponents": {"-400": 1}}, {"exponents": {"128": 1}}, {"exponents": {"big": 1}},
-        {"exponents": {"0": "many"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_damaged_profiles_are_refused(change: dict[str, Any]) -> None:
-    data = amp.profile(step_of(Net()), batches(1)).to_dict()
-    if "exponents" in change:
-        data["rows"][0] |= change
-    else:
-        data |= change
-    with pytest.raises(amp.AmpError, match="no profile"):
-        amp.Profile.from_dict(data)
 
 
 @pytest.mark.compiles

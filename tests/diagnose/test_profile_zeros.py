@@ -79,7 +79,6 @@ def test_gradients_that_fp16_lost_are_not_told_as_harmless(stepped: bool) -> Non
     assert set(found.loss_scale().unknown) == set(names)
     assert found.worst()[0].vanished and {row.name for row in found.worst() if row.vanished} >= set(names)
     assert "unknown: gradients of " in str(found) and "profile in BF16 or with a scale" in str(found)
-    assert amp.Profile.from_dict(found.to_dict()) == found
     for dtype, scale in (("bf16", 1.0), ("fp16", 2.0**28)):
         seen = profile(model_of(nn.Tanh()), faint, stepped, dtype, scale)
         assert seen.loss_scale().unknown == () and "unknown" not in str(seen)

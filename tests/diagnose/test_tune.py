@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import json
 import math
 import random
@@ -340,6 +338,7 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
     journal = tmp_path / "tuned.yaml.journal"
     stopped = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path, budget=1e-9)
     assert stopped.stopped == "the time was up" and journal.exists() and stopped.error <= 2e-3
+    assert "not searched to the end" in str(stopped)
     for model, x, rules in (
         (Many({1}), X * 8, "default"), (Many({1, 3}), X * 7, "default"), (Many({1, 3}), X * 8, "safe"),
     ):  # fmt: skip
@@ -348,12 +347,6 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
     journal.write_text("nonsense")
     with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
         amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
-
-
-def test_budgets_stop_with_nodes_that_meet_the_tolerance():
-    found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=5)
-    assert found.runs <= 5 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
-    assert "not searched to the end" in str(found)
 
 
 def test_the_same_call_gives_the_same_result_and_changes_nothing():
@@ -388,11 +381,13 @@ def test_what_fp32_does_not_give_either_is_refused():
         def forward(self, x):
             return torch.log(-self.inner(x).abs())
 
-    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: node 'log' \(aten.log\) makes it.*no preci"):
+    with pytest.raises(
+        AmpError, match=r"in FP32 the output is not finite; no precision fixes that.*amp.find_nonfinite"
+    ):
         amp.tune(Negative(), [X], dtype="fp16")
     with pytest.raises(AmpError, match=r"in FP32 the loss is not finite"):
         amp.tune(step_of(Negative()), [X])
-    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: the batch, a parameter"):
+    with pytest.raises(AmpError, match=r"in FP32 the output is not finite"):
         amp.tune(linear(8, 8), [X * math.inf], dtype="fp16")
 
 
@@ -421,9 +416,7 @@ class Attention(nn.Module):
         ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
         ({"tolerance": "small"}, "tolerance='small' is no error"),
         ({"budget": "60"}, "budget='60' is no time"),
-        ({"max_runs": 2.5}, r"max_runs=2\.5 is too few runs"),
         ({"budget": -1}, "budget=-1 is no time"),
-        ({"max_runs": 4}, "max_runs=4 is too few runs; pass 5 or more"),
         ({"output": "/nowhere/at/all.yaml"}, "nowhere"),
         ({"output": 3}, "output=3 is no path"),
         ({"rules": "defualt"}, "did you mean 'default'"),
@@ -460,12 +453,6 @@ def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, mon
     exec(blocks["python"], {"__name__": "__main__"})
     assert capsys.readouterr().out == blocks["text"]
     assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]
-
-
-@pytest.mark.parametrize("module", ["api", "search"])
-def test_the_examples_of_the_reference(module):
-    found = doctest.testmod(importlib.import_module(f"amp_compiler.diagnose.tuning.{module}"))
-    assert found.attempted and not found.failed
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("fp16", 0.5), ("bf16", 4.0)])

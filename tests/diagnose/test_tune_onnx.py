@@ -104,7 +104,7 @@ def test_estimates_are_what_a_run_with_one_node_low_shows():
 
 
 def test_refusals():
-    with pytest.raises(OnnxError, match=r"in FP32 the output y is not finite: node 'big' \(MatMul\) is the first"):
+    with pytest.raises(OnnxError, match=r"in FP32 the output y is not finite; .*amp.find_nonfinite names the node"):
         amp.tune(scaled(), [{"x": X * 3e38}])
     low = amp.convert_onnx(scaled(), dtype="fp16").model
     with pytest.raises(OnnxError, match=r"it has 16-bit parts already.*tune the FP32 model"):

@@ -164,16 +164,6 @@ def test_the_keyboard_unfolds(browser, pages):
     assert browser.run("return document.activeElement.dataset.module") == "model.layers.0"
 
 
-def test_a_row_takes_the_keyboard_as_the_mouse(browser, pages):
-    browser.open(pages["one"])
-    browser.run(
-        "const row = document.querySelectorAll('#list-nodes tbody tr')[4]; row.focus();"
-        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
-    )
-    assert text(browser, "#details h3") == "softmax_4"
-    assert count(browser, '.box.chosen[data-node="softmax_4"]') == 1
-
-
 def test_a_product_in_fp8_says_so_and_is_found(browser, pages):
     browser.open(pages["fp8"], "#q=fp8")
     assert names(browser) == ["linear", "linear_1"]
@@ -206,19 +196,19 @@ def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     assert count(browser, ".out") == 0
 
 
-def test_filters_by_precision_op_module_and_rule(browser, pages):
+def test_filters_by_precision_and_words_of_op_module_and_rule(browser, pages):
     browser.open(pages["one"])
     click(browser, '#precisions [value="low"]')
     assert text(browser, "#found") == f"{5 * LAYERS} of {ALL} nodes"
-    type_in(browser, "#by-op", "aten.add")
-    assert len(names(browser)) == 2 * LAYERS
-    type_in(browser, "#by-module", "model.layers.1")
+    type_in(browser, "#search", "aten.add layers.1")
     assert names(browser) == ["add_20", "add_25"]
     click(browser, '#precisions [value="low"]')
-    type_in(browser, "#by-op", "")
-    type_in(browser, "#by-rule", "mine.yaml:3")
+    click(browser, "#list-rules tbody tr")
+    rule = browser.run("return document.getElementById('search').value")
+    assert rule.startswith("default.yaml:") and len(names(browser)) > LAYERS
+    type_in(browser, "#search", "mine.yaml:3 layers.1")
     assert names(browser) == ["layer_norm_13", "layer_norm_21"]
-    assert browser.run("return location.hash") == "#module=model.layers.1&rule=mine.yaml%3A3"
+    assert browser.run("return location.hash") == "#q=mine.yaml%3A3+layers.1"
 
 
 def test_columns_sort_both_ways(browser, pages):
@@ -463,16 +453,18 @@ def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
 def test_on_a_phone_the_graph_is_within_the_first_screen(browser, pages, name):
     browser.open(pages[name], width=390, height=844)
     assert browser.run("return document.querySelector('.pane').getBoundingClientRect().top") < 844 * 0.6
-    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
+    shown = "return document.getElementById('precisions').getClientRects().length"
+    assert not browser.run(shown)
     click(browser, "#more")
-    type_in(browser, "#by-op", browser.run("return document.getElementById('by-op').options[1].value"))
+    assert browser.run(shown)
+    click(browser, '#precisions [value="low"]')
     assert " of " in text(browser, "#found")
     click(browser, "#more")
-    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
+    assert not browser.run(shown)
     style = "const style = getComputedStyle(document.querySelector('th button')); return style.borderTopStyle"
     assert browser.run(style) == "solid"
     browser.open(pages[name])
-    assert browser.run("return document.getElementById('by-op').getClientRects().length")
+    assert browser.run(shown)
     assert not browser.run("return document.getElementById('more').getClientRects().length")
 
 
@@ -528,15 +520,6 @@ def test_names_of_any_length_have_room(browser, width, tmp_path):
     assert all(one <= pane for one, pane in zip(browser.run(frames), browser.run(panes), strict=True))
 
 
-def test_light_and_dark(browser, pages):
-    ground = "return getComputedStyle(document.body).backgroundColor"
-    browser.open(pages["one"])
-    light = browser.run(ground)
-    browser.open(pages["one"], scheme="dark")
-    assert browser.run(ground) != light
-
-
-# Of the drawing that is shown: texts that reach out of their boxes, or lie on one another.
 MISPLACED = """
 const found = [], frame = (shape) => shape.getBoundingClientRect();
 for (const box of document.querySelectorAll(arguments[0])) {

@@ -106,7 +106,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("act", BROKEN.values(), ids=BROKEN)
 def test_what_breaks_a_page_makes_one(browser, pages, act):
-    look = Look("one", 1400, "light")
+    width = 390 if "#tools" in act else 1400  # where the filters are a large part of what is seen
+    look = Look("one", width, "light")
     assert difference(shown(browser, pages["one"], look, act), look) > MOST
 
 

@@ -76,12 +76,6 @@ def test_a_picture_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
 
 
-def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
-    records = [*run(3), StepRecord(4, 0.0, math.inf, 8.0, 1, math.nan, "fp16", 0.0, 0.0, 1.0)]
-    draw_runs({"a": records}, tmp_path / "run.png")
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_point_between_gaps_is_drawn(tmp_path: Path) -> None:
     """A line leads to none of them: only a marker shows that they are there."""
     marks = []
@@ -144,13 +138,6 @@ def test_signs_of_formulas_are_letters(tmp_path: Path) -> None:
     named = [replace(one, aux={"$a_$": 1.0 * one.step, "$5 or $6": 2.0}) for one in run(3)]
     draw_runs({"$x^$": named, "$y$": run(2)}, tmp_path / "run.svg")
     assert {"$a_$", "$5 or $6", "$x^$", "$y$"} <= set(texts(tmp_path / "run.svg"))
-
-
-def test_a_folder_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for place in (".", "..", "/"):
-        done = CliRunner().invoke(app, ["plot", place])
-        assert isinstance(done.exception, amp.AmpError) and "Is a directory" in str(done.exception)
 
 
 def test_the_command_overwrites_no_run(tmp_path: Path) -> None:

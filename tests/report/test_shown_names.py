@@ -12,9 +12,8 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.report.names import for_people
 from amp_compiler.report.svg import plan_svg
-from amp_compiler.report.table import plan_text
 
-FORMS = {"text": str, "table": plan_text, "cell": lambda plan: plan._repr_html_(), "picture": plan_svg}
+FORMS = {"text": str, "cell": lambda plan: plan._repr_html_(), "picture": plan_svg}
 X = torch.ones(2, 8)
 
 

@@ -66,10 +66,6 @@ def test_every_node_stands_there_once_and_every_cast_with_its_bytes(tmp_path):
     assert rows[2][1].split()[2:] == ["fc", "+", "casts", "of", "weights,", "384", "B"]
 
 
-def test_the_same_picture_each_time():
-    assert plan_svg(plan_text(MIXED)) == plan_svg(plan_text(MIXED))
-
-
 def test_names_are_only_ever_text_and_letters_that_xml_has_not_are_replaced():
     plan = hostile_plan()
     plan = replace(plan, nodes=(replace(plan.nodes[0], name="a\x00b", precision=HOSTILE),), casts=())

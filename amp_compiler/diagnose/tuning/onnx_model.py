@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from amp_compiler.diagnose.tuning.deviation import Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
-from amp_compiler.diagnose.tuning.subject import SEED, Subject
+from amp_compiler.diagnose.tuning.subject import NOT_FINITE, SEED, Subject
 from amp_compiler.errors import BUG, AmpError, OnnxError, first_line
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DType, short_name
@@ -91,15 +91,7 @@ class OnnxSubject(Subject):
         expected = Expected(self._opened, self._batches)
         bad = expected.nonfinite()
         if bad:
-            ranges = calibrate(self._opened, self._batches)
-            makers = {name: node for node in self._opened.proto.graph.node for name in node.output}
-            first = next((name for name in ranges if math.isinf(ranges[name])), "")
-            maker = f"node '{makers[first].name or first}' ({makers[first].op_type})" if first in makers else "an input"
-            raise OnnxError(
-                f"in FP32 the output {bad[0]} is not finite: {maker} is the first that is not",
-                where=self._opened.name,
-                hint="no precision fixes that: the model or its batches have to (amp.find_nonfinite tells more)",
-            )
+            raise OnnxError(f"in FP32 the output {bad[0]} is not finite", where=self._opened.name, hint=NOT_FINITE)
         return expected
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:

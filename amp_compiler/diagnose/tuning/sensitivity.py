@@ -18,8 +18,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.fx.finiteness import Finiteness, is_forward
-
 _PROJECTIONS = 4
 _ADDS = ("add", "sub", "rsub", "sum", "mean")  # of aten
 _CANCELS = 16.0  # times as large as a sum is what it adds up where that cancels: it loses four bits
@@ -149,21 +147,16 @@ class ProfiledRun(fx.Interpreter):
         self._watched, self._low, self._estimates, self._backward = watched, low, estimates, backward
         self._devices = [device] if device.type == "cuda" else []
         self.places: list[_Place] = []
-        self.seen = Finiteness(is_forward)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, and a watched one again with everything rounded."""
         if n not in self._watched or n.op != "call_function":
-            value = super().run_node(n)
-            if n.op != "output":
-                self.seen.note(n, value)
-            return value
+            return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         with torch.no_grad(), torch.random.fork_rng(devices=self._devices):  # both draw the same random numbers
             rounded = pytree.tree_map(self._rounded, (args, kwargs))
             low = pytree.tree_map(self._rounded, self.call_function(n.target, *rounded))  # type: ignore[arg-type]
         value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
-        self.seen.note(n, value)
         if getattr(n.target, "__name__", "").partition(".")[0] in _ADDS and isinstance(value, Tensor):
             self._note_cancelling(self._of(self._watched[n]), args, value)
         if isinstance(value, (list, tuple)):

@@ -9,6 +9,7 @@ from amp_compiler.diagnose.tuning.sensitivity import Estimate
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.rules import OpTable, RuleSet
 
+NOT_FINITE = "no precision fixes that: the model or its batches have to; amp.find_nonfinite names the node"
 SEED = 0  # of the random numbers that a batch draws, in FP32 and in 16 bits
 
 

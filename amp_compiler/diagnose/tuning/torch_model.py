@@ -18,7 +18,7 @@ from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.losses import Arguments
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
-from amp_compiler.diagnose.tuning.subject import SEED, Subject
+from amp_compiler.diagnose.tuning.subject import NOT_FINITE, SEED, Subject
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, normalize, rewrite
 from amp_compiler.forward.settings import Settings, device_of
@@ -28,7 +28,7 @@ from amp_compiler.fx.capture.export import capture_module
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
-from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
+from amp_compiler.fx.graph import LOW_TYPES, copy_graph, torch_dtype
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.tracing import TENSORS, building
 from amp_compiler.ir.graph_text import format_graph
@@ -174,11 +174,11 @@ class TorchSubject(Subject):
             results = list(run.run(*inputs))
             named = self._named(form, results)
             if goal is None:
-                self._check(run, named)
+                _check(named)
                 run.spread_to([one for _, one in named])
                 return [(name, one.detach(), False) for name, one in named]
             loss = results[0]
-            self._check(run, [(LOSS, loss)])
+            _check([(LOSS, loss)])
             if not loss.requires_grad:
                 raise AmpError("the loss has no gradient", hint="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
@@ -188,21 +188,8 @@ class TorchSubject(Subject):
             for (name, _), one in zip(trained, gradients, strict=True)
             if one is not None
         ]
-        self._check(run, [(name, one) for name, one, _ in named_gradients])
+        _check([(name, one) for name, one, _ in named_gradients])
         return [(LOSS, loss.detach(), False), *named_gradients]
-
-    def _check(self, run: ProfiledRun, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Refuse a run in FP32 that is not finite."""
-        bad = [name for name, one in named if not bool(torch.isfinite(one.detach()).all())]
-        if not bad:
-            return
-        node = next((node for node in run.module.graph.nodes if run.seen.is_bad(node)), None)  # type: ignore[union-attr]
-        origin = "the backward makes it" if node is None else _described(node)
-        raise AmpError(
-            f"in FP32 {bad[0]} is not finite: {origin}",
-            where="" if node is None else user_source(node.meta.get("stack_trace")),
-            hint="no precision fixes that: the model or its batches have to (amp.find_nonfinite tells more)",
-        )
 
     # ---- 16 bits
 
@@ -330,10 +317,8 @@ def _backward(loss: Tensor, trained: Sequence[Tensor], goal: Goal) -> tuple[Sequ
         scale = max(scale / _FALL, 1.0)
 
 
-def _described(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return f"the batch, a parameter or a buffer ('{node.name}') holds an infinity or NaN"
-    module = module_of(node)[0]
-    return (
-        f"node '{node.name}' ({canonical_op(node.target)}{f' in {module}' if module else ''}) makes it of finite values"
-    )
+def _check(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse what is not finite in FP32."""
+    bad = next((name for name, one in named if not bool(torch.isfinite(one.detach()).all())), None)
+    if bad is not None:
+        raise AmpError(f"in FP32 {bad} is not finite", hint=NOT_FINITE)

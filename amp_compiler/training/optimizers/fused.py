@@ -334,7 +334,7 @@ def bind(
     bound: list[BoundGroup | TracedGroup] = []
     for optimizer in optimizers:
         if type(optimizer) not in KINDS:
-            bound += bind_traced(optimizer, masters, low_weights, stored)
+            bound += bind_traced(optimizer, masters, low_weights)
             continue
         kind = KINDS[type(optimizer)]
         for index, group in enumerate(optimizer.param_groups):

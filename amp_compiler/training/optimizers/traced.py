@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from amp_compiler.errors import AmpError, OptimizerError
 from amp_compiler.ops.layout import as_real, from_real
-from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.optimizers.state import send_numbers
 from amp_compiler.training.optimizers.traced_calls import StepCalls, compiling, selecting
@@ -102,9 +101,7 @@ class TracedGroup:
         return held
 
 
-def bind_traced(
-    optimizer: Optimizer, masters: Mapping[int, str], low_weights: Mapping[int, str], stored: Mapping[int, Any]
-) -> list[TracedGroup]:
+def bind_traced(optimizer: Optimizer, masters: Mapping[int, str], low_weights: Mapping[int, str]) -> list[TracedGroup]:
     """The parameters of an optimizer that have gradients, as one traced update.
 
     All groups stand in one trace, because an optimizer may compute something over all of its parameters.
@@ -113,13 +110,12 @@ def bind_traced(
         optimizer: checked by `check_traceable`.
         masters: placeholder name of each parameter that has a gradient, by `id`.
         low_weights: placeholder name of its 16-bit copy, by `id`, where it has one.
-        stored: the parameters without a master, by `id`.
 
     Returns:
         One group, or none where no parameter has a gradient.
 
     Raises:
-        AmpError: the optimizer cannot be traced, or a parameter has no FP32 master.
+        AmpError: the optimizer cannot be traced.
         OptimizerError: the state cannot be made before the first step.
     """
     check_traceable(optimizer)
@@ -127,11 +123,6 @@ def bind_traced(
     parameters = [parameter for _, parameter in places]
     if not parameters:
         return []
-    if any(id(parameter) in stored for parameter in parameters):
-        raise AmpError(
-            f"{type(optimizer).__name__} needs FP32 masters, and the rules keep the weights in 16 bits",
-            hint=f"write `weights: {{master: fp32}}` in the rules, or use {FUSED_NAMES}",
-        )
     initialise(optimizer, parameters)
     states = tuple(
         StateTensor(key, number, tuple(as_real(value).shape), as_real(value).stride(), as_real(value).dtype)

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor
 
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
-from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
@@ -30,7 +29,6 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
-from amp_compiler.training.subgraphs.weights import LowReads
 from amp_compiler.training.weights import is_stored_low, widened
 
 Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
@@ -60,18 +58,12 @@ class SubgraphStep:
         for one in with_causes(cause):
             one.__traceback__ = None  # its frames hold the first batch and its gradients
         self._settings, self._device = settings, device_of(model.parameters())
-        storage = state.kept.weights.storage
-        low = torch_dtype(settings.low(self._device))
-        self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
         self.subgraphs = self._new_subgraphs() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
 
     def _new_subgraphs(self) -> Subgraphs:
-        return Subgraphs(self.model, self._settings, name_of(self.model), self._around, root=ROOT)
-
-    def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        return run if self._low_reads is None else self._low_reads.around(graph_module, run)
+        return Subgraphs(self.model, self._settings, name_of(self.model), root=ROOT)
 
     def prepare(
         self, leaves: Sequence[Any], spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
@@ -132,7 +124,9 @@ class SubgraphStep:
         else:
             how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         where = f" ({cause.where})" if cause.where else ""
-        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
+        low = self.state.kept.weights.storage.low
+        kept = ", with FP32 weights, as master: low is for one graph" if low else ""
+        return f"forward and backward {how}, the update as one graph{kept}, because: {cause.what}{where}"
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
@@ -142,11 +136,7 @@ class SubgraphStep:
         """
         drawn = random_state(self._device)
         try:
-            computed = self._run(batch, optimizers)
-            if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
-                set_random_state(self._device, drawn)
-                computed = self._run(batch, optimizers)
-            return computed
+            return self._run(batch, optimizers)
         except Exception as error:  # the model's own code may raise anything
             if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
                 raise self.cause from error
