@@ -196,19 +196,19 @@ def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     assert count(browser, ".out") == 0
 
 
-def test_filters_by_precision_and_words_of_op_module_and_rule(browser, pages):
+def test_filters_by_precision_op_module_and_rule(browser, pages):
     browser.open(pages["one"])
     click(browser, '#precisions [value="low"]')
     assert text(browser, "#found") == f"{5 * LAYERS} of {ALL} nodes"
-    type_in(browser, "#search", "aten.add layers.1")
+    type_in(browser, "#by-op", "aten.add")
+    assert len(names(browser)) == 2 * LAYERS
+    type_in(browser, "#by-module", "model.layers.1")
     assert names(browser) == ["add_20", "add_25"]
     click(browser, '#precisions [value="low"]')
-    click(browser, "#list-rules tbody tr")
-    rule = browser.run("return document.getElementById('search').value")
-    assert rule.startswith("default.yaml:") and len(names(browser)) > LAYERS
-    type_in(browser, "#search", "mine.yaml:3 layers.1")
+    type_in(browser, "#by-op", "")
+    type_in(browser, "#by-rule", "mine.yaml:3")
     assert names(browser) == ["layer_norm_13", "layer_norm_21"]
-    assert browser.run("return location.hash") == "#q=mine.yaml%3A3+layers.1"
+    assert browser.run("return location.hash") == "#module=model.layers.1&rule=mine.yaml%3A3"
 
 
 def test_columns_sort_both_ways(browser, pages):
@@ -453,18 +453,16 @@ def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
 def test_on_a_phone_the_graph_is_within_the_first_screen(browser, pages, name):
     browser.open(pages[name], width=390, height=844)
     assert browser.run("return document.querySelector('.pane').getBoundingClientRect().top") < 844 * 0.6
-    shown = "return document.getElementById('precisions').getClientRects().length"
-    assert not browser.run(shown)
+    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
     click(browser, "#more")
-    assert browser.run(shown)
-    click(browser, '#precisions [value="low"]')
+    type_in(browser, "#by-op", browser.run("return document.getElementById('by-op').options[1].value"))
     assert " of " in text(browser, "#found")
     click(browser, "#more")
-    assert not browser.run(shown)
+    assert not browser.run("return document.getElementById('by-op').getClientRects().length")
     style = "const style = getComputedStyle(document.querySelector('th button')); return style.borderTopStyle"
     assert browser.run(style) == "solid"
     browser.open(pages[name])
-    assert browser.run(shown)
+    assert browser.run("return document.getElementById('by-op').getClientRects().length")
     assert not browser.run("return document.getElementById('more').getClientRects().length")
 
 

@@ -106,8 +106,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("act", BROKEN.values(), ids=BROKEN)
 def test_what_breaks_a_page_makes_one(browser, pages, act):
-    width = 390 if "#tools" in act else 1400  # where the filters are a large part of what is seen
-    look = Look("one", width, "light")
+    look = Look("one", 1400, "light")
     assert difference(shown(browser, pages["one"], look, act), look) > MOST
 
 

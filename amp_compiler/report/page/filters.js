@@ -1,5 +1,7 @@
 // What is searched for, and its place in the address, so that a link shows the same.
 
+const FIELDS = ["op", "module", "rule", "phase", "change"];
+
 class Filters {
   constructor(onChange) {
     this.onChange = onChange;
@@ -14,8 +16,9 @@ class Filters {
         this.set({ off });
       });
     }
-    this.changes = document.getElementById("by-change"); // of two plans
-    this.changes?.addEventListener("change", () => this.set({ change: this.changes.value }));
+    this.selects = new Map(FIELDS.map((name) => [name, document.getElementById(`by-${name}`)]));
+    for (const [name, select] of this.selects)
+      select?.addEventListener("change", () => this.set({ [name]: select.value }));
     const more = document.getElementById("more"); // shows the filters where there is little room
     more.addEventListener("click", () =>
       more.setAttribute("aria-expanded", String(more.getAttribute("aria-expanded") !== "true")),
@@ -27,11 +30,11 @@ class Filters {
   }
 
   reset() {
-    Object.assign(this, { q: "", off: new Set(), change: "" });
+    Object.assign(this, { q: "", off: new Set(), op: "", module: "", rule: "", phase: "", change: "" });
   }
 
   get active() {
-    return Boolean(this.q.trim() || this.off.size || this.change);
+    return Boolean(this.q.trim() || this.off.size || FIELDS.some((name) => this[name]));
   }
 
   set(values) {
@@ -43,20 +46,49 @@ class Filters {
   show() {
     if (this.search.value !== this.q) this.search.value = this.q;
     for (const button of this.buttons) button.setAttribute("aria-pressed", String(!this.off.has(button.value)));
-    if (this.changes) this.changes.value = this.change;
+    for (const [name, select] of this.selects) if (select) select.value = this[name];
     document.getElementById("clear").hidden = !this.active;
   }
 
-  /** Fill the list of differences with what is in a graph. */
+  /** Fill the lists with what is in a graph. */
   offer(graph) {
-    if (!this.changes) return;
-    const counts = new Map([["any", graph.nodes.filter(differs).length]]);
-    for (const { change } of graph.nodes) if (change) counts.set(change, (counts.get(change) ?? 0) + 1);
-    const offers = [...counts].filter(([, count]) => count);
-    const options = offers.map(([name, count]) => make("option", { value: name }, `${CHANGES[name]} (${count})`));
-    this.changes.replaceChildren(make("option", { value: "" }, "all"), ...options);
-    this.changes.closest("label").hidden = !options.length;
-    if (!offers.some(([name]) => name === this.change)) this.change = "";
+    const counted = (texts) => {
+      const counts = new Map();
+      for (const text of texts) if (text) counts.set(text, (counts.get(text) ?? 0) + 1);
+      return counts;
+    };
+    const nodes = graph.nodes.map(anySide);
+    const modules = nodes.flatMap(({ module }) =>
+      module.split(".").map((_, at, parts) => parts.slice(0, at + 1).join(".")),
+    );
+    const offers = {
+      op: [...counted(nodes.map((node) => node.op))].sort((one, other) => other[1] - one[1]),
+      module: [...counted(modules)],
+      rule: [
+        ...counted(graph.nodes.flatMap((entry) => [...new Set(entry.sides.filter(Boolean).map((node) => node.rule))])),
+      ].sort((one, other) => other[1] - one[1]),
+      phase: [...counted(nodes.map((node) => node.phase))],
+      change: [
+        ["any", graph.nodes.filter(differs).length],
+        ...counted(graph.nodes.map((entry) => entry.change)),
+      ].filter(([, count]) => count),
+    };
+    for (const [name, select] of this.selects) {
+      if (!select) continue;
+      const all = make("option", { value: "" }, "all");
+      const options = offers[name]
+        .slice(0, 2000)
+        .map(([text, count]) =>
+          make(
+            "option",
+            { value: text },
+            `${name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text} (${count})`,
+          ),
+        );
+      select.replaceChildren(all, ...options);
+      select.closest("label").hidden = !options.length;
+      if (!offers[name].some(([text]) => text === this[name])) this[name] = "";
+    }
     this.show();
   }
 
@@ -66,8 +98,29 @@ class Filters {
     return graph.nodes.filter((entry) => {
       if (this.change && (this.change === "any" ? !differs(entry) : entry.change !== this.change)) return false;
       return entry.sides.some((node) => {
-        if (!node || this.off.has(node.precision)) return false;
-        node.text ??= [...SEARCHED.map((name) => node[name]), typesOf(node)].join("\n").toLowerCase();
+        if (
+          !node ||
+          this.off.has(node.precision) ||
+          (this.op && node.op !== this.op) ||
+          (this.rule && node.rule !== this.rule)
+        )
+          return false;
+        if (this.phase && node.phase !== this.phase) return false;
+        if (this.module && node.module !== this.module && !node.module.startsWith(`${this.module}.`)) return false;
+        node.text ??= [
+          node.name,
+          node.op,
+          node.family,
+          node.module,
+          node.rule,
+          node.reason,
+          node.source,
+          node.requested,
+          node.math,
+          typesOf(node),
+        ]
+          .join("\n")
+          .toLowerCase();
         return words.every((word) => node.text.includes(word));
       });
     });
@@ -75,17 +128,16 @@ class Filters {
 
   read(values) {
     this.reset();
-    for (const name of ["q", "change"]) this[name] = values.get(name) ?? "";
+    for (const name of ["q", ...FIELDS]) this[name] = values.get(name) ?? "";
     this.off = new Set((values.get("without") ?? "").split(",").filter((name) => PRECISIONS.includes(name)));
   }
 
   write(values) {
-    for (const name of ["q", "change"]) if (this[name].trim()) values.set(name, this[name]);
+    for (const name of ["q", ...FIELDS]) if (this[name].trim()) values.set(name, this[name]);
     if (this.off.size) values.set("without", [...this.off].join(","));
   }
 }
 
-const SEARCHED = ["name", "op", "family", "module", "phase", "rule", "reason", "source", "requested", "math"];
 const CHANGES = {
   any: "any difference",
   precision: "other precision",

@@ -139,7 +139,7 @@ class Page {
     const casts = new Table(at("list-casts"), castColumns(graph), null, (row) => row.only);
     casts.by(casts.columns[3]); // the largest first
     casts.show(castRows(graph));
-    const byRule = (row) => this.filters.set({ q: shortPlace(row.rule) });
+    const byRule = (row) => this.filters.set({ rule: row.rule });
     const rules = new Table(at("list-rules"), ruleColumns(graph), byRule, ({ counts }) => counts[0] !== counts[1]);
     rules.show(ruleRows(graph));
     this.tables = [this.nodeTable, casts, rules];
