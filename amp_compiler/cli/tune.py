@@ -33,6 +33,9 @@ def tune(
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
     ] = None,
     budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
+    max_runs: Annotated[
+        int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
+    ] = None,
     loss: Annotated[
         str,
         typer.Option(
@@ -66,6 +69,7 @@ def tune(
         subject = loss_step(subject, make_settings(rules, dtype, "eager"), loss_fn, "rules", by_name=False)
     result = api.tune(
         subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, budget=budget,
+        max_runs=max_runs,
     )  # fmt: skip
     typer.echo(result.to_json() if json_ else str(result), nl=not json_)
     if result.stopped:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_compiler.diagnose.losses import LossFunction, arguments, check_given, loss_step, positional
+from amp_compiler.diagnose.losses import LossFunction, arguments, check_given, loss_step, own_loss, positional
 from amp_compiler.diagnose.model_trials import ModelTrials, Tried
 from amp_compiler.diagnose.subgraph_trials import StepSubgraphTrials, SubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
@@ -31,6 +31,7 @@ def find_nonfinite(
     *,
     rules: Any = "default",
     dtype: DTypeArgument = "auto",
+    backward: bool = False,
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
 ) -> NonfiniteReport:
@@ -46,8 +47,10 @@ def find_nonfinite(
             name, for a model.
         rules: of a module that is not compiled yet, and of an ONNX model.
         dtype: as for `amp.compile`, for the same; `auto` is FP16 for an ONNX model.
-        loss_fn: of a module that a training loop of your own trains: `loss_fn(model, *batch)`, as for
-            `amp.training_step`; loss and backward run then, as those of a step under the same rules.
+        backward: of a module, run the backward too, for a training loop of your own. It starts from what the module
+            returns, or its `loss`.
+        loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`; loss and backward run then, as
+            those of a step under the same rules.
         loss_scale: what that loss is multiplied by: `scaler.get_scale()`. A step has its own.
 
     Returns:
@@ -73,7 +76,7 @@ def find_nonfinite(
             why: "not finite: given fp32 1.2e+05 to 1.2e+05, made fp16 2 infinite"
     """
     dtype = low_name(dtype)
-    check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
+    check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default", backward=backward)
     if isinstance(subject, TrainingStep):
         return _of_step(subject, positional(batch))
     if isinstance(subject, nn.Module):
@@ -82,8 +85,8 @@ def find_nonfinite(
         else:
             model, settings = subject, make_settings(rules, dtype, EAGER)
         args, named = arguments(batch)
-        if loss_fn is not None:
-            step = loss_step(twin(model), settings, loss_fn, loss_scale, by_name=bool(named))
+        if backward or loss_fn is not None:
+            step = loss_step(twin(model), settings, loss_fn or own_loss, loss_scale, by_name=bool(named))
             return _of_step(step, (named,) if named else args)
         tried = Tried(model, args, named, settings)
         try:
@@ -98,7 +101,7 @@ def find_nonfinite(
             f"nothing can be found in a {type(subject).__name__}",
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
-    if loss_fn is not None:
+    if backward or loss_fn is not None:
         raise AmpError("an ONNX model has no backward", hint="train it with amp.training_step, and pass the step")
     if not isinstance(batch, Mapping):
         raise AmpError(f"the batch of an ONNX model is a {type(batch).__name__}", hint="pass a dict: {input: array}")

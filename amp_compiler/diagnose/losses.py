@@ -18,6 +18,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, Settings, device_of
+from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.ir.dtypes import DType, low_type, short_name
 from amp_compiler.training.setup import RUN, set_up
 from amp_compiler.training.step import TrainingStep
@@ -68,7 +69,9 @@ def _tensor(one: Any) -> Any:
         raise AmpError(f"an array of {one.dtype} is no tensor", hint="pass arrays of numbers") from cause
 
 
-def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool) -> None:
+def check_given(
+    subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool, backward: bool = False
+) -> None:
     """Refuse options that would be passed over without a word.
 
     Args:
@@ -77,6 +80,7 @@ def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rule
         loss_scale: what it is multiplied by.
         dtype: the type that was given; `auto` for none. What has a type already may be given the same.
         rules: whether rules were given that only a subject without rules of its own takes.
+        backward: whether the model itself gives the loss.
 
     Raises:
         AmpError: a step is given a loss, or `subject` something that it has itself; `loss_scale` is no scale, or there
@@ -89,7 +93,7 @@ def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rule
     if isinstance(subject, (TrainingStep, CompiledModule)):
         low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
         refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
-    if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None:
+    if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")
     kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
     for name in (name for name, is_given in refused.items() if is_given):
@@ -127,3 +131,12 @@ def loss_step(
         passes=[settings.pipelines[one.name] for one in RUN if one.name in settings.pipelines],
     )  # fmt: skip
     return TrainingStep(setup)
+
+
+def own_loss(model: nn.Module, *args: Any, **named: Any) -> Any:
+    """What a model returns where that is the loss, or has it as `loss`."""
+    output = model(*args, **named)
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise_at_once("there is no loss to begin the backward from", "pass loss_fn=, which returns one number")
+    return loss

@@ -440,6 +440,18 @@ def test_the_backward_of_a_loop_of_the_users_own(tmp_path):
     assert all(bool(torch.isfinite(one.grad).all()) for one in model.parameters())
 
 
+def test_a_backward_needs_a_loss():
+    with pytest.raises(AmpError, match=r"no loss to begin the backward from.*pass loss_fn="):
+        amp.find_nonfinite(linear(4, 2), X, dtype="fp16", backward=True)
+    loss = nn.Sequential(linear(4, 2), Mean())
+    assert not amp.find_nonfinite(loss, X, dtype="fp16", backward=True)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return F.relu(x).mean()
+
+
 def test_other_things_are_refused():
     with pytest.raises(AmpError, match="nothing can be found in a int"):
         amp.find_nonfinite(3, X)

@@ -173,4 +173,4 @@ def test_wrong_batches_are_refused():
     with pytest.raises(OnnxError, match="the input 'x' is missing"):
         amp.find_nonfinite(channel(), {})
     with pytest.raises(AmpError, match="an ONNX model has no backward"):
-        amp.find_nonfinite(channel(), {"x": X}, loss_fn=print)
+        amp.find_nonfinite(channel(), {"x": X}, backward=True)

@@ -23,6 +23,7 @@ def tune(
     tolerance: float | None = None,
     output: str | Path | None = None,
     budget: float | None = None,
+    max_runs: int | None = None,
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
 ) -> TuneResult:
@@ -49,6 +50,7 @@ def tune(
         output: where the rule file is written, atomically. Beside it stands `<output>.journal` until all is done, from
             which a run that was killed, or stopped by a budget, goes on.
         budget: seconds after which the search stops, with nodes that meet the tolerance.
+        max_runs: runs of the model after which it does; 5 at least.
         loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`; the rules are for what it computes
             too.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
@@ -74,7 +76,7 @@ def tune(
         (['0', '1'], True)
     """
     path = Path(output) if isinstance(output, str) else output
-    options = TuneOptions(rules, low_name(dtype), tolerance, path, budget)
+    options = TuneOptions(rules, low_name(dtype), tolerance, path, budget, max_runs)
     options.check()
     tuned, rule_set = subject_of(subject, batches, options, loss_fn, loss_scale)
     return Tuning(tuned, rule_set, options).run()

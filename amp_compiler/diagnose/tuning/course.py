@@ -122,7 +122,7 @@ class Tuning:
     def _searched(
         self, order: list[str], estimates: Mapping[str, Estimate], measure: Callable[[frozenset[str]], float]
     ) -> Found:
-        spent, budget = self.subject.runs + _WRITTEN, self.options.budget
+        spent, budget, most = self.subject.runs + _WRITTEN, self.options.budget, self.options.max_runs
         try:
             return find_kept(
                 order,
@@ -130,6 +130,7 @@ class Tuning:
                 self.tolerance,
                 first=likely_prefix(estimates, order, self.tolerance),
                 allowance=self.limit - spent,
+                most=None if most is None else max(most - spent, 2),
                 expired=lambda: budget is not None and time.monotonic() - self.begun > budget,
             )
         except OutOfReachError as out:

@@ -33,6 +33,8 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.step import TrainingStep
 
+LEAST_RUNS = 5  # in FP32, of a file twice; with nothing kept and with all; and of the rules as a file
+
 
 @dataclass(frozen=True)
 class TuneOptions:
@@ -44,6 +46,7 @@ class TuneOptions:
         tolerance: the largest error; `None` for that of the type.
         output: the file to write.
         budget: in seconds.
+        max_runs: runs of the model.
     """
 
     rules: Any
@@ -51,6 +54,7 @@ class TuneOptions:
     tolerance: float | None
     output: Path | None
     budget: float | None
+    max_runs: int | None
 
     def check(self) -> None:
         """Refuse what cannot be.
@@ -62,6 +66,11 @@ class TuneOptions:
             raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
         if self.budget is not None and not _is_above_zero(self.budget):
             raise AmpError(f"budget={self.budget!r} is no time", hint="pass seconds, or leave it out")
+        if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < LEAST_RUNS):
+            raise AmpError(
+                f"max_runs={self.max_runs!r} is too few runs",
+                hint=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
+            )
         if self.output is not None:
             if not isinstance(self.output, Path):
                 raise AmpError(f"output={self.output!r} is no path", hint="pass the name of the rule file to write")

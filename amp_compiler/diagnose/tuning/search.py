@@ -63,6 +63,7 @@ def find_kept(
     *,
     first: int = 1,
     allowance: int | None = None,
+    most: int | None = None,
     expired: Callable[[], bool] = lambda: False,
 ) -> Found:
     """Find a small set of nodes which, kept in FP32, bring the error under the tolerance.
@@ -81,6 +82,7 @@ def find_kept(
         tolerance: the largest error that is allowed.
         first: the length of the prefix to begin with.
         allowance: measurements beside one for each kept node; `run_limit` by default.
+        most: measurements in all; no limit by default.
         expired: whether the time is up.
 
     Raises:
@@ -92,7 +94,7 @@ def find_kept(
         (('a', 'c'), {'c': 1.0, 'a': 1.0})
     """
     spare = run_limit(len(order)) if allowance is None else allowance
-    return _Search(order, measure, tolerance, spare, expired).run(first)
+    return _Search(order, measure, tolerance, spare, math.inf if most is None else most, expired).run(first)
 
 
 class _Search:
@@ -102,10 +104,11 @@ class _Search:
         measure: Measure,
         tolerance: float,
         allowance: int,
+        most: float,
         expired: Callable[[], bool],
     ) -> None:
         self.order, self._measure, self.tolerance = list(order), measure, tolerance
-        self.allowance, self.expired = allowance, expired
+        self.allowance, self.most, self.expired = allowance, most, expired
         self.runs = 0
         self.needed: dict[str, float] = {}
         self.kept: frozenset[str] | None = None  # the last that met the tolerance
@@ -136,6 +139,8 @@ class _Search:
             return False
         if self.expired():
             self.stopped = "the time was up"
+        elif self.runs + 1 + reserve > self.most:
+            self.stopped = "the runs that were allowed are used up"
         elif self.runs - len(self.needed) + 1 + reserve > self.allowance:
             self.stopped = f"{self.allowance} runs and one for each kept node are used up"
         return not self.stopped
