@@ -39,6 +39,7 @@ from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
+from amp_compiler.training.reporting.events import Events, Places
 from amp_compiler.training.weights import check_parameters
 
 PARALLEL = (
@@ -46,7 +47,7 @@ PARALLEL = (
     " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
     " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
 )
-_SCALE = ("scale", "scale", 0)
+_SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,13 @@ class StepState:
     Args:
         kept: tensors that live from step to step.
         graphs: what their CUDA graphs share.
+        events: takes note of the steps that are skipped.
         memory: where a CPU keeps intermediate values.
     """
 
     kept: KeptTensors
     graphs: GraphSettings
+    events: Events
     memory: ArenaMemory = field(default_factory=ArenaMemory)
 
 
@@ -241,6 +244,9 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     gives_scale = options.scale.constant is None and _SCALE in keys
     if gives_scale:
         compiled = _with_first(compiled, keys.index(_SCALE))
+    if options.scale.checks_finite and options.gather != "add":
+        scale = -1 if options.scale.constant is None else float(options.scale.constant)
+        compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
     notes = _notes_on_ranks(step, weights, options, results + 3)
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     return StepProgram(

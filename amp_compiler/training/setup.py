@@ -39,6 +39,7 @@ from amp_compiler.training.build import PARALLEL, StepState
 from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
+from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
 from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
 from amp_compiler.training.weights import WeightState, check_parameters, weight_storage
@@ -177,7 +178,7 @@ def set_up(
         enabled=enabled,
         device=device,
         low=low,
-        state=StepState(kept, graphs),
+        state=StepState(kept, graphs, Events(device)),
         group=process_group,
         coordinator=coordinator,
         reduction=reduction,

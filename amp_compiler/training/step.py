@@ -30,7 +30,7 @@ from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
-from amp_compiler.training.reporting.log import StepLog
+from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup, set_up
@@ -407,4 +407,6 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._state.kept.weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._state.kept.amaxes.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
+        if STEPS_KEY in state.get(OWN_KEY, {}):
+            self._state.events.go_on_from(self._log.steps)
         self._watch.forget()

@@ -244,7 +244,7 @@ def _ours(place: Place, scale: str, clip: float | None, accumulate: int, split: 
             "scale": float(step.loss_scale), "bad": sorted(report), "updated": not gathers,
         })  # fmt: skip
     log = [json.loads(line) for line in path.read_text().splitlines()] if place.rank == 0 else []
-    return {"read": found, "log": log}
+    return {"read": found, "log": log, "events": step.nonfinite_events()}
 
 
 def _theirs(place: Place, scale: str, clip: float | None, accumulate: int, split: bool) -> list[dict[str, Any]]:

@@ -148,6 +148,7 @@ def an_overflow(place: Place) -> dict[str, Any]:
         found["scales"].append(float(step.loss_scale))
         if number == 2:
             found["report"] = step.nonfinite_report(cure=False)
+    found["events"] = [(one.step, one.parameters) for one in step.nonfinite_events()]
     return found
 
 

@@ -80,7 +80,10 @@ def test_readings_are_those_of_ddp(two, case):
     (first, _), (second, _) = ranks
     updates = [one for one in first["read"] if one["updated"]]
     assert [one["skipped"] for one in updates] == ([0, 1, 1] if case[0].startswith("fp16") else [0, 0, 0])
-    assert second["log"] == []
+    assert second["log"] == [] and first["events"] == second["events"]
+    assert [(event.step, sorted(event.parameters)) for event in first["events"]] == [
+        (number, one["bad"]) for number, one in enumerate(updates, 1) if one["bad"]
+    ]
     assert [one["step"] for one in first["log"]] == [1, 2, 3]
     for record, one in zip(first["log"], updates, strict=True):
         assert record["skipped_steps"] == one["skipped"]

@@ -56,6 +56,7 @@ def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(two):
     assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
     for one in (first, second):
         assert one["report"].parameters == ("weight",)
+        assert one["events"] == [(3, ("weight",)), (5, ("weight",))]
 
 
 def test_bytes_are_those_of_the_formula(two):

@@ -81,6 +81,7 @@ def test_without_a_check_nothing_but_the_update_reads_the_gradients(backend):
         step(X)
         read = {"amp_compiler.sgd_update.default"}
         assert readers(step) == (read if rules is section else read | {"amp_compiler.grad_check.default"})
+        assert step.nonfinite_events() == ()
         seen.append((float(step.grad_norm), model.weight.detach().clone()))
     (unchecked, mine), (checked, other) = seen
     assert unchecked == pytest.approx(checked, rel=1e-6) and torch.equal(mine, other)

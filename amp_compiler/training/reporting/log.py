@@ -28,7 +28,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 _PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")  # the most that a process has held in memory
-_STEPS_KEY = "steps"  # of what a step's state_dict holds of its own
+STEPS_KEY = "steps"  # of what a step's state_dict holds of its own
 _HINT = "pass a list of them, such as callbacks=[amp.callbacks.JSONLines('run.jsonl', every=10)]"
 
 
@@ -158,7 +158,7 @@ class StepLog:
 
     def state_dict(self) -> dict[str, int]:
         """The number of steps, so that a run that is resumed goes on from it; nothing without callbacks."""
-        return {_STEPS_KEY: self.steps} if self._callbacks else {}
+        return {STEPS_KEY: self.steps} if self._callbacks else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the number of steps of `state_dict`; one without it changes nothing.
@@ -166,7 +166,7 @@ class StepLog:
         Raises:
             AmpError: it is no number.
         """
-        steps = state.get(_STEPS_KEY, self.steps)
+        steps = state.get(STEPS_KEY, self.steps)
         if type(steps) is not int or steps < 0:
             raise AmpError(f"the saved number of steps is {steps!r}", hint="save it with step.state_dict()")
         self.steps, self._losses = steps, []

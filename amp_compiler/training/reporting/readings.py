@@ -20,6 +20,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.training.build import StepState
 from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.inspection import StepInspection
 from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
@@ -217,6 +218,13 @@ class StepReadings(StepInspection):
         if bool(output.loss.isfinite()):
             return report
         return replace(report, results=(LOSS,), cure=report.cure if report.parameters else _TRAINED)
+
+    def nonfinite_events(self) -> tuple[NonfiniteEvent, ...]:
+        """The last 16 steps that were skipped, the oldest first: number of the update, loss scale and parameters.
+
+        They are kept on the device; only this reads them.
+        """
+        return self._state.events.read()
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.

@@ -1,0 +1,163 @@
+"""The last steps whose gradients were not finite: kept where the step runs, read when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 16
+_ROWS = MOST + 1
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class NonfiniteEvent:
+    """A step that was skipped.
+
+    Args:
+        step: the number of the update, from 1 on, those that were skipped counted.
+        scale: the loss scale that it ran with.
+        parameters: qualified names of the parameters whose gradient was not finite.
+    """
+
+    step: int
+    scale: float
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the graph of a step has what is noted.
+
+    Args:
+        flags: which of its results are the flags, uint8 [number of parameters]: 1 where a gradient was not finite.
+        skipped: which of its inputs is the number of steps skipped by now, INT64 scalar.
+        scale: which of its results is the loss scale that it ran with, FP32 scalar; a number where that never changes.
+    """
+
+    flags: int
+    skipped: int
+    scale: int | float
+
+    def scale_of(self, results: Sequence[Any]) -> Tensor | float:
+        """The loss scale of a run."""
+        return results[self.scale] if isinstance(self.scale, int) else self.scale
+
+
+class Events:
+    """Keeps the last 16 of them, and never waits for the device.
+
+    Every step is written into the row whose number is that of the steps skipped before it. As long as none is, the next
+    step writes into the same row; one that is skipped moves the number, and its row stays. Where a look at the flags
+    waits for nothing, on a CPU, only skipped steps are written.
+
+    Args:
+        device: where the flags are.
+
+    Attributes:
+        looks: whether only skipped steps are written.
+
+    Example:
+        >>> events, skipped = Events(torch.device("cpu")), torch.tensor(0)
+        >>> def step(bad, skipped):
+        ...     skipped.add_(bad[0])
+        ...     return [bad]
+        >>> run = events.watched(step, ("weight",), Places(flags=0, skipped=1, scale=8.0))
+        >>> for bad in (0, 1, 0):
+        ...     _ = run(torch.tensor([bad], dtype=torch.uint8), skipped)
+        >>> events.read()
+        (NonfiniteEvent(step=2, scale=8.0, parameters=('weight',)),)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.looks = device.type == "cpu"
+        self._tables: dict[tuple[str, ...], _Table] = {}
+
+    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
+        """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
+
+        Args:
+            run: takes the placeholders' tensors; gives the results.
+            names: of the parameters whose flags it gives.
+            places: where it has what is noted.
+        """
+        table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
+
+        @wraps(run, assigned=(), updated=())
+        def noted(*inputs: Any) -> Sequence[Any]:
+            results = run(*inputs)
+            self._steps.add_(1)
+            flags = results[places.flags]
+            if not self.looks or bool(flags.any()):
+                table.put(self._steps, flags, places.scale_of(results), inputs[places.skipped])
+            return results
+
+        return noted
+
+    def go_on_from(self, steps: int) -> None:
+        """Count the updates from another number on, that of a checkpoint.
+
+        Args:
+            steps: how many there were before the next one.
+        """
+        self._steps.fill_(steps)
+
+    def read(self) -> tuple[NonfiniteEvent, ...]:
+        """Those that were kept, the oldest first; this waits for the device."""
+        events = [event for names, table in self._tables.items() for event in table.read(names)]
+        return tuple(sorted(events, key=lambda event: event.step)[-MOST:])
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Steps of one set of parameters, one row more than are kept: a step that was not skipped lies in one.
+
+    Args:
+        flags: uint8 [17, number of parameters].
+        steps: int64 [17].
+        scales: FP32 [17].
+    """
+
+    flags: Tensor
+    steps: Tensor
+    scales: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, parameters: int) -> _Table:
+        return cls(
+            torch.zeros(_ROWS, parameters, dtype=torch.uint8, device=device),
+            torch.zeros(_ROWS, dtype=torch.int64, device=device),
+            torch.zeros(_ROWS, dtype=torch.float32, device=device),
+        )
+
+    def put(self, step: Tensor, flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
+        """Write a step where it is kept if it was skipped.
+
+        Args:
+            step: its number, INT64 [1].
+            flags: as in `Places`.
+            scale: that it ran with.
+            skipped: how many were skipped, this one counted.
+        """
+        row = ((skipped - flags.max()) % _ROWS).reshape(1)
+        self.flags.index_copy_(0, row, flags.unsqueeze(0))
+        self.steps.index_copy_(0, row, step)
+        if isinstance(scale, Tensor):
+            self.scales.index_copy_(0, row, scale.reshape(1))
+        else:
+            self.scales.index_fill_(0, row, scale)
+
+    def read(self, names: tuple[str, ...]) -> list[NonfiniteEvent]:
+        rows = zip(self.steps.tolist(), self.scales.tolist(), self.flags.tolist(), strict=True)
+        return [NonfiniteEvent(step, scale, _named(names, flags)) for step, scale, flags in rows if any(flags)]
+
+
+def _named(names: Sequence[str], flags: Sequence[int]) -> tuple[str, ...]:
+    return tuple(name for name, flag in zip(names, flags, strict=True) if flag)
