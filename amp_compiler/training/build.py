@@ -293,7 +293,7 @@ def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept
     graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers, begun.held)
     low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
     if weights.storage.low:
-        inputs.store_low(graph, low, settings.rules.ops, weights.storage)
+        inputs.store_low(graph, low, settings.rules.ops)
     if options.reduction is not None and options.reduction.shards:
         inputs.split(graph, low, settings.rules.ops, weights, options.reduction.agree_on_parts)
     return inputs
@@ -339,7 +339,6 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "in_fp32": begun.in_fp32,
         "groups": Late(lambda _: weights.specs(kept.weights.parts)),
         "updated": Late(lambda _: weights.updated),
-        "skips_overflow": kept.weights.storage.skips,
         "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,

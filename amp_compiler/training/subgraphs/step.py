@@ -62,7 +62,7 @@ class SubgraphStep:
         self._settings, self._device = settings, device_of(model.parameters())
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
-        self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
+        self._low_reads = LowReads(low, settings.rules.ops) if storage.low else None
         self.subgraphs = self._new_subgraphs() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)

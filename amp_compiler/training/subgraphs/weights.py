@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.step.place_weights import is_read_low
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.training.weights import store_alone
@@ -24,11 +23,10 @@ class LowReads:
     Args:
         low: the low type.
         ops: the op table.
-        storage: how what is converted is stored.
     """
 
-    def __init__(self, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
-        self._low, self._ops, self._storage = low, ops, storage
+    def __init__(self, low: torch.dtype, ops: OpTable) -> None:
+        self._low, self._ops = low, ops
         self._found: dict[int, Tensor] = {}
         self._otherwise: set[int] = set()  # what is read in FP32 too, by `id`
 
@@ -62,9 +60,6 @@ class LowReads:
 
         Args:
             trained: the parameters that may be converted, by qualified name.
-
-        Raises:
-            AmpError: one holds numbers that the low type does not, and they are not to be clipped.
         """
         parameters = {
             name.partition(".")[2]: parameter
@@ -75,7 +70,7 @@ class LowReads:
             id(parameter) in self._otherwise and not torch.equal(parameter, parameter.to(self._low).float())
             for parameter in parameters.values()
         )
-        stale |= store_alone(parameters, self._low, self._storage)
+        stale |= store_alone(parameters, self._low)
         self._found.clear()
         return stale
 
