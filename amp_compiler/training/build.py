@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
+from amp_compiler.backends.cuda_graph import GraphedRun, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
@@ -25,7 +25,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
+from amp_compiler.ops.cpu.arena import ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
@@ -36,10 +36,10 @@ from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import bytes_of, traffic_of
 from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
-from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
-from amp_compiler.training.reporting.events import Events, Places
+from amp_compiler.training.reporting.events import Places
+from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import check_parameters
 
 PARALLEL = (
@@ -77,23 +77,6 @@ class StepOptions:
     reduction: Reduction | None = None
     gathered: frozenset[int] = frozenset()
     weighs: bool = False
-
-
-@dataclass(frozen=True)
-class StepState:
-    """What all programs of a training step share.
-
-    Args:
-        kept: tensors that live from step to step.
-        graphs: what their CUDA graphs share.
-        events: takes note of the steps that are skipped.
-        memory: where a CPU keeps intermediate values.
-    """
-
-    kept: KeptTensors
-    graphs: GraphSettings
-    events: Events
-    memory: ArenaMemory = field(default_factory=ArenaMemory)
 
 
 @without_full_collections()
@@ -229,11 +212,11 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     settings, stages, results = options.settings, begun.stages, begun.results
     pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
     step, weights = run_step_passes(model, begun, options, state, pipeline)
-    resolve = weights.resolvers(step, state.kept)
+    resolve = weights.resolvers(step, state)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
-    exact = begun.emulated or state.kept.weights.storage.rounding is Storage.KAHAN
+    exact = begun.emulated or state.storage.rounding is Storage.KAHAN
     compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
@@ -280,22 +263,22 @@ def run_step_passes(
     Returns:
         The graph, and what says where its inputs come from.
     """
-    storage = state.kept.weights.storage
-    inputs = converted_inputs(model, begun, options, state.kept)
+    storage = state.storage
+    inputs = converted_inputs(model, begun, options, state)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
-    pass_options = _step_options(weights, begun, options, state.kept)
+    pass_options = _step_options(weights, begun, options, state)
     return pipeline.run(begun.captured.graph_module, pass_options, begun.stages), weights
 
 
-def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept: KeptTensors) -> StepInputs:
+def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, state: StepState) -> StepInputs:
     """The inputs of a step; weights that are stored in 16 bits alone, or split over the ranks, are so from now on."""
-    settings, captured, weights = options.settings, begun.captured, kept.weights
+    settings, captured = options.settings, begun.captured
     graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers, begun.held)
     low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-    if weights.storage.low:
+    if state.storage.low:
         inputs.store_low(graph, low, settings.rules.ops)
     if options.reduction is not None and options.reduction.shards:
-        inputs.split(graph, low, settings.rules.ops, weights, options.reduction.agree_on_parts)
+        inputs.split(graph, low, settings.rules.ops, state, options.reduction.agree_on_parts)
     return inputs
 
 
@@ -324,20 +307,20 @@ def _forward(
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False, keeps_amaxes=True)
 
 
-def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, kept: KeptTensors) -> dict[str, Any]:
+def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, state: StepState) -> dict[str, Any]:
     """The options of the passes of the pipelines STEP and UPDATE, by name."""
     return {
         "buffers": Late(lambda _: (*begun.written, *weights.amaxes)),
         "stored": weights.inputs.stored(),
         "trained": weights.inputs.trained,
         "masters": weights.storage is None,
-        "split": weights.inputs.of_parts(kept.weights.parts),
+        "split": weights.inputs.of_parts(state.parts),
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
         "absent": Late(weights.absent),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "in_fp32": begun.in_fp32,
-        "groups": Late(lambda _: weights.specs(kept.weights.parts)),
+        "groups": Late(lambda _: weights.specs(state.parts)),
         "updated": Late(lambda _: weights.updated),
         "results": begun.results,
         "scale": options.scale,
@@ -346,7 +329,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "weighs": options.weighs,
         "gather": options.gather,
         "stage": native.FORWARD,
-        **_reduction_options(weights, options, begun.written, kept.weights.parts),
+        **_reduction_options(weights, options, begun.written, state.parts),
     }
 
 

@@ -37,8 +37,7 @@ class StepContents:
     def __init__(self, step: TrainingStep, others: set[int]) -> None:
         self._step, self._others = step, others
         self._module, self._optimizers = step._module, step._optimizers
-        self._kept = step._state.kept
-        self._weights = self._kept.weights
+        self._state = step._state
         ranks = step._setup.ranks
         self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._module.adopt(self._optimizers)
@@ -50,8 +49,8 @@ class StepContents:
 
     def about(self) -> dict[str, Any]:
         """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
-        samples = self._kept.samples
-        split = {key: value for key, value in self._values().items() if value in self._weights.parts}
+        samples = self._state.samples
+        split = {key: value for key, value in self._values().items() if value in self._state.parts}
         return {
             **self._kind(),
             "step": self._step.state_dict(),
@@ -68,7 +67,7 @@ class StepContents:
             for one in self._optimizers
         ]
         return {
-            "master": "low" if self._weights.storage.low else "fp32",
+            "master": "low" if self._state.storage.low else "fp32",
             "optimizers": optimizers,
             "gathered": self._step._gathered,
             "accumulate": self._step._accumulate,
@@ -86,7 +85,7 @@ class StepContents:
         Raises:
             AmpError: gradients were gathered by a step in subgraphs.
         """
-        step, parts = self._step, self._weights.parts
+        step, parts = self._step, self._state.parts
         if step._gathered and step._choice.subgraph_step is not None:
             what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in subgraphs"
             raise AmpError(what, hint="save behind the last of them")
@@ -128,19 +127,19 @@ class StepContents:
         state = owner.state.get(tensor, {})
         if MASTER in state and tensor.dtype is torch.float32:
             MasterWeights.take_in(tensor, state)
-        self._weights.masters.follow(tensor, state)
+        self._state.masters.follow(tensor, state)
         if MASTER in state:
             return self._shared(state[MASTER], tensor, state, MASTER)
         return tensor.detach().float() if self._has_master(tensor) else tensor.detach()
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return parameter.dtype in LOW_TYPES and not self._weights.storage.low
+        return parameter.dtype in LOW_TYPES and not self._state.storage.low
 
     def _shared(self, value: Tensor, parameter: Tensor, state: dict[str, Any], column: str) -> Tensor:
         """A state; where the ranks share it, this one's part."""
-        if parameter not in self._weights.parts or not value.dim():
+        if parameter not in self._state.parts or not value.dim():
             return value.detach()
-        return self._weights.parts.held(state, column, parameter).detach()
+        return self._state.parts.held(state, column, parameter).detach()
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         return [
@@ -160,8 +159,8 @@ class StepContents:
         """Gradients that were gathered so far, of which each rank has its own."""
         if not self._step._gathered:
             return {}
-        held = [p for group in self._groups_of() for p in group if id(p) in self._kept.sums.gathered]
-        return {self._names[id(p)]: self._kept.sums.get(p) for p in held}
+        held = [p for group in self._groups_of() for p in group if id(p) in self._state.sums.gathered]
+        return {self._names[id(p)]: self._state.sums.get(p) for p in held}
 
     def _groups_of(self) -> Iterator[list[Tensor]]:
         for one in self._optimizers:
@@ -220,13 +219,13 @@ class StepContents:
         if own.shape != shape:
             return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]
         wanted = torch.float32 if self._is_made_of_master(own) else own.dtype
-        widened = self._weights.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
+        widened = self._state.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
         if wanted != saved.dtype and not widened:  # before the first call all weights are FP32
             return [f"{key} is {_short(saved.dtype)} there and {_short(wanted)} here"]
         return []
 
     def _is_made_of_master(self, value: Tensor) -> bool:
-        return id(value) in self._owners and (self._has_master(value) or value in self._weights.parts)
+        return id(value) in self._owners and (self._has_master(value) or value in self._state.parts)
 
     def _check_gathered(self, where: str) -> None:
         about, step, ranks = self._about, self._step, len(self._files)
@@ -237,7 +236,7 @@ class StepContents:
                 where=where,
                 hint="load it as it was saved, or save behind the last of the batches",
             )
-        if about["gathered"] and about.get("samples") and self._kept.samples is None:
+        if about["gathered"] and about.get("samples") and self._state.samples is None:
             raise AmpError(
                 f"it was saved behind {about['gathered']} gathered batches that are weighed by their samples",
                 where=where,
@@ -278,8 +277,8 @@ class StepContents:
         """A master or state as the step keeps it, in memory of its own; of what the ranks share, this one's part."""
         if saved.shape != parameter.shape or not saved.dim():
             return saved.to(parameter.device if saved.dim() else "cpu", copy=True)
-        if parameter in self._weights.parts:
-            return self._weights.parts.of(saved).to(parameter.device)
+        if parameter in self._state.parts:
+            return self._state.parts.of(saved).to(parameter.device)
         return empty_laid_out_like(parameter, saved.dtype).copy_(saved)
 
     def _state_dict(
@@ -309,7 +308,7 @@ class StepContents:
         return state
 
     def _place_sums(self) -> None:
-        step, sums, gathered = self._step, self._kept.sums, set()
+        step, sums, gathered = self._step, self._state.sums, set()
         saved = self._files[self._rank]["sums"] if len(self._files) == self._size else {}
         for parameter in (p for group in self._groups_of() for p in group):
             own = saved.get(self._names[id(parameter)])
@@ -319,8 +318,8 @@ class StepContents:
             elif parameter in sums:
                 sums.get(parameter).zero_()
         step._gathered, sums.gathered = self._about["gathered"], frozenset(gathered)
-        if self._kept.samples is not None:  # batches of a step that weighs none count alike
-            self._kept.samples.load(self._about.get("samples") or [step._gathered * self._size, 0.0])
+        if self._state.samples is not None:  # batches of a step that weighs none count alike
+            self._state.samples.load(self._about.get("samples") or [step._gathered * self._size, 0.0])
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -13,8 +13,9 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import Traffic, traffic_of
-from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
+from amp_compiler.training.build import StepOptions, begin_step, run_step_passes
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.state import StepState
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class ProgramChoice:
             AmpError: a weight of which there are gradients is trained no more.
             RankError: the ranks differ, or one failed.
         """
-        setup, sums = self._setup, self._setup.state.kept.sums
+        setup, sums = self._setup, self._setup.state.sums
         weights = {n: p for n, p in setup.module.named_parameters() if id(p) in sums.gathered}
         if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
             raise AmpError(
@@ -251,14 +251,14 @@ class ProgramChoice:
 
     def _convert_weights(self, loss: CapturedLoss) -> None:
         """Convert the weights while Dynamo captures, which then guards them as they are from now on."""
-        setup, kept, coordinator = self._setup, self._setup.state.kept, self._setup.coordinator
+        setup, coordinator = self._setup, self._setup.coordinator
         options = self.options(self._gather, self._leaves)
         splits = options.reduction is not None and options.reduction.shards
         if splits and coordinator is not None:
             coordinator.builds()
-        if splits or kept.weights.storage.low:
+        if splits or setup.state.storage.low:
             begun, options = begin(setup.module, loss, options, Stages())
-            converted_inputs(setup.module, begun, options, kept)
+            converted_inputs(setup.module, begun, options, setup.state)
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
@@ -275,7 +275,7 @@ class ProgramChoice:
     def _program(self, graph: StepGraph, inputs: Sequence[Any]) -> StepProgram:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
         detector, gather = self._detector, self._gather
-        beside = (gather, self._setup.scale.config, self._gathered_before(gather))
+        beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
         key = (graph.trained, detector.owners, detector.hooked, *beside)
         program = graph.programs.get(key)
         if program is not None and not program.flags_changed and self._may_run(program, self._leaves, gather):
@@ -297,7 +297,7 @@ class ProgramChoice:
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
         """Of which parameters the update that is built finds gradients of batches before its own."""
-        return self._setup.state.kept.sums.gathered if gather == "use" else frozenset()
+        return self._setup.state.sums.gathered if gather == "use" else frozenset()
 
     def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
         """Whether the other ranks have what goes with a program."""
@@ -326,8 +326,8 @@ class ProgramChoice:
         shown = buffers if reduction is not None and reduction.broadcast_buffers else ()
         settings = settings_of(self._setup.optimizers)
         held = () if coordinator is None else coordinator.values.parameters
-        kept = self._setup.state.kept
-        batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
+        state = self._setup.state
+        batch, parts = batch_form(leaves, state.samples is not None), state.parts.names
         return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
     def _computed(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> Made:
@@ -366,13 +366,13 @@ class ProgramChoice:
         options = StepOptions(
             setup.settings,
             setup.optimizers,
-            setup.scale.config,
+            setup.state.scale.config,
             setup.clip_norm,
             setup.enabled,
             setup.accumulate,
             gather,
             gathered=self._gathered_before(gather),
-            weighs=leaves is not None and setup.state.kept.samples is not None,
+            weighs=leaves is not None and setup.state.samples is not None,
         )
         coordinator, reduction = setup.coordinator, setup.reduction
         if coordinator is None or reduction is None or leaves is None:

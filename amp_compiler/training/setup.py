@@ -21,7 +21,7 @@ from amp_compiler.ir.dtypes import DType, DTypeArgument
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleArgument, NoLossScale, make_loss_scale
 from amp_compiler.ops.loss_scale.held import HeldScale
-from amp_compiler.ops.update.rounding import WeightStorage
+from amp_compiler.ops.update.rounding import RoundingState, WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PLAN, STEP, SUBGRAPH, UPDATE
 from amp_compiler.ranks.coordinator import RankCoordinator
 from amp_compiler.ranks.joining import join_ranks
@@ -35,14 +35,14 @@ from amp_compiler.training.arguments import (
     check_uneven,
     shapes_of_batch,
 )
-from amp_compiler.training.build import PARALLEL, StepState
-from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.build import PARALLEL
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
+from amp_compiler.training.optimizers.state import keep_state_types
 from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
-from amp_compiler.training.state import Amaxes, GradientSums, LowWeights
-from amp_compiler.training.weights import WeightState, check_parameters, weight_storage
+from amp_compiler.training.state import Amaxes, StepState
+from amp_compiler.training.weights import MasterWeights, check_parameters, weight_storage
 
 RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
 
@@ -56,7 +56,6 @@ class StepSetup:
         module: the loss as a module.
         optimizers: checked optimizers.
         settings: rules, dtype, backend, pipelines.
-        scale: the loss scale.
         clip_norm: largest global gradient norm, `None` for no clipping.
         accumulate: number of calls whose gradients are averaged.
         enabled: mixed precision.
@@ -72,7 +71,6 @@ class StepSetup:
     module: LossModule
     optimizers: tuple[torch.optim.Optimizer, ...]
     settings: Settings
-    scale: HeldScale
     clip_norm: float | None
     accumulate: int
     enabled: bool
@@ -142,8 +140,7 @@ def set_up(
     scale = HeldScale.of(_chosen_scale(loss_scale, settings, device, enabled), loss_scale, device)
     storage = weight_storage(settings.rules.weights) if enabled else WeightStorage()
     check_storage(optimizers, storage.low)
-    weights = WeightState(storage, device, optimizers, Parts(ranks))
-    graphs = GraphSettings(TorchGraphs())
+    rounding, parts = RoundingState(storage, device), Parts(ranks)
     low = settings.low(device)
     check_parameters(module, optimizers, torch_dtype(low), enabled)
     coordinator, reduction = None, None
@@ -159,26 +156,37 @@ def set_up(
             "accumulate": accumulate,
             "uneven": uneven,
         }
-        parts = weights.parts if shards else None
+        split = parts if shards else None
         coordinator, reduction = join_ranks(
-            ranks, module, ROOT, optimizers, scale, weights.rounding, parts, settings, options, broadcast_buffers
+            ranks, module, ROOT, optimizers, scale, rounding, split, settings, options, broadcast_buffers
         )
     samples = None
     if uneven == "weight" and (coordinator is not None or accumulate > 1):
         samples = Samples(device, (lambda own: (own,)) if coordinator is None else coordinator.samples)
-    kept = KeptTensors(lambda: scale.state, LowWeights(), GradientSums(), weights, samples, Amaxes(device))
+    for one in optimizers:
+        keep_state_types(one)
+    state = StepState(
+        scale=scale,
+        storage=storage,
+        rounding=rounding,
+        parts=parts,
+        masters=MasterWeights(parts),
+        samples=samples,
+        amaxes=Amaxes(device),
+        graphs=GraphSettings(TorchGraphs()),
+        events=Events(device),
+    )
     return StepSetup(
         model=model,
         module=module,
         optimizers=optimizers,
         settings=settings,
-        scale=scale,
         clip_norm=clip_norm,
         accumulate=accumulate,
         enabled=enabled,
         device=device,
         low=low,
-        state=StepState(kept, graphs, Events(device)),
+        state=state,
         group=process_group,
         coordinator=coordinator,
         reduction=reduction,

@@ -171,12 +171,11 @@ class TrainingStep(StepReadings, Generic[_Loss]):
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
         self.model = setup.model
-        self._setup, self._state, self._held, self._coordinator = setup, setup.state, setup.scale, setup.coordinator
+        self._setup, self._state, self._coordinator = setup, setup.state, setup.coordinator
         self._module, self._optimizers, self._settings = setup.module, setup.optimizers, setup.settings
         self._enabled, self._low, self._accumulate, self._gathered = setup.enabled, setup.low, setup.accumulate, 0
-        kept = self._state.kept
-        self._detector = ChangeDetector(self._module, self._optimizers, kept)
-        self._hidden = HiddenWrites(self._module, self._optimizers, kept)
+        self._detector = ChangeDetector(self._module, self._optimizers, self._state)
+        self._hidden = HiddenWrites(self._module, self._optimizers, self._state)
         self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
@@ -260,7 +259,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
-        samples = self._state.kept.samples
+        samples = self._state.samples
         if samples is not None:
             samples.flush()
         return self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
@@ -293,25 +292,23 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 " step.nonfinite_report() names the node that made an inf or NaN"
             )
         self._gathered = (self._gathered + 1) % self._accumulate
-        kept = self._state.kept
+        state = self._state
         if program.update.found_anew:
-            program.update.settle(kept.low_weights)
-            for group in program.update.compiled.groups:
-                kept.weights.masters.settle(group.parameters, group.optimizer.state)
+            program.update.settle(state.low_weights)
         if self._gathered:
-            kept.sums.note(program.update.trained)
+            state.sums.note(program.update.trained)
         else:
-            kept.sums.gathered = frozenset()
+            state.sums.gathered = frozenset()
         for parameter in program.update.behind:
-            kept.low_weights.follow(parameter)
+            state.low_weights.follow(parameter)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._warned and program.plan is not None:
             self._warned = True
             if self._setup.speaks:
                 warn_of_unused(program.plan.unused_rules, "the training step")
-        if kept.samples is not None:
-            kept.samples.left()
+        if state.samples is not None:
+            state.samples.left()
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
         updated, skipped = self._gathered == 0, self._scale.skipped_steps
@@ -330,8 +327,8 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
-        if self._state.kept.samples is not None:
-            self._state.kept.samples.begin(leaves, first=self._gathered == 0)
+        if self._state.samples is not None:
+            self._state.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
         program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
@@ -382,8 +379,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """
         state = self._scale_config.state_dict(self._scale)
         self._hidden.tell()
-        kept = self._state.kept
-        own = {**kept.weights.rounding.state_dict(), **kept.amaxes.state_dict(), **self._log.state_dict()}
+        own = {**self._state.rounding.state_dict(), **self._state.amaxes.state_dict(), **self._log.state_dict()}
         return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -401,11 +397,11 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 hint="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
             )
         before = self._scale_config
-        self._held.load(state)
+        self._state.scale.load(state)
         if before != self._scale_config:  # none of them will fit again
             self._choice.clear()
-        self._state.kept.weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
-        self._state.kept.amaxes.load_state_dict(state.get(OWN_KEY, {}))
+        self._state.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._state.amaxes.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
         if STEPS_KEY in state.get(OWN_KEY, {}):
             self._state.events.go_on_from(self._log.steps)

@@ -25,10 +25,11 @@ from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.build import StepOptions, StepState, begin_gradients
+from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.reporting.nonfinite import described, in_order
 from amp_compiler.training.reporting.saturation import saturated
+from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import as_stored
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
@@ -217,9 +218,7 @@ class StepTrials:
             joint, weights, begun = begin_gradients(self._model, self._batch, options, self._state, Stages())
             # Now, as the weights are stored as this plan has them in here alone.
             leaves, scales = begun.leaves, _scales(joint.graph)
-            pairs = zip(
-                joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
-            )
+            pairs = zip(joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state), strict=True)
             resolve = {node: one for node, one in pairs if node not in scales}
             values = {node: one.get(leaves) for node, one in resolve.items()}
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}

@@ -33,7 +33,7 @@ def test_a_small_gradient_is_not_rounded_away_beside_a_large_one(dtype, gradient
     nodes = (node for node in step.graph_module.graph.nodes if node.meta.get("amp_phase") == "backward")
     assert (LOW[dtype], (3, 4)) in {(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes}
     assert torch.equal(model.weight, torch.full((3, 4), -sum(gradients) / count))
-    assert torch.equal(step._state.kept.low_weights.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
+    assert torch.equal(step._state.low_weights.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
 
 
 class Tasks(nn.Module):

@@ -98,7 +98,7 @@ def trained(model, optimizer, step):
     held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         held |= {f"{name}, {key}": value.clone() for key, value in optimizer.state[parameter].items()}
-        copies = step._state.kept.low_weights._copies.get(id(parameter), {})
+        copies = step._state.low_weights._copies.get(id(parameter), {})
         held |= {f"{name}, {dtype}": copy.clone() for dtype, copy in copies.items()}
     return held
 

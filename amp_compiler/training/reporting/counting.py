@@ -20,8 +20,9 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
-from amp_compiler.training.build import StepOptions, StepState, begin_gradients
+from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.state import StepState
 
 
 def build_counting(
@@ -46,7 +47,7 @@ def build_counting(
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
         nodes, products = add_counters(joint, begun.plan, gradients, scaled)
-        resolve = weights.resolvers(joint, state.kept)
+        resolve = weights.resolvers(joint, state)
     first = pytree.tree_leaves((batch, {}))
     device = device_of([*begun.leaves, *model.parameters()])
 

@@ -23,10 +23,11 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
-from amp_compiler.training.build import StepOptions, StepState, finish
+from amp_compiler.training.build import StepOptions, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.state import StepState
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
@@ -60,7 +61,7 @@ class SubgraphStep:
         for one in with_causes(cause):
             one.__traceback__ = None  # its frames hold the first batch and its gradients
         self._settings, self._device = settings, device_of(model.parameters())
-        storage = state.kept.weights.storage
+        storage = state.storage
         low = torch_dtype(settings.low(self._device))
         self._low_reads = LowReads(low, settings.rules.ops) if storage.low else None
         self.subgraphs = self._new_subgraphs() if enabled else None
@@ -172,7 +173,7 @@ class SubgraphStep:
         )
 
     def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
-        samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+        samples, scale = self.state.samples, self.state.scale.state.scale
         scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
@@ -205,7 +206,7 @@ class SubgraphStep:
         hooks = hooks_before(options.optimizers)
         if not hooks:
             return computed
-        parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
+        parameters, scale = dict(self.model.named_parameters()), self.state.scale.state.scale
         finite = (torch.isfinite(one).all() for one in computed.gradients.values())
         if options.scale.checks_finite and not all(map(bool, finite)):
             return computed
@@ -226,7 +227,7 @@ class SubgraphStep:
         """
         if gather != "use":
             return computed
-        gathered = self.state.kept.sums.gathered
+        gathered = self.state.sums.gathered
         gradients = {
             name: computed.gradients[name] if name in computed.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
