@@ -24,7 +24,8 @@ from amp_compiler.forward.settings import make_settings
 from amp_compiler.fx.capture.autocast_counter import count_autocast
 from amp_compiler.fx.graph import cast_bytes
 from amp_compiler.report.table import human_bytes
-from amp_compiler.training.step import TrainingStep, training_step
+from amp_compiler.training.api import training_step
+from amp_compiler.training.step import TrainingStep
 
 BATCH = 64
 WARM_UP = 3  # steps that the median leaves out: compilation, and the allocator's first requests

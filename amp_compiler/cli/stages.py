@@ -23,7 +23,7 @@ from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.pipeline import DEVICE, ONNX_PLAN, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
 from amp_compiler.training import setup
-from amp_compiler.training.step import training_step
+from amp_compiler.training.api import training_step
 
 
 def _where_it_runs(name: str) -> str:

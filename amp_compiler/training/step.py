@@ -1,11 +1,10 @@
-"""`amp.training_step`: forward, backward, check, clipping, update and 16-bit weights as one graph."""
+"""`TrainingStep`: forward, backward, check, clipping, update and 16-bit weights as one graph."""
 
 from __future__ import annotations
 
-import contextlib
 import html
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic
 
 import torch
@@ -13,19 +12,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from amp_compiler.backends import BackendArgument
-from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.notices import silent
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.dynamo import compiles_itself
 from amp_compiler.fx.torch_private.tracing import TENSORS
-from amp_compiler.ir.dtypes import DTypeArgument
-from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.ranks.coordinator import FLUSHING
 from amp_compiler.ranks.group import ranks_of
-from amp_compiler.training.arguments import Uneven, check_call
+from amp_compiler.training.arguments import check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -33,7 +28,7 @@ from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
-from amp_compiler.training.setup import StepSetup, set_up
+from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
@@ -50,120 +45,6 @@ def _refuse_backward(*args: Any, **kwargs: Any) -> None:
 # Attributes of the loss, which is saved without them: a checkpoint that holds it names no function of ours.
 _SPENT: dict[str, Any] = {"backward": _refuse_backward, "__getstate__": lambda: None}
 _Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
-
-
-def training_step(
-    model: Any,
-    loss_fn: Callable[..., _Loss],
-    optimizer: Any,
-    *,
-    rules: Any = "default",
-    dtype: DTypeArgument = "auto",
-    loss_scale: LossScaleArgument = "rules",
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    dynamic_shapes: Any = "auto",
-    backend: BackendArgument = "inductor",
-    enabled: bool = True,
-    passes: Any = None,
-    mode: Mode = "default",
-    process_group: Any = None,
-    mesh: Any = None,
-    broadcast_buffers: bool = True,
-    uneven: Uneven = "refuse",
-    callbacks: Any = (),
-) -> TrainingStep[_Loss]:
-    """Make a training step: one compiled graph that runs forward, backward and update.
-
-    Where one graph cannot hold the loss, forward and backward run in subgraphs; `step.execution` says so and why.
-
-    Args:
-        model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
-            `step.model` is the module that is trained.
-        loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters,
-            as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
-            fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
-            code is traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and
-            checkpoints work as always. Several optimizers of one step are skipped together where the gradients of one
-            overflow; GradScaler skips that one alone.
-        rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
-            parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
-            get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that
-            the plan reads in the low type is converted in place, the same object in 16 bits, with no master; one that
-            is read in FP32 alone (the weight of a norm under `default`) stays FP32, and buffers stay as they are.
-            Momentum of SGD is 16-bit then, moments of Adam are FP32. `rounding` is `nearest`, `stochastic` or `kahan`.
-            Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
-            unrounded.
-        dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"`, as for `amp.compile`.
-        loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
-            `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
-            `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
-            optimizers of a GAN.
-        clip_norm: largest global L2 norm of the unscaled gradients.
-        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated;
-            `step.flush()` updates them by fewer.
-        dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new shape is a recompilation. Any other form that
-            `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
-        backend: `"inductor"` or `"eager"`.
-        enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
-            that came in as FP16 or BF16 are refused then.
-        passes: pipelines with passes of your own put in, such as
-            `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
-        mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
-            for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
-            GPU the step is replayed as one CUDA graph in both.
-        process_group: of `torch.distributed`: its ranks train one model, each on batches of its own, and gradients are
-            averaged over them; see `docs/ranks.md`. All ranks make the step, call it, and have the weights of the first
-            one. A group of this rank alone trains by itself. Has to be given where the default group has several ranks.
-        mesh: a `DeviceMesh` of one dimension, in the place of a group.
-        broadcast_buffers: all ranks take the first one's buffers, such as BatchNorm's statistics, at every update; else
-            each has its own.
-        uneven: `"refuse"`: several ranks must have batches of one shape, and all batches of `accumulate=` count alike.
-            `"weight"`: each counts by its number of samples, over ranks and over `accumulate=`, so that gradients are
-            those of all samples as one batch, where the loss is a mean over samples. That number is the size of the
-            first dimension of the batch's tensors; a batch whose tensors differ in it is refused.
-        callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
-            numbers of every so many steps; other steps are not read from.
-
-    Returns:
-        A callable: `loss = step(*batch)`, detached, without a device sync.
-
-    Raises:
-        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.
-
-    Example:
-        >>> import torch, amp_compiler as amp
-        >>> model = torch.nn.Linear(4, 1)
-        >>> step = amp.training_step(model, lambda m, x, y: (m(x) - y).square().mean(),
-        ...                          torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
-        >>> losses = [float(step(torch.ones(2, 4), torch.zeros(2, 1))) for _ in range(5)]
-        >>> losses[-1] < losses[0]
-        True
-    """
-    ranks = ranks_of(process_group, mesh)
-    with contextlib.nullcontext() if ranks is None else ranks.announcing_failure():
-        setup = set_up(
-            model,
-            loss_fn,
-            optimizer,
-            rules=rules,
-            dtype=dtype,
-            loss_scale=loss_scale,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            dynamic_shapes=dynamic_shapes,
-            backend=backend,
-            enabled=enabled,
-            passes=passes,
-            mode=mode,
-            process_group=process_group,
-            broadcast_buffers=broadcast_buffers,
-            uneven=uneven,
-            ranks=ranks,
-        )
-        return TrainingStep(setup, callbacks)
 
 
 class TrainingStep(StepReadings, Generic[_Loss]):
