@@ -140,28 +140,6 @@ class StepInputs:
                 if split and parameter.dtype is torch.float32:
                     state.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
 
-    def frozen_of(self, gathered: frozenset[int]) -> list[str]:
-        """Placeholders of the optimizers' parameters that are trained no more, and have gradients gathered before.
-
-        Args:
-            gathered: ids of the parameters that gradients were gathered of.
-
-        Raises:
-            AmpError: one of them is no FP32 parameter.
-        """
-        frozen = [name for name in self._parameters if name not in self.trained]
-        held = {name: self.getters[name]() for name in frozen}
-        wanted = gathered & self.holders.keys()
-        names = list({id(one): name for name, one in held.items() if id(one) in wanted}.values())
-        for name in names:
-            if held[name].dtype is not torch.float32:
-                raise AmpError(
-                    f"the {held[name].dtype} parameter '{self.entries[name].target.partition('.')[2]}' was frozen while"
-                    " batches with gradients of it were gathered (accumulate=)",
-                    hint="freeze it behind the last of the calls that are gathered",
-                )
-        return names
-
     def of_parts(self, parts: Parts) -> tuple[str, ...]:
         """Placeholders of the weights that are split over the ranks, whether this one trains them now or not."""
         return tuple(name for name in self._parameters if self.getters[name]() in parts)
@@ -240,18 +218,14 @@ class TrainedWeights:
                 )
 
     def absent(self, joint: fx.GraphModule) -> tuple[str, ...]:
-        """The weights that batches before this one have a gradient of, and this one has not.
-
-        Raises:
-            AmpError: one of them was frozen since, and is no FP32 parameter.
-        """
+        """The weights that batches before this one have a gradient of, and this one has not."""
         if not self.gathered:
             return ()
         held = {name: id(self.inputs.getters[self.placed.parameter(name)]()) for name in self.placed.owner}
         own = {held[name] for name in owners_with_gradient(joint, self.placed.owner)}
         wanted = self.gathered - own
         by_id = {one: name for name, one in reversed(held.items()) if one in wanted}  # a tied one has several names
-        return (*reversed(by_id.values()), *self.inputs.frozen_of(wanted))
+        return tuple(reversed(by_id.values()))
 
     def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
         """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.
