@@ -102,35 +102,6 @@ def widened(parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.data = data
 
 
-@contextmanager
-def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Behind it parameters are stored, and states of optimizers there, as before; no value may be written within.
-
-    Args:
-        parameters: those of the model.
-        optimizers: what trains them.
-    """
-    listed = list(parameters)
-    kept = [(one, one.data) for one in (*listed, *(one.grad for one in listed if one.grad is not None))]
-    marked = {id(one) for one in listed if hasattr(one, _STORED_LOW)}
-    states = [(one.state, {parameter: dict(state) for parameter, state in one.state.items()}) for one in optimizers]
-    try:
-        yield
-    finally:
-        for one, data in kept:  # parameters, then gradients
-            if one.dtype is not data.dtype:
-                one.data = data
-        for parameter in listed:
-            if hasattr(parameter, _STORED_LOW) and id(parameter) not in marked:
-                delattr(parameter, _STORED_LOW)
-        for state, before in states:
-            for parameter in [one for one in state if one not in before]:
-                del state[parameter]
-            for parameter, entries in before.items():
-                state[parameter].clear()
-                state[parameter].update(entries)
-
-
 def check_parameters(
     model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], low: torch.dtype, enabled: bool
 ) -> None:
