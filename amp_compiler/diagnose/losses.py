@@ -20,8 +20,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.ir.dtypes import DType, low_type, short_name
-from amp_compiler.ranks.group import ALONE
-from amp_compiler.training.api import RUN, training_step
+from amp_compiler.training.api import ALONE, RUN, training_step
 from amp_compiler.training.step import TrainingStep
 
 LossFunction = Callable[..., Any]

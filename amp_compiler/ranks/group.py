@@ -12,7 +12,6 @@ from amp_compiler.ranks.ranks import Ranks
 
 _ALONE = "process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)"
 _TOGETHER = "process_group=dist.group.WORLD"
-ALONE = object()  # in the place of a group: this process by itself, whatever groups there are
 
 
 def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
@@ -30,8 +29,6 @@ def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
         >>> ranks_of(None) is None  # no process group: one process
         True
     """
-    if process_group is ALONE:
-        return None
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or mesh is not None:
             argument = "process_group=" if mesh is None else "mesh="

@@ -40,6 +40,7 @@ from amp_compiler.training.step import TrainingStep
 from amp_compiler.training.weights import MasterWeights, check_parameters, weight_storage
 
 RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, SUBGRAPH)  # the pipelines of a step
+ALONE = object()  # in the place of a group: of a step that is never called, whatever groups there are
 _Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
 
 
@@ -133,7 +134,7 @@ def training_step(
         >>> losses[-1] < losses[0]
         True
     """
-    ranks = ranks_of(process_group, mesh)
+    ranks = None if process_group is ALONE else ranks_of(process_group, mesh)
     with contextlib.nullcontext() if ranks is None else ranks.announcing_failure():
         check_enabled(enabled)
         for one in pytree.tree_leaves(model):
