@@ -117,17 +117,32 @@ def begin_step(
         return begin(model, capture_once(model, batch, low), options, stages)
 
 
+@without_full_collections()
 def begin_gradients(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
+    model: LossModule,
+    batch: tuple[Any, ...],
+    options: StepOptions,
+    state: StepState,
+    stages: Stages,
+    whole: bool = False,
 ) -> tuple[fx.GraphModule, TrainedWeights, Begun]:
     """Forward and backward for a batch as one graph, which takes the loss scale: all that stands before the update.
+
+    Args:
+        model: the loss as a module.
+        batch: arguments of the loss function behind the model.
+        options: what to build.
+        state: the tensors that it works on.
+        stages: takes the text behind each pass.
+        whole: with the update.
 
     Raises:
         CaptureError: the loss is no one graph.
     """
     begun, options = begin_step(model, batch, options, stages)
-    first = options.settings.pipelines["STEP"].stop_after("sum_gradients")
-    joint, weights = run_step_passes(model, begun, options, state, first)
+    pipeline = options.settings.pipelines["STEP"]
+    passes = pipeline if whole else pipeline.stop_after("sum_gradients")
+    joint, weights = run_step_passes(model, begun, options, state, passes)
     for node in joint.graph.find_nodes(op="placeholder"):
         if node.name == SCALE:
             node.meta[Key.STATE] = _SCALE
