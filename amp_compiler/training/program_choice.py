@@ -166,7 +166,7 @@ class ProgramChoice:
         weights = self._gathered()
         if self._flushing is None:
             cause = CaptureError("gathered gradients are used up")
-            self._flushing = SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
+            self._flushing = SubgraphStep(setup, cause)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         computed = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
@@ -278,8 +278,8 @@ class ProgramChoice:
         if splits and coordinator is not None:
             coordinator.builds()
         if splits or setup.state.storage.low:
-            begun, options = begin(setup.module, loss, options, Stages())
-            converted_inputs(setup.module, begun, options, setup.state)
+            begun, options = begin(loss, options, Stages())
+            converted_inputs(begun, options)
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
@@ -308,7 +308,7 @@ class ProgramChoice:
         with building(), telling(NAME, self._seconds) as course:
             self._seconds = 0.0
             course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
-            program = build_step(self._setup.module, loss, options, self._setup.state, stages)
+            program = build_step(loss, options, stages)
             course.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
@@ -375,7 +375,7 @@ class ProgramChoice:
                 f"a step in subgraphs cannot split its update over the ranks, and this one is no one graph: {cause}",
                 hint=UNSPLIT,
             ) from cause
-        return SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
+        return SubgraphStep(setup, cause)
 
     def options(self, gather: str, leaves: list[Any] | None = None) -> StepOptions:
         """What a program is built for.
@@ -388,11 +388,8 @@ class ProgramChoice:
         if gather == "use":
             self._gathered()
         options = StepOptions(
-            setup.settings,
-            setup.optimizers,
+            setup,
             setup.state.scale.config,
-            setup.clip_norm,
-            setup.enabled,
             setup.accumulate,
             gather,
             gathered=self._gathered_before(gather),

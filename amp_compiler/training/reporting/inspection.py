@@ -67,11 +67,11 @@ class StepInspection:
             1
         """
         self._check_hooks()
-        setup, options, reduction = self._setup, self._choice.options(""), self._setup.reduction
+        options, reduction = self._choice.options(""), self._setup.reduction
         if reduction is not None:  # all ranks are taken to have gradients of the same weights
-            options = replace(options, reduction=reduction, divisor=setup.accumulate * reduction.ranks)
+            options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
         with autocast_off(), building():
-            step, weights, _ = begin_gradients(setup.module, batch, options, setup.state, Stages(), whole=True)
+            step, weights, _ = begin_gradients(batch, options, Stages(), whole=True)
         traffic = None if reduction is None else traffic_of(step.graph, reduction.ranks, weights.updated)
         return DryStep(step, traffic)
 
@@ -79,12 +79,11 @@ class StepInspection:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
         self._check_hooks()
         with autocast_off(), building():
-            options = self._choice.options("")
-            return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
+            return build_counting(batch, self._choice.options(""), with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         self._check_hooks()
-        return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
+        return StepTrials(batch, self._choice.options(""))
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
         return autocast_of(self._setup.module, batch, self._setup.settings)
