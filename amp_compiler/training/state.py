@@ -76,8 +76,11 @@ class GradientSums:
         self._sums: dict[int, Tensor] = {}
         self.gathered: frozenset[int] = frozenset()
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._sums
+    def clear(self) -> None:
+        """Forget what was gathered."""
+        self.gathered = frozenset()
+        for one in self._sums.values():
+            one.zero_()
 
     def note(self, parameters: frozenset[int]) -> None:
         """Note of which parameters a batch has added gradients.
