@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
 from amp_compiler.errors import AmpError
@@ -29,12 +29,11 @@ from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
+from amp_compiler.training.step_hooks import check_hooks, run_behind, step_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
-_TENSORS_ALONE = {Tensor}
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
@@ -62,7 +61,6 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._watch = StuckWatch(setup.device)
         self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
-        self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
     @compiles_itself
@@ -85,9 +83,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         check_call(batch, named)
         if self._last is None and self._coordinator is None:
             ranks_of(self._setup.group)
-        hooks = hooks_behind(self._optimizers)
-        if hooks is not None:
-            hooks.begin(self._scale_config, self._scale)
+        hooks, skipped = self._hooks_behind()
         with autocast_off(), silent(not self._setup.speaks):
             if self._coordinator is None:
                 program, output, leaves, spec = self._run(batch)
@@ -96,7 +92,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                     program, output, leaves, spec = self._run(batch)
         self._note(program, output, leaves, spec)
         if self._gathered == 0:
-            self._behind_update(hooks)
+            self._behind_update(hooks, skipped)
         vars(output.loss).update(_SPENT)
         result: Any = output.loss if output.aux is None else (output.loss, output.aux)
         return result  # type: ignore[no-any-return]
@@ -113,9 +109,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             AmpError: a weight was frozen since.
             RankError: the ranks gathered other numbers of batches, or one of them does not call it.
         """
-        hooks = hooks_behind(self._optimizers)
-        if hooks is not None:
-            hooks.begin(self._scale_config, self._scale)
+        hooks, skipped = self._hooks_behind()
         with autocast_off(), silent(not self._setup.speaks):
             if self._coordinator is None:
                 ran = self._flushed() if self._gathered else None
@@ -127,7 +121,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             return
         self._gathered = self._accumulate - 1  # as if all were there
         self._note(*ran, self._leaves, self._spec, batch=False)
-        self._behind_update(hooks)
+        self._behind_update(hooks, skipped)
 
     def update_next(self) -> None:
         """Let the next call update the weights, however few calls of `accumulate` were gathered (as an epoch ends).
@@ -145,9 +139,14 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             samples.flush()
         return self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
 
-    def _behind_update(self, hooks: PostHooks | None) -> None:
-        if hooks is not None:
-            hooks.run(self._scale_config, self._scale)
+    def _hooks_behind(self) -> tuple[list[tuple[Optimizer, Any]], int]:
+        """The hooks behind the update of a call, and the number of steps skipped so far, for which they wait."""
+        hooks = step_hooks(self._optimizers, "post")
+        return hooks, int(self._scale.skipped_steps) if hooks else 0
+
+    def _behind_update(self, hooks: list[tuple[Optimizer, Any]], skipped: int) -> None:
+        if hooks and int(self._scale.skipped_steps) == skipped:  # as under `GradScaler`
+            run_behind(hooks)
         if self._watch.note(self._scale_config, self._scale):
             self.check()
 
@@ -201,10 +200,10 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        before = hooks_before(self._optimizers)
+        before = step_hooks(self._optimizers, "pre")
         if before:
             check_hooks(self._optimizers, self._setup.between)
-        leaves, spec = self._flat(batch)
+        leaves, spec = pytree.tree_flatten((batch, {}))
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
@@ -221,15 +220,6 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._detector.look()
             if self._hidden.look(self._detector.generation):
                 self._detector.look()
-
-    def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
-        if set(map(type, batch)) == _TENSORS_ALONE:
-            spec = self._specs.get(len(batch))
-            if spec is None:
-                spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
-            return list(batch), spec
-        return pytree.tree_flatten((batch, {}))
 
     @property
     def __name__(self) -> str:

@@ -27,7 +27,7 @@ from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import hooks_before, with_hooks
+from amp_compiler.training.step_hooks import step_hooks, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.subgraphs.weights import LowReads
@@ -198,7 +198,7 @@ class SubgraphStep:
             computed: of this batch.
             options: what the update is built for.
         """
-        hooks = hooks_before(options.setup.optimizers)
+        hooks = step_hooks(options.setup.optimizers, "pre")
         if not hooks:
             return computed
         parameters, scale = dict(self.model.named_parameters()), self.state.scale.state.scale
