@@ -54,7 +54,6 @@ class StepInputs:
     Attributes:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
         trained: placeholders of the parameters that require a gradient and belong to an optimizer.
-        buffers: placeholders of the buffers.
 
     Raises:
         CaptureError: no parameter is trained.
@@ -80,7 +79,6 @@ class StepInputs:
             if entry.source in (Source.PARAMETER, Source.BUFFER) or entry.target in captured.constants
             if not self._is_given(entry, getter := getter_of(name, entry))
         }
-        self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
         parameters = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
         tensors = {name: self.getters[name]() for name in parameters}
         self._parameters = parameters
