@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from amp_compiler.policy.loader import load_rules
     from amp_compiler.policy.rules import RuleSet
     from amp_compiler.report import to_html, to_svg
+    from amp_compiler.training.api import training_step
     from amp_compiler.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-    from amp_compiler.training.step import TrainingStep, training_step
+    from amp_compiler.training.step import TrainingStep
 
     __version__: str
 
@@ -149,7 +150,7 @@ _HOMES = {
     "save_checkpoint": "training.checkpoint",
     "to_html": "report",
     "to_svg": "report",
-    "training_step": "training.step",
+    "training_step": "training.api",
     "tune": "diagnose.tuning.api",
 }
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
 from amp_compiler.forward.settings import make_settings
-from amp_compiler.training.step import training_step
+from amp_compiler.training.api import training_step
 
 BATCH = 64
 WARM_UP = 3  # steps that the median leaves out: compilation, and the allocator's first requests

@@ -20,7 +20,7 @@ from amp_compiler.forward import api as forward
 from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.passes.pipeline import DEVICE, ONNX_PLAN, PIPELINES, PLAN, STEP, Stage, Stages
-from amp_compiler.training.step import training_step
+from amp_compiler.training.api import training_step
 
 
 def _where_it_runs(name: str) -> str:

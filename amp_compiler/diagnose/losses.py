@@ -20,7 +20,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.ir.dtypes import DType, low_type, short_name
-from amp_compiler.training.setup import RUN, set_up
+from amp_compiler.training.api import ALONE, RUN, training_step
 from amp_compiler.training.step import TrainingStep
 
 LossFunction = Callable[..., Any]
@@ -124,13 +124,12 @@ def loss_step(
     if not trained:
         raise AmpError("no parameter of the model has a gradient", hint="leave loss_fn= out")
     called: LossFunction = (lambda model, named: loss_fn(model, **named)) if by_name else loss_fn
-    setup = set_up(
+    return training_step(
         model, called, torch.optim.SGD(trained, 0.0), rules=replace(settings.rules, weights={}),
         dtype=short_name(settings.low(device_of(model.parameters()))), loss_scale=loss_scale, clip_norm=None,
-        accumulate=1, dynamic_shapes=None, backend=EAGER, enabled=True, process_group=None, mode=DEFAULT,
+        accumulate=1, dynamic_shapes=None, backend=EAGER, enabled=True, process_group=ALONE, mode=DEFAULT,
         passes=[settings.pipelines[one.name] for one in RUN if one.name in settings.pipelines],
     )  # fmt: skip
-    return TrainingStep(setup)
 
 
 def own_loss(model: nn.Module, *args: Any, **named: Any) -> Any:

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import AUTO, make_settings
 from amp_compiler.ir.dtypes import DTypeArgument
-from amp_compiler.training.step import TrainingStep, training_step
+from amp_compiler.training.api import training_step
+from amp_compiler.training.step import TrainingStep
 
 try:
     from lightning.pytorch.plugins.precision import Precision

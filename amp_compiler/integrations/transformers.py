@@ -11,7 +11,8 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import device_of, make_settings
-from amp_compiler.training.step import TrainingStep, training_step
+from amp_compiler.training.api import training_step
+from amp_compiler.training.step import TrainingStep
 
 try:
     import accelerate as accelerate  # which its Trainer needs

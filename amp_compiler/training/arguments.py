@@ -30,23 +30,6 @@ def check_uneven(uneven: Any) -> None:
         raise AmpError(f"uneven={uneven!r}", hint=f"pass one of {', '.join(map(repr, get_args(Uneven)))}")
 
 
-def shapes_of_batch(dynamic_shapes: Any) -> Any:
-    """What `torch.export` is told of the shapes of a batch: what is captured takes it as `*batch`, one tuple.
-
-    Args:
-        dynamic_shapes: as for `training_step`.
-
-    Raises:
-        AmpError: it is a dict.
-    """
-    if isinstance(dynamic_shapes, Mapping):
-        raise AmpError(
-            f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
-            hint="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
-        )
-    return (tuple(dynamic_shapes),) if isinstance(dynamic_shapes, (tuple, list)) else dynamic_shapes
-
-
 def check_loss_function(loss_fn: Any) -> None:
     """It can be called."""
     if not callable(loss_fn):

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
+from amp_compiler.backends.cuda_graph import GraphedRun, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.hooks import refuse_parameter_hooks
@@ -25,7 +24,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
+from amp_compiler.ops.cpu.arena import ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
@@ -36,10 +35,10 @@ from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import bytes_of, traffic_of
 from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
-from amp_compiler.training.kept import KeptTensors
-from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
-from amp_compiler.training.reporting.events import Events, Places
+from amp_compiler.training.reporting.events import Places
+from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.weights import check_parameters
 
 PARALLEL = (
@@ -55,11 +54,8 @@ class StepOptions:
     """What a step graph is built for.
 
     Args:
-        settings: rules, dtype, backend, pipelines.
-        optimizers: checked optimizers.
+        setup: what the step was asked for, and holds.
         scale: the loss scale.
-        clip_norm: largest global gradient norm, `None` for no clipping.
-        enabled: mixed precision; without it the same graph in FP32.
         divisor: number of batches, on all ranks together, whose gradients are averaged.
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
@@ -67,47 +63,36 @@ class StepOptions:
         weighs: whether batches have weights, see `Samples`.
     """
 
-    settings: Settings
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    setup: StepSetup
     scale: LossScale
-    clip_norm: float | None = None
-    enabled: bool = True
     divisor: int = 1
     gather: str = ""
     reduction: Reduction | None = None
     gathered: frozenset[int] = frozenset()
     weighs: bool = False
 
+    @property
+    def settings(self) -> Settings:
+        """Rules, dtype, backend, pipelines."""
+        return self.setup.settings
 
-@dataclass(frozen=True)
-class StepState:
-    """What all programs of a training step share.
+    def under(self, **changes: Any) -> StepOptions:
+        """The same for other settings.
 
-    Args:
-        kept: tensors that live from step to step.
-        graphs: what their CUDA graphs share.
-        events: takes note of the steps that are skipped.
-        memory: where a CPU keeps intermediate values.
-    """
-
-    kept: KeptTensors
-    graphs: GraphSettings
-    events: Events
-    memory: ArenaMemory = field(default_factory=ArenaMemory)
+        Args:
+            changes: of fields of `Settings`.
+        """
+        return replace(self, setup=replace(self.setup, settings=replace(self.settings, **changes)))
 
 
 @without_full_collections()
-def build_step(
-    model: LossModule, loss: CapturedLoss, options: StepOptions, state: StepState, stages: Stages | None = None
-) -> StepProgram:
+def build_step(loss: CapturedLoss, options: StepOptions, stages: Stages) -> StepProgram:
     """Build the program of one training step.
 
     Args:
-        model: the loss as a module.
         loss: as it was captured.
         options: what to build.
-        state: the tensors that it works on.
-        stages: takes the text behind each pass; new ones where it is `None`.
+        stages: takes the text behind each pass.
 
     Raises:
         CaptureError: the loss depends on no parameter of the optimizers.
@@ -115,71 +100,65 @@ def build_step(
         PassError: a pass of the user's broke the contract.
     """
     with generators_kept():
-        begun, options = begin(model, loss, options, Stages() if stages is None else stages)
-        return finish(model, begun, options, state)
+        return finish(*begin(loss, options, stages))
 
 
-def begin_step(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, stages: Stages
-) -> tuple[Begun, StepOptions]:
-    """Capture the loss for a batch, and do the first half of a build; see `begin`.
-
-    Raises:
-        CaptureError: it is no one graph.
-    """
-    model.adopt(options.optimizers)
-    refuse_spread(model, PARALLEL)
-    low = low_of(model, batch, options) if options.enabled else None
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
-        return begin(model, capture_once(model, batch, low), options, stages)
-
-
+@without_full_collections()
 def begin_gradients(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
+    batch: tuple[Any, ...], options: StepOptions, stages: Stages, whole: bool = False
 ) -> tuple[fx.GraphModule, TrainedWeights, Begun]:
     """Forward and backward for a batch as one graph, which takes the loss scale: all that stands before the update.
+
+    Args:
+        batch: arguments of the loss function behind the model.
+        options: what to build.
+        stages: takes the text behind each pass.
+        whole: with the update.
 
     Raises:
         CaptureError: the loss is no one graph.
     """
-    begun, options = begin_step(model, batch, options, stages)
-    first = options.settings.pipelines["STEP"].stop_after("sum_gradients")
-    joint, weights = run_step_passes(model, begun, options, state, first)
+    setup = options.setup
+    model = setup.module
+    model.adopt(setup.optimizers)
+    refuse_spread(model, PARALLEL)
+    low = torch_dtype(setup.low) if setup.enabled else None
+    with generators_kept(model.__dict__["loss_fn"], model, batch):
+        begun, options = begin(capture_once(model, batch, low), options, stages)
+    pipeline = options.settings.pipelines["STEP"]
+    passes = pipeline if whole else pipeline.stop_after("sum_gradients")
+    joint, weights = run_step_passes(begun, options, passes)
     for node in joint.graph.find_nodes(op="placeholder"):
         if node.name == SCALE:
             node.meta[Key.STATE] = _SCALE
     return joint, weights, begun
 
 
-def low_of(model: LossModule, batch: Any, options: StepOptions) -> torch.dtype:
-    """The 16-bit type of a step, as torch has it."""
-    return torch_dtype(options.settings.low(device_of([*pytree.tree_leaves(batch), *model.parameters()])))
-
-
-def begin(model: LossModule, loss: CapturedLoss, options: StepOptions, stages: Stages) -> tuple[Begun, StepOptions]:
+def begin(loss: CapturedLoss, options: StepOptions, stages: Stages) -> tuple[Begun, StepOptions]:
     """The first half of a build: the forward, planned and rewritten, and what else it is for."""
-    settings, leaves = options.settings, loss.inputs
-    check_parameters(model, options.optimizers, low_of(model, leaves, options), options.enabled)
+    setup = options.setup
+    model = setup.module
+    check_parameters(model, setup.optimizers, torch_dtype(setup.low), setup.enabled)
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
     if not loss.is_dynamic:
-        settings = replace(settings, dynamic_shapes=None)
+        options = options.under(dynamic_shapes=None)
     captured = with_parameters(loss.copy(), model, _from_elsewhere(options))
     join_tied(captured, model)
     norms = marked_norms(captured.graph_module)
-    plan, emulated = _forward(captured, model, leaves, options, stages)
+    plan, emulated = _forward(captured, options, stages)
     check_marks(norms, captured.graph_module)
     graph = captured.graph_module.graph
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
-    begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers), held=loss.held)
-    begun = replace(begun, plan=plan, emulated=emulated, stages=stages)
-    return begun, replace(options, settings=settings)
+    written = written_placeholders(graph, buffers)
+    begun = Begun(captured, loss.inputs, len(results_of(graph)), written, held=loss.held)
+    return replace(begun, plan=plan, emulated=emulated, stages=stages), options
 
 
 def _from_elsewhere(options: StepOptions) -> frozenset[int]:
     """Ids of the parameters of which other ranks, or batches before this one, may have a gradient where it has none."""
     if options.reduction is None:
         return options.gathered
-    return frozenset(id(p) for one in options.optimizers for group in one.param_groups for p in group["params"])
+    return frozenset(id(p) for one in options.setup.optimizers for group in one.param_groups for p in group["params"])
 
 
 @dataclass(frozen=True)
@@ -212,28 +191,26 @@ class Begun:
     stages: Stages = field(default_factory=Stages)
 
 
-def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepState) -> StepProgram:
+def finish(begun: Begun, options: StepOptions) -> StepProgram:
     """Build a program from a rewritten forward, or from gradients that are made elsewhere.
 
     Args:
-        model: the loss as a module.
         begun: what there is so far.
         options: what to build.
-        state: the tensors that it works on.
 
     Raises:
         CaptureError: the loss depends on no parameter of the optimizers.
         LoweringError: the graph cannot be compiled.
         PassError: a pass of the user's broke the contract.
     """
-    settings, stages, results = options.settings, begun.stages, begun.results
+    settings, state, stages, results = options.settings, options.setup.state, begun.stages, begun.results
     pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
-    step, weights = run_step_passes(model, begun, options, state, pipeline)
-    resolve = weights.resolvers(step, state.kept)
+    step, weights = run_step_passes(begun, options, pipeline)
+    resolve = weights.resolvers(step, state)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
-    exact = begun.emulated or state.kept.weights.storage.rounding is Storage.KAHAN
+    exact = begun.emulated or state.storage.rounding is Storage.KAHAN
     compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
@@ -272,30 +249,28 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     )
 
 
-def run_step_passes(
-    model: LossModule, begun: Begun, options: StepOptions, state: StepState, pipeline: Pipeline
-) -> tuple[fx.GraphModule, TrainedWeights]:
+def run_step_passes(begun: Begun, options: StepOptions, pipeline: Pipeline) -> tuple[fx.GraphModule, TrainedWeights]:
     """Run the passes of a step, or the first of them, on a rewritten forward.
 
     Returns:
         The graph, and what says where its inputs come from.
     """
-    storage = state.kept.weights.storage
-    inputs = converted_inputs(model, begun, options, state.kept)
+    storage = options.setup.state.storage
+    inputs = converted_inputs(begun, options)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
-    pass_options = _step_options(weights, begun, options, state.kept)
+    pass_options = _step_options(weights, begun, options)
     return pipeline.run(begun.captured.graph_module, pass_options, begun.stages), weights
 
 
-def converted_inputs(model: LossModule, begun: Begun, options: StepOptions, kept: KeptTensors) -> StepInputs:
+def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     """The inputs of a step; weights that are stored in 16 bits alone, or split over the ranks, are so from now on."""
-    settings, captured, weights = options.settings, begun.captured, kept.weights
-    graph, inputs = captured.graph_module.graph, StepInputs(model, captured, options.optimizers, begun.held)
-    low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-    if weights.storage.low:
-        inputs.store_low(graph, low, settings.rules.ops, weights.storage)
+    setup, captured = options.setup, begun.captured
+    graph, inputs = captured.graph_module.graph, StepInputs(setup.module, captured, setup.optimizers, begun.held)
+    low, ops = torch_dtype(setup.low), options.settings.rules.ops
+    if setup.state.storage.low:
+        inputs.store_low(graph, low, ops)
     if options.reduction is not None and options.reduction.shards:
-        inputs.split(graph, low, settings.rules.ops, weights, options.reduction.agree_on_parts)
+        inputs.split(graph, low, ops, setup.state, options.reduction.agree_on_parts)
     return inputs
 
 
@@ -310,44 +285,42 @@ def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., 
     return both
 
 
-def _forward(
-    captured: Captured, model: LossModule, leaves: Sequence[Any], options: StepOptions, stages: Stages
-) -> tuple[PrecisionPlan | None, bool]:
+def _forward(captured: Captured, options: StepOptions, stages: Stages) -> tuple[PrecisionPlan | None, bool]:
     """Plan and rewrite the captured loss; also says whether the low type is emulated."""
-    settings = options.settings
-    if not options.enabled:
+    setup, settings = options.setup, options.settings
+    if not setup.enabled:
         normalize(captured.graph_module, settings, stages, ROOT)
         return None, False
-    low = settings.low(device_of([*leaves, *model.parameters()]))
-    name = type(model.nest).__name__ if isinstance(model.nest, nn.Module) else ""
-    plan = plan_captured(captured, settings, low, stages, ROOT, name=name)
+    nest = setup.module.nest
+    name = type(nest).__name__ if isinstance(nest, nn.Module) else ""
+    plan = plan_captured(captured, settings, setup.low, stages, ROOT, name=name)
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False, keeps_amaxes=True)
 
 
-def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, kept: KeptTensors) -> dict[str, Any]:
+def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions) -> dict[str, Any]:
     """The options of the passes of the pipelines STEP and UPDATE, by name."""
+    state = options.setup.state
     return {
         "buffers": Late(lambda _: (*begun.written, *weights.amaxes)),
         "stored": weights.inputs.stored(),
         "trained": weights.inputs.trained,
         "masters": weights.storage is None,
-        "split": weights.inputs.of_parts(kept.weights.parts),
+        "split": weights.inputs.of_parts(state.parts),
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
         "absent": Late(weights.absent),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "in_fp32": begun.in_fp32,
-        "groups": Late(lambda _: weights.specs(kept.weights.parts)),
+        "groups": Late(lambda _: weights.specs(state.parts)),
         "updated": Late(lambda _: weights.updated),
-        "skips_overflow": kept.weights.storage.skips,
         "results": begun.results,
         "scale": options.scale,
-        "clip_norm": options.clip_norm,
+        "clip_norm": options.setup.clip_norm,
         "divisor": options.divisor,
         "weighs": options.weighs,
         "gather": options.gather,
         "stage": native.FORWARD,
-        **_reduction_options(weights, options, begun.written, kept.weights.parts),
+        **_reduction_options(weights, options, begun.written, state.parts),
     }
 
 

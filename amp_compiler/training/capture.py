@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.forward.notices import silent_dynamo, telling
+from amp_compiler.forward.notices import silent_dynamo
 from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
@@ -114,8 +113,8 @@ def join_tied(captured: Captured, model: LossModule) -> None:
 
 
 @contextmanager
-def _around(model: LossModule) -> Iterator[None]:
-    """What its captures run within."""
+def around_capture(model: LossModule) -> Iterator[None]:
+    """What captures of a loss run within."""
     with norms_apart(model), silent_dynamo():
         yield
 
@@ -196,57 +195,29 @@ def _marked(model: LossModule) -> Callable[..., Any]:
     return loss_of
 
 
-class LossFrontend:
-    """The loss behind Dynamo.
+def loss_frontend(
+    model: LossModule,
+    run: Callable[[CapturedLoss], Callable[..., Any]],
+    low: torch.dtype | None,
+    dynamic: bool | None,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> frontend.Frontend:
+    """The loss behind Dynamo: gives it and aux, by what `run` gave.
 
     Args:
         model: the loss as a module.
         run: makes of a captured loss what Dynamo calls in its place.
         low: the low type that is planned for; `None` in plain FP32.
         dynamic: as for `torch.compile`.
+        around: a context for captures.
     """
 
-    def __init__(
-        self,
-        model: LossModule,
-        run: Callable[[CapturedLoss], Callable[..., Any]],
-        low: torch.dtype | None,
-        dynamic: bool | None,
-    ) -> None:
-        def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return run(captured_loss(graph_module, inputs, model, low))
+    def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return run(captured_loss(graph_module, inputs, model, low))
 
-        self._model, self._seconds = model, 0.0
-        self._call = frontend.Frontend(
-            _marked(model),
-            build,
-            NAME,
-            dynamic,
-            whole=True,
-            around=self._capturing,
-            subject=SUBJECT,
-            values=True,
-        )
-
-    @contextlib.contextmanager
-    def _capturing(self) -> Iterator[None]:
-        with _around(self._model), telling(NAME) as course:
-            yield
-        self._seconds += course.seconds()
-
-    def take_seconds(self) -> float:
-        """How long a capture took of which this was not asked yet."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def __call__(self, *batch: Any) -> Any:
-        """The loss and aux, by what `run` gave.
-
-        Raises:
-            CaptureError: the loss is no one graph.
-        """
-        with torch.enable_grad():
-            return self._call(*batch)
+    return frontend.Frontend(
+        _marked(model), build, NAME, dynamic, whole=True, around=around, subject=SUBJECT, values=True
+    )
 
 
 def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | None) -> CapturedLoss:
@@ -266,6 +237,6 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
 
     with torch.enable_grad():
         captured: CapturedLoss = frontend.capture_once(
-            _marked(model), make, SUBJECT, batch, {}, around=lambda: _around(model), values=True
+            _marked(model), make, SUBJECT, batch, {}, around=lambda: around_capture(model), values=True
         )
     return captured

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 from amp_compiler.fx.capture.hooks import has_hooks, hooks_made
-from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.state import StepState
 
 # Each goes over some thousand objects at every call: by what CPython does without a line of Python for each.
 _LAYOUT = attrgetter("layout")
@@ -36,7 +36,7 @@ class ChangeDetector:
     Args:
         model: the loss as a module.
         optimizers: checked optimizers.
-        kept: the tensors that the step keeps beside theirs.
+        state: what the step keeps beside theirs.
 
     Attributes:
         generation: another number after every change. A program whose tensors were found in it has the same ones still.
@@ -44,10 +44,10 @@ class ChangeDetector:
         hooked: whether a parameter has hooks on its gradient.
     """
 
-    def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> None:
+    def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], state: StepState) -> None:
         self.generation, self.hooked = 0, False
         self.owners: tuple[tuple[int, ...], ...] = ()
-        self._model, self._optimizers, self._kept = model, optimizers, kept
+        self._model, self._optimizers, self._state = model, optimizers, state
         self._tables: list[Any] = []  # of all modules, with their tensors and children
         self._objects: list[Any] = []  # what stands in them, and in the optimizers' states
         self._parameters: list[Tensor] = []
@@ -117,7 +117,7 @@ class ChangeDetector:
         own = [state for table in states for state in table.values() if isinstance(state, dict)]
         values = map(_VALUES, [*self._tables, *states, *own])
         # By the last one more objects differ from fewer.
-        return chain([self._kept.scale()], *states, *own, chain.from_iterable(values), [self])
+        return chain([self._state.scale.state], *states, *own, chain.from_iterable(values), [self])
 
     def _present_places(self) -> Iterator[Any]:
         tensors, parameters = self._tensors, self._parameters
@@ -134,7 +134,7 @@ class ChangeDetector:
             for parameter, old, new in zip(self._parameters, before, self._versions, strict=True):
                 if every or old != new:
                     held = (one.state[parameter] for one in self._optimizers if parameter in one.state)
-                    self._kept.follow(parameter, next(held, {}))
+                    self._state.follow(parameter, next(held, {}))
 
 
 def _ids(groups: Sequence[Sequence[Tensor]]) -> tuple[tuple[int, ...], ...]:

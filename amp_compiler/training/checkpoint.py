@@ -51,9 +51,9 @@ def save_checkpoint(
 ) -> Path:
     """Save what a training step goes on from: the folder `number` in `folder`, with a file for each rank.
 
-    It holds weights in FP32, buffers, the optimizer's state and hyperparameters, loss scale with its counters, random
-    state of each rank, and gradients that were gathered so far. With several ranks all of them call it, and each writes
-    what it alone has. The folder gets its name when all of it is on the disk, and is whole from then on.
+    It holds weights in FP32, buffers, the optimizer's state and hyperparameters, loss scale with its counters, and
+    random state of each rank. With several ranks all of them call it, and each writes what it alone has. The folder
+    gets its name when all of it is on the disk, and is whole from then on.
 
     Args:
         steps: a step, or those of one training by name, such as the two of a GAN.
@@ -66,8 +66,8 @@ def save_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        AmpError: there is a checkpoint of that number, a file cannot be written, or an argument is wrong. With several
-            ranks, on each of them.
+        AmpError: there is a checkpoint of that number, a file cannot be written, an argument is wrong, or batches were
+            gathered (`accumulate=`) that no update has used. With several ranks, on each of them.
 
     Example:
         >>> import tempfile, torch, amp_compiler as amp

@@ -26,7 +26,7 @@ class StepContents:
     """One step, as a checkpoint has it.
 
     Each rank writes nested dicts: `model` (with `outside`, see `training.outside`), `state` and `param_groups` of the
-    optimizers, by name, and what it has of its own, `buffers` and `sums`. What all ranks have alike the first one
+    optimizers, by name, and what it has of its own, `buffers`. What all ranks have alike the first one
     writes; of a weight that is split each writes its part.
 
     Args:
@@ -37,8 +37,7 @@ class StepContents:
     def __init__(self, step: TrainingStep, others: set[int]) -> None:
         self._step, self._others = step, others
         self._module, self._optimizers = step._module, step._optimizers
-        self._kept = step._state.kept
-        self._weights = self._kept.weights
+        self._state = step._state
         ranks = step._setup.ranks
         self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._module.adopt(self._optimizers)
@@ -50,12 +49,10 @@ class StepContents:
 
     def about(self) -> dict[str, Any]:
         """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
-        samples = self._kept.samples
-        split = {key: value for key, value in self._values().items() if value in self._weights.parts}
+        split = {key: value for key, value in self._values().items() if value in self._state.parts}
         return {
             **self._kind(),
             "step": self._step.state_dict(),
-            "samples": None if samples is None else samples.state(),
             "split": {key.removeprefix(f"{ROOT}."): list(value.shape) for key, value in split.items()},
         }
 
@@ -68,10 +65,8 @@ class StepContents:
             for one in self._optimizers
         ]
         return {
-            "master": "low" if self._weights.storage.low else "fp32",
+            "master": "low" if self._state.storage.low else "fp32",
             "optimizers": optimizers,
-            "gathered": self._step._gathered,
-            "accumulate": self._step._accumulate,
         }
 
     def entries(self) -> Iterator[str]:
@@ -84,12 +79,12 @@ class StepContents:
         """What this rank writes.
 
         Raises:
-            AmpError: gradients were gathered by a step in subgraphs.
+            AmpError: batches were gathered that no update has used.
         """
-        step, parts = self._step, self._weights.parts
-        if step._gathered and step._choice.subgraph_step is not None:
-            what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in subgraphs"
-            raise AmpError(what, hint="save behind the last of them")
+        step, parts = self._step, self._state.parts
+        if step._gathered:
+            what = f"{step._gathered} of {step._accumulate} batches were gathered, whose gradients no checkpoint has"
+            raise AmpError(what, hint="save behind the last of them, or behind step.flush()")
         values = {key: value for key, value in self._values().items() if not self._rank or value in parts}
         seen = {id(value) for value in values.values()}
         states = {
@@ -106,7 +101,6 @@ class StepContents:
             "state": states,
             "param_groups": self._groups(),
             "buffers": self._own_buffers(),
-            "sums": self._sums(),
         }
 
     def _values(self) -> dict[str, Any]:
@@ -128,19 +122,19 @@ class StepContents:
         state = owner.state.get(tensor, {})
         if MASTER in state and tensor.dtype is torch.float32:
             MasterWeights.take_in(tensor, state)
-        self._weights.masters.follow(tensor, state)
+        self._state.masters.follow(tensor, state)
         if MASTER in state:
             return self._shared(state[MASTER], tensor, state, MASTER)
         return tensor.detach().float() if self._has_master(tensor) else tensor.detach()
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return parameter.dtype in LOW_TYPES and not self._weights.storage.low
+        return parameter.dtype in LOW_TYPES and not self._state.storage.low
 
     def _shared(self, value: Tensor, parameter: Tensor, state: dict[str, Any], column: str) -> Tensor:
         """A state; where the ranks share it, this one's part."""
-        if parameter not in self._weights.parts or not value.dim():
+        if parameter not in self._state.parts or not value.dim():
             return value.detach()
-        return self._weights.parts.held(state, column, parameter).detach()
+        return self._state.parts.held(state, column, parameter).detach()
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         return [
@@ -156,17 +150,6 @@ class StepContents:
         names = {id(buffer) for buffer in self._module.buffers()}
         return {key: value for key, value in self._values().items() if id(value) in names}
 
-    def _sums(self) -> dict[str, Tensor]:
-        """Gradients that were gathered so far, of which each rank has its own."""
-        if not self._step._gathered:
-            return {}
-        held = [p for group in self._groups_of() for p in group if id(p) in self._kept.sums.gathered]
-        return {self._names[id(p)]: self._kept.sums.get(p) for p in held}
-
-    def _groups_of(self) -> Iterator[list[Tensor]]:
-        for one in self._optimizers:
-            yield from (group["params"] for group in one.param_groups)
-
     # What is loaded
 
     def check(self, files: Sequence[Mapping[str, Any]], about: Mapping[str, Any], where: str) -> None:
@@ -178,8 +161,7 @@ class StepContents:
             where: its folder, for errors.
 
         Raises:
-            AmpError: it is another model, another optimizer or another kind of weights, or there are other ranks while
-                gradients are gathered.
+            AmpError: it is another model, another optimizer or another kind of weights.
         """
         self._files, self._about = files, about
         self._check_kind(where)
@@ -189,7 +171,6 @@ class StepContents:
         for key in own.keys() & saved.keys():
             differ += self._misfits(key, own[key])
         _refuse(differ, where)
-        self._check_gathered(where)
 
     def _check_kind(self, where: str) -> None:
         own, about = self._kind(), self._about
@@ -220,29 +201,13 @@ class StepContents:
         if own.shape != shape:
             return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]
         wanted = torch.float32 if self._is_made_of_master(own) else own.dtype
-        widened = self._weights.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
+        widened = self._state.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
         if wanted != saved.dtype and not widened:  # before the first call all weights are FP32
             return [f"{key} is {_short(saved.dtype)} there and {_short(wanted)} here"]
         return []
 
     def _is_made_of_master(self, value: Tensor) -> bool:
-        return id(value) in self._owners and (self._has_master(value) or value in self._weights.parts)
-
-    def _check_gathered(self, where: str) -> None:
-        about, step, ranks = self._about, self._step, len(self._files)
-        if about["gathered"] and (ranks != self._size or about["accumulate"] != step._accumulate):
-            raise AmpError(
-                f"it was saved behind {about['gathered']} of {about['accumulate']} gathered batches on {ranks} rank(s),"
-                f" and this step gathers {step._accumulate} on {self._size}",
-                where=where,
-                hint="load it as it was saved, or save behind the last of the batches",
-            )
-        if about["gathered"] and about.get("samples") and self._kept.samples is None:
-            raise AmpError(
-                f"it was saved behind {about['gathered']} gathered batches that are weighed by their samples",
-                where=where,
-                hint="make the step with uneven='weight', or save behind the last of the batches",
-            )
+        return id(value) in self._owners and (self._has_master(value) or value in self._state.parts)
 
     def place(self) -> None:
         """Take over what `check` was given."""
@@ -265,7 +230,8 @@ class StepContents:
         for optimizer, groups in zip(self._optimizers, self._files[0]["param_groups"], strict=True):
             optimizer.load_state_dict(self._state_dict(optimizer, groups, masters))
         step.load_state_dict(self._about["step"])
-        self._place_sums()
+        step._gathered = 0
+        self._state.sums.clear()
 
     def _joined(self, name: str, saved: Sequence[Any]) -> Any:
         """What the ranks saved of one thing of a parameter: the first one's, or all parts of what they share."""
@@ -278,8 +244,8 @@ class StepContents:
         """A master or state as the step keeps it, in memory of its own; of what the ranks share, this one's part."""
         if saved.shape != parameter.shape or not saved.dim():
             return saved.to(parameter.device if saved.dim() else "cpu", copy=True)
-        if parameter in self._weights.parts:
-            return self._weights.parts.of(saved).to(parameter.device)
+        if parameter in self._state.parts:
+            return self._state.parts.of(saved).to(parameter.device)
         return empty_laid_out_like(parameter, saved.dtype).copy_(saved)
 
     def _state_dict(
@@ -307,20 +273,6 @@ class StepContents:
             value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])
             state[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
         return state
-
-    def _place_sums(self) -> None:
-        step, sums, gathered = self._step, self._kept.sums, set()
-        saved = self._files[self._rank]["sums"] if len(self._files) == self._size else {}
-        for parameter in (p for group in self._groups_of() for p in group):
-            own = saved.get(self._names[id(parameter)])
-            if own is not None:
-                sums.get(parameter).copy_(own)
-                gathered.add(id(parameter))
-            elif parameter in sums:
-                sums.get(parameter).zero_()
-        step._gathered, sums.gathered = self._about["gathered"], frozenset(gathered)
-        if self._kept.samples is not None:  # batches of a step that weighs none count alike
-            self._kept.samples.load(self._about.get("samples") or [step._gathered * self._size, 0.0])
 
 
 def _short(dtype: torch.dtype) -> str:

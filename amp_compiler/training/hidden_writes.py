@@ -11,8 +11,8 @@ from torch import Tensor
 from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_write, writable
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
-from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import MASTER
 
 _MOST_UNREAD = 64  # watches whose flags wait on a device to be read
@@ -27,11 +27,11 @@ class HiddenWrites:
     Args:
         model: the loss as a module.
         optimizers: checked optimizers.
-        kept: the tensors that the step keeps beside theirs.
+        state: what the step keeps beside theirs.
     """
 
-    def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> None:
-        self._model, self._optimizers, self._kept = model, optimizers, kept
+    def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], state: StepState) -> None:
+        self._model, self._optimizers, self._state = model, optimizers, state
         self._at: tuple[int, int] | None = None
         self._key: object = None
         self._held: object = None  # so that no other tensor gets an identity that the key is made of
@@ -46,7 +46,7 @@ class HiddenWrites:
         Args:
             generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
-        at = generation, self._kept.low_weights.made
+        at = generation, self._state.low_weights.made
         if at != self._at:
             self._at = at
             self._follow(generation)
@@ -70,11 +70,11 @@ class HiddenWrites:
 
     def _follow(self, generation: int) -> None:
         """Make another watch where what is watched is another, or may lie elsewhere."""
-        trained, kept = self._trained(), self._kept
+        trained, state = self._trained(), self._state
         low = [weight for weight in trained if weight.dtype in LOW_TYPES]
-        masters, asked_for = [self._master(weight) for weight in low], list(map(kept.weights.masters.has, low))
-        part = generation if kept.weights.parts.count > 1 else 0
-        key = part, kept.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
+        masters, asked_for = [self._master(weight) for weight in low], list(map(state.masters.has, low))
+        part = generation if state.parts.count > 1 else 0
+        key = part, state.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
         if key != self._key or [*map(Tensor.data_ptr, self._tensors)] != self._places:
             self._make_watch(trained)
             self._key, self._held = key, (trained, masters)
@@ -94,10 +94,10 @@ class HiddenWrites:
 
     def _pairs(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A weight with its copies, or its master with it; of a weight that is split over ranks this rank's part."""
-        for copy in self._kept.low_weights.copies(weight):
+        for copy in self._state.low_weights.copies(weight):
             yield weight.detach(), copy
-        master, parts = self._master(weight), self._kept.weights.parts
-        if master is None or weight.dtype not in LOW_TYPES or not self._kept.weights.masters.has(weight):
+        master, parts = self._master(weight), self._state.parts
+        if master is None or weight.dtype not in LOW_TYPES or not self._state.masters.has(weight):
             return
         if weight not in parts and master.shape == weight.shape:
             yield master, weight.detach()
@@ -108,9 +108,9 @@ class HiddenWrites:
 
     def _master(self, weight: Tensor) -> Tensor | None:
         for one in self._optimizers:
-            state = one.state.get(weight)
-            if state is not None and MASTER in state:
-                return state[MASTER]  # type: ignore[no-any-return]
+            own = one.state.get(weight)
+            if own is not None and MASTER in own:
+                return own[MASTER]  # type: ignore[no-any-return]
         return None
 
     def _say(self, weight: Tensor | None) -> None:

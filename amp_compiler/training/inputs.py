@@ -16,7 +16,7 @@ from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
-from amp_compiler.ops.update.rounding import Storage, WeightStorage
+from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.precision.scale_products import AMAXES
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import (
@@ -30,13 +30,13 @@ from amp_compiler.passes.step.reduce_gradients import (
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.ranks.parts import Parts
-from amp_compiler.training.kept import KeptTensors
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.optimizers.fused import KINDS, BoundGroup, bind
 from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.outside import OUTSIDE
 from amp_compiler.training.program import Resolver
-from amp_compiler.training.weights import MASTER, WeightState, store_alone
+from amp_compiler.training.state import StepState
+from amp_compiler.training.weights import MASTER, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]
 Agree = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
@@ -54,7 +54,6 @@ class StepInputs:
     Attributes:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
         trained: placeholders of the parameters that require a gradient and belong to an optimizer.
-        buffers: placeholders of the buffers.
 
     Raises:
         CaptureError: no parameter is trained.
@@ -80,7 +79,6 @@ class StepInputs:
             if entry.source in (Source.PARAMETER, Source.BUFFER) or entry.target in captured.constants
             if not self._is_given(entry, getter := getter_of(name, entry))
         }
-        self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
         parameters = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
         tensors = {name: self.getters[name]() for name in parameters}
         self._parameters = parameters
@@ -95,7 +93,7 @@ class StepInputs:
         shown = entry.source is Source.PARAMETER and entry.target.startswith(f"{OUTSIDE}.")
         return shown and entry.index >= 0 and id(getter()) not in self.holders
 
-    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
+    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable) -> None:
         """Convert the trained FP32 parameters that a graph reads in the low type, once and for all.
 
         One that the plan reads in FP32 alone (the weight of a norm under `default`) stays FP32: it is its own master.
@@ -104,21 +102,20 @@ class StepInputs:
             graph: the forward, with the casts of the plan.
             low: the 16-bit type.
             ops: the op table.
-            storage: how they are stored.
         """
         read_low: dict[str, Tensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             parameter = self.getters[node.name]() if node.name in self.trained else None
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
                 read_low[self.entries[node.name].target.partition(".")[2]] = parameter
-        store_alone(read_low, low, storage)
+        store_alone(read_low, low)
 
     def split(
         self,
         graph: fx.Graph,
         low: torch.dtype,
         ops: OpTable,
-        weights: WeightState,
+        state: StepState,
         agree: Callable[[dict[str, bool]], Mapping[str, bool]],
     ) -> None:
         """Decide which weights are split over the ranks, and convert them to 16 bits beside their masters' parts.
@@ -127,7 +124,7 @@ class StepInputs:
             graph: the forward, with the casts of the plan.
             low: the 16-bit type.
             ops: the op table.
-            weights: what the step holds of them.
+            state: what the step holds.
             agree: gives which of the weights that any rank reads are read in the low type alone, by those of this one.
         """
         nodes = [node for node in graph.find_nodes(op="placeholder") if node.name in self.trained]
@@ -137,31 +134,9 @@ class StepInputs:
             name = names[node.name]
             if name in reads:
                 parameter = self.getters[node.name]()
-                split = weights.parts.decide(parameter, name, reads[name])
+                split = state.parts.decide(parameter, name, reads[name])
                 if split and parameter.dtype is torch.float32:
-                    weights.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
-
-    def frozen_of(self, gathered: frozenset[int]) -> list[str]:
-        """Placeholders of the optimizers' parameters that are trained no more, and have gradients gathered before.
-
-        Args:
-            gathered: ids of the parameters that gradients were gathered of.
-
-        Raises:
-            AmpError: one of them is no FP32 parameter.
-        """
-        frozen = [name for name in self._parameters if name not in self.trained]
-        held = {name: self.getters[name]() for name in frozen}
-        wanted = gathered & self.holders.keys()
-        names = list({id(one): name for name, one in held.items() if id(one) in wanted}.values())
-        for name in names:
-            if held[name].dtype is not torch.float32:
-                raise AmpError(
-                    f"the {held[name].dtype} parameter '{self.entries[name].target.partition('.')[2]}' was frozen while"
-                    " batches with gradients of it were gathered (accumulate=)",
-                    hint="freeze it behind the last of the calls that are gathered",
-                )
-        return names
+                    state.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
 
     def of_parts(self, parts: Parts) -> tuple[str, ...]:
         """Placeholders of the weights that are split over the ranks, whether this one trains them now or not."""
@@ -241,18 +216,14 @@ class TrainedWeights:
                 )
 
     def absent(self, joint: fx.GraphModule) -> tuple[str, ...]:
-        """The weights that batches before this one have a gradient of, and this one has not.
-
-        Raises:
-            AmpError: one of them was frozen since, and is no FP32 parameter.
-        """
+        """The weights that batches before this one have a gradient of, and this one has not."""
         if not self.gathered:
             return ()
         held = {name: id(self.inputs.getters[self.placed.parameter(name)]()) for name in self.placed.owner}
         own = {held[name] for name in owners_with_gradient(joint, self.placed.owner)}
         wanted = self.gathered - own
         by_id = {one: name for name, one in reversed(held.items()) if one in wanted}  # a tied one has several names
-        return (*reversed(by_id.values()), *self.inputs.frozen_of(wanted))
+        return tuple(reversed(by_id.values()))
 
     def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
         """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.
@@ -351,58 +322,58 @@ class TrainedWeights:
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
         return {*self.placed.wrt, *self.inputs.getters, *kept}
 
-    def resolvers(self, step: fx.GraphModule, kept: KeptTensors) -> list[Resolver]:
+    def resolvers(self, step: fx.GraphModule, state: StepState) -> list[Resolver]:
         """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
-        return [self._resolver(node, kept) for node in step.graph.find_nodes(op="placeholder")]
+        return [self._resolver(node, state) for node in step.graph.find_nodes(op="placeholder")]
 
-    def _resolver(self, node: fx.Node, kept: KeptTensors) -> Resolver:
+    def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
         if Key.STATE in node.meta:
-            return Resolver(self._state(node.meta[Key.STATE], kept))
+            return Resolver(self._state(node.meta[Key.STATE], state))
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            return Resolver(lambda leaves: kept.low_weights.get(getters[name](), dtype), getters[name])
+            return Resolver(lambda leaves: state.low_weights.get(getters[name](), dtype), getters[name])
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
-            return Resolver(lambda leaves: self._master(get(), kept), get)
+            return Resolver(lambda leaves: self._master(get(), state), get)
         if node.name in getters:
             get = getters[node.name]
             if node.name in self.inputs.trained and get().dtype is torch.float32:
-                return Resolver(lambda leaves: self._taken_in(get(), kept), get)
+                return Resolver(lambda leaves: self._taken_in(get(), state), get)
             if node.name in self.inputs.trained:
                 return Resolver(lambda leaves: as_real(get().detach()), get)
             return Resolver(lambda leaves: get().detach(), get)
         return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 
-    def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
-        return kept.weights.masters.get(parameter, self._state_of(parameter))
+    def _master(self, parameter: Tensor, state: StepState) -> Tensor:
+        return state.masters.get(parameter, self._state_of(parameter))
 
-    def _taken_in(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
+    def _taken_in(self, parameter: Tensor, state: StepState) -> Tensor:
         holder = self.inputs.holders[id(parameter)]
         if type(holder) in KINDS and MASTER in holder.state.get(parameter, {}):
-            kept.weights.masters.take_in(parameter, holder.state[parameter])
+            state.masters.take_in(parameter, holder.state[parameter])
         return parameter.detach()
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         return self.inputs.holders[id(parameter)].state[parameter]  # type: ignore[no-any-return]
 
-    def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Callable[[Sequence[Any]], Any]:
+    def _state(self, key: tuple[Any, ...], state: StepState) -> Callable[[Sequence[Any]], Any]:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
         column, group, number = key
         if column == AMAXES:
-            return lambda leaves: kept.amaxes.get(group, number)
+            return lambda leaves: state.amaxes.get(group, number)
         if column == "scale":
-            return lambda leaves: getattr(kept.scale(), group)
+            return lambda leaves: getattr(state.scale.state, group)
         if column == "sum" and isinstance(group, str):  # of a weight; states are of a group's number
-            return lambda leaves: kept.sums.get(self.inputs.getters[self.placed.parameter(group)]())
+            return lambda leaves: state.sums.get(self.inputs.getters[self.placed.parameter(group)]())
         if column == "samples":
-            return lambda leaves: getattr(kept.samples, group)
+            return lambda leaves: getattr(state.samples, group)
         if column == "rng":
-            return lambda leaves: kept.weights.rounding.tensor
+            return lambda leaves: state.rounding.tensor
         bound = self.groups[group]
         if column == MASTER:
             weight = bound.parameters[number]
-            return lambda leaves: self._master(weight, kept)
+            return lambda leaves: self._master(weight, state)
         return lambda leaves: bound.tensor(column, number)
 
 

@@ -181,7 +181,7 @@ class StepProgram:
         return self
 
     def settle(self, low_weights: LowWeights) -> None:
-        """Note what a call trains: which copies it writes together with their masters, and which are left behind.
+        """Note what a call trains, and which 16-bit copies it leaves behind.
 
         Args:
             low_weights: the 16-bit copies that there are.
@@ -194,7 +194,6 @@ class StepProgram:
             )
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
-        low_weights.settle([parameter for parameter, low in pairs if low is not None])
         self.behind = tuple(parameter for parameter, low in pairs if low is None and low_weights.has(parameter))
 
     @property

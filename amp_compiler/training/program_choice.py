@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any
@@ -15,6 +16,7 @@ from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, Lowering
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.forward.unwrap import refuse_spread
+from amp_compiler.fx.capture.frontend import Frontend
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private.breaks import is_failed_assertion
@@ -27,7 +29,7 @@ from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.training.build import PARALLEL, StepOptions, begin, build_step, converted_inputs
-from amp_compiler.training.capture import NAME, CapturedLoss, LossFrontend
+from amp_compiler.training.capture import NAME, CapturedLoss, around_capture, loss_frontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
@@ -81,8 +83,9 @@ class ProgramChoice:
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
-        self._hooks, self._frontends = ModuleHooks(setup.module), dict[Any, LossFrontend]()
+        self._hooks, self._frontends = ModuleHooks(setup.module), dict[Any, Frontend]()
         self._graphs: list[StepGraph] = []
+        self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
         self._told: list[SubgraphStep] = []
@@ -126,7 +129,8 @@ class ProgramChoice:
         step = self.subgraph_step or self._step_apart(hooked)
         if step is None:
             try:
-                loss, aux = self._frontend()(*batch)
+                with torch.enable_grad():
+                    loss, aux = self._frontend()(*batch)
             except (CaptureError, LoweringError) as error:
                 agreed = self._setup.coordinator is not None and self._setup.coordinator.has_agreed
                 if isinstance(error, (HookError, OptimizerError)) or agreed:
@@ -158,16 +162,11 @@ class ProgramChoice:
             AmpError: a weight of which there are gradients is trained no more.
             RankError: the ranks differ, or one failed.
         """
-        setup, sums = self._setup, self._setup.state.kept.sums
-        weights = {n: p for n, p in setup.module.named_parameters() if id(p) in sums.gathered}
-        if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
-            raise AmpError(
-                f"'{frozen}' does not require a gradient, and gradients of it were gathered (accumulate=)",
-                hint="freeze it behind step.flush()",
-            )
+        setup, sums = self._setup, self._setup.state.sums
+        weights = self._gathered()
         if self._flushing is None:
             cause = CaptureError("gathered gradients are used up")
-            self._flushing = SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
+            self._flushing = SubgraphStep(setup, cause)
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         computed = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
@@ -185,6 +184,22 @@ class ProgramChoice:
         for one in weights.values():
             sums.get(one).zero_()
         return program, output
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """The parameters that gradients of batches before were gathered of, by name.
+
+        Raises:
+            AmpError: one of them was frozen since.
+        """
+        gathered = self._setup.state.sums.gathered
+        weights = {name: one for name, one in self._setup.module.named_parameters() if id(one) in gathered}
+        if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
+            raise AmpError(
+                f"'{frozen.partition('.')[2]}' was frozen while batches with gradients of it were gathered"
+                " (accumulate=)",
+                hint="freeze it behind the last of the calls that are gathered, or behind step.flush()",
+            )
+        return weights
 
     def _decide(self, leaves: list[Any], gather: str) -> Decide:
         """As for `SubgraphStep.shared`."""
@@ -225,16 +240,22 @@ class ProgramChoice:
         aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
         return program, replace(output, loss=loss, aux=aux, inputs=inputs)
 
-    def _frontend(self) -> LossFrontend:
+    def _frontend(self) -> Frontend:
         hooks = self._hooks.key()
         known = self._frontends.get(hooks)
         if known is None:
             setup = self._setup
             self._prepare()
             low = torch_dtype(setup.low) if setup.enabled else None
-            dynamic = setup.settings.dynamic
-            known = self._frontends[hooks] = LossFrontend(setup.module, self._made, low, dynamic)
+            known = loss_frontend(setup.module, self._made, low, setup.settings.dynamic, self._capturing)
+            self._frontends[hooks] = known
         return known
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        with around_capture(self._setup.module), telling(NAME) as course:
+            yield
+        self._seconds += course.seconds()
 
     def _prepare(self) -> None:
         self._setup.module.adopt(self._setup.optimizers)
@@ -251,14 +272,14 @@ class ProgramChoice:
 
     def _convert_weights(self, loss: CapturedLoss) -> None:
         """Convert the weights while Dynamo captures, which then guards them as they are from now on."""
-        setup, kept, coordinator = self._setup, self._setup.state.kept, self._setup.coordinator
+        setup, coordinator = self._setup, self._setup.coordinator
         options = self.options(self._gather, self._leaves)
         splits = options.reduction is not None and options.reduction.shards
         if splits and coordinator is not None:
             coordinator.builds()
-        if splits or kept.weights.storage.low:
-            begun, options = begin(setup.module, loss, options, Stages())
-            converted_inputs(setup.module, begun, options, kept)
+        if splits or setup.state.storage.low:
+            begun, options = begin(loss, options, Stages())
+            converted_inputs(begun, options)
 
     def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
@@ -275,7 +296,7 @@ class ProgramChoice:
     def _program(self, graph: StepGraph, inputs: Sequence[Any]) -> StepProgram:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
         detector, gather = self._detector, self._gather
-        beside = (gather, self._setup.scale.config, self._gathered_before(gather))
+        beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
         key = (graph.trained, detector.owners, detector.hooked, *beside)
         program = graph.programs.get(key)
         if program is not None and not program.flags_changed and self._may_run(program, self._leaves, gather):
@@ -284,9 +305,10 @@ class ProgramChoice:
         options = self.options(gather, self._leaves)
         if coordinator is not None:
             coordinator.builds()
-        with building(), telling(NAME, self._frontend().take_seconds()) as course:
+        with building(), telling(NAME, self._seconds) as course:
+            self._seconds = 0.0
             course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
-            program = build_step(self._setup.module, loss, options, self._setup.state, stages)
+            program = build_step(loss, options, stages)
             course.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
@@ -297,7 +319,7 @@ class ProgramChoice:
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
         """Of which parameters the update that is built finds gradients of batches before its own."""
-        return self._setup.state.kept.sums.gathered if gather == "use" else frozenset()
+        return self._setup.state.sums.gathered if gather == "use" else frozenset()
 
     def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
         """Whether the other ranks have what goes with a program."""
@@ -326,8 +348,8 @@ class ProgramChoice:
         shown = buffers if reduction is not None and reduction.broadcast_buffers else ()
         settings = settings_of(self._setup.optimizers)
         held = () if coordinator is None else coordinator.values.parameters
-        kept = self._setup.state.kept
-        batch, parts = batch_form(leaves, kept.samples is not None), kept.weights.parts.names
+        state = self._setup.state
+        batch, parts = batch_form(leaves, state.samples is not None), state.parts.names
         return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
 
     def _computed(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> Made:
@@ -353,7 +375,7 @@ class ProgramChoice:
                 f"a step in subgraphs cannot split its update over the ranks, and this one is no one graph: {cause}",
                 hint=UNSPLIT,
             ) from cause
-        return SubgraphStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
+        return SubgraphStep(setup, cause)
 
     def options(self, gather: str, leaves: list[Any] | None = None) -> StepOptions:
         """What a program is built for.
@@ -363,16 +385,15 @@ class ProgramChoice:
             leaves: a batch for which the ranks sum their gradients; without one, this process is by itself.
         """
         setup = self._setup
+        if gather == "use":
+            self._gathered()
         options = StepOptions(
-            setup.settings,
-            setup.optimizers,
-            setup.scale.config,
-            setup.clip_norm,
-            setup.enabled,
+            setup,
+            setup.state.scale.config,
             setup.accumulate,
             gather,
             gathered=self._gathered_before(gather),
-            weighs=leaves is not None and setup.state.kept.samples is not None,
+            weighs=leaves is not None and setup.state.samples is not None,
         )
         coordinator, reduction = setup.coordinator, setup.reduction
         if coordinator is None or reduction is None or leaves is None:

@@ -65,18 +65,6 @@ class Samples:
         """At the end of a call: its batch counts."""
         self._before = self.divisor
 
-    def state(self) -> list[float]:
-        """What batches were gathered so far, for a checkpoint."""
-        return [self._before, self._mean]
-
-    def load(self, state: Sequence[float]) -> None:
-        """Go on from there.
-
-        Args:
-            state: as `state` gave it; a mean of 0 is that of the next batches.
-        """
-        self._before, self._mean = state
-
 
 def samples_of(leaves: Sequence[Any]) -> int:
     """The number of samples of a batch: the size of the first dimension, which all its tensors share.

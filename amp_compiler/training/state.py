@@ -1,18 +1,26 @@
-"""Tensors that live from step to step beside the optimizer's: 16-bit weights, sums of gradients, magnitudes."""
+"""What lives from step to step beside parameters, buffers and optimizer states: 16-bit weights, sums, magnitudes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.ops.cpu.arena import ArenaMemory
 from amp_compiler.ops.fp8 import no_amaxes
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
+from amp_compiler.ops.loss_scale.held import HeldScale
+from amp_compiler.ops.update.rounding import RoundingState, WeightStorage
 from amp_compiler.passes.precision.scale_products import AMAXES
+from amp_compiler.ranks.parts import Parts
+from amp_compiler.training.reporting.events import Events
+from amp_compiler.training.samples import Samples
+from amp_compiler.training.weights import MasterWeights
 
 _SAVED = "give what step.state_dict() has returned"
 
@@ -27,24 +35,20 @@ class LowWeights:
     def __init__(self) -> None:
         self.made = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
-        self._marks: dict[int, dict[torch.dtype, tuple[int, ...]]] = {}
 
     def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
-        """The copy of a master, laid out as it; the same tensor at every step.
+        """The copy of a master as it is now, laid out as it; the same tensor at every step.
 
         Args:
             master: the weight.
             dtype: of the copy.
         """
-        copies, marks = self._copies.setdefault(id(master), {}), self._marks.setdefault(id(master), {})
-        copy, mark = copies.get(dtype), write_mark(master)
+        copies = self._copies.setdefault(id(master), {})
+        copy = copies.get(dtype)
         if copy is None or not is_laid_out_like(copy, master):
-            copy = copies[dtype] = empty_laid_out_like(master, dtype).copy_(master.detach())
+            copy = copies[dtype] = empty_laid_out_like(master, dtype)
             self.made += 1
-        elif marks.get(dtype) != mark:
-            copy.copy_(master.detach())
-        marks[dtype] = mark
-        return copy
+        return copy.copy_(master.detach())
 
     def copies(self, master: Tensor) -> list[Tensor]:
         """The copies of a master that there are."""
@@ -55,15 +59,9 @@ class LowWeights:
         return id(master) in self._copies
 
     def follow(self, master: Tensor) -> None:
-        """Make the copies of a master again, where it has any and was written."""
+        """Make the copies of a master again, where it has any."""
         for dtype in self._copies.get(id(master), {}):
             self.get(master, dtype)
-
-    def settle(self, masters: Sequence[Tensor]) -> None:
-        """Note that the update has just written these masters together with their copies."""
-        for master in masters:
-            marks = self._marks.get(id(master), {})
-            marks.update(dict.fromkeys(marks, write_mark(master)))
 
 
 class GradientSums:
@@ -78,8 +76,11 @@ class GradientSums:
         self._sums: dict[int, Tensor] = {}
         self.gathered: frozenset[int] = frozenset()
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._sums
+    def clear(self) -> None:
+        """Forget what was gathered."""
+        self.gathered = frozenset()
+        for one in self._sums.values():
+            one.zero_()
 
     def note(self, parameters: frozenset[int]) -> None:
         """Note of which parameters a batch has added gradients.
@@ -152,3 +153,46 @@ class Amaxes:
                 self.get(key, loaded.shape[1] - 1).copy_(loaded)
             except (TypeError, ValueError, IndexError, RuntimeError) as cause:
                 raise AmpError(f"the saved magnitudes of '{key}' are {rows!r}", hint=_SAVED) from cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What all programs of a training step share: tensors that live from call to call, and what goes with them.
+
+    Args:
+        scale: the loss scale.
+        storage: how weights are stored.
+        rounding: the random state of stochastic rounding.
+        parts: which weights are split over the ranks.
+        masters: FP32 masters of 16-bit parameters.
+        samples: how much each batch counts; `None` where all count alike.
+        amaxes: what delayed scaling of FP8 operands knows of the steps before.
+        graphs: what their CUDA graphs share.
+        events: takes note of the steps that are skipped.
+        low_weights: the 16-bit weights.
+        sums: sums of gradients over several batches.
+        memory: where a CPU keeps intermediate values.
+    """
+
+    scale: HeldScale
+    storage: WeightStorage
+    rounding: RoundingState
+    parts: Parts
+    masters: MasterWeights
+    samples: Samples | None
+    amaxes: Amaxes
+    graphs: GraphSettings
+    events: Events
+    low_weights: LowWeights = field(default_factory=LowWeights)
+    sums: GradientSums = field(default_factory=GradientSums)
+    memory: ArenaMemory = field(default_factory=ArenaMemory)
+
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make again what is kept beside a parameter that was written outside of a step.
+
+        Args:
+            parameter: where and as it was.
+            state: the optimizer's state of it; empty where it has none.
+        """
+        self.low_weights.follow(parameter)
+        self.masters.follow(parameter, state)

@@ -1,31 +1,26 @@
-"""`amp.training_step`: forward, backward, check, clipping, update and 16-bit weights as one graph."""
+"""`TrainingStep`: forward, backward, check, clipping, update and 16-bit weights as one graph."""
 
 from __future__ import annotations
 
-import contextlib
 import html
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
-from amp_compiler.backends import BackendArgument
-from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.notices import silent
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.dynamo import compiles_itself
 from amp_compiler.fx.torch_private.tracing import TENSORS
-from amp_compiler.ir.dtypes import DTypeArgument
-from amp_compiler.ops.loss_scale import LossScaleArgument
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.ranks.coordinator import FLUSHING
 from amp_compiler.ranks.group import ranks_of
-from amp_compiler.training.arguments import Uneven, check_call
+from amp_compiler.training.arguments import check_call
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -33,13 +28,12 @@ from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
 from amp_compiler.training.reporting.scale_watch import StuckWatch
-from amp_compiler.training.setup import StepSetup, set_up
-from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before, hooks_behind
+from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.step_hooks import check_hooks, run_behind, step_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.weights import OWN_KEY
 
 logger = logging.getLogger("amp_compiler")
-_TENSORS_ALONE = {Tensor}
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
@@ -52,137 +46,21 @@ _SPENT: dict[str, Any] = {"backward": _refuse_backward, "__getstate__": lambda: 
 _Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
 
 
-def training_step(
-    model: Any,
-    loss_fn: Callable[..., _Loss],
-    optimizer: Any,
-    *,
-    rules: Any = "default",
-    dtype: DTypeArgument = "auto",
-    loss_scale: LossScaleArgument = "rules",
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    dynamic_shapes: Any = "auto",
-    backend: BackendArgument = "inductor",
-    enabled: bool = True,
-    passes: Any = None,
-    mode: Mode = "default",
-    process_group: Any = None,
-    mesh: Any = None,
-    broadcast_buffers: bool = True,
-    uneven: Uneven = "refuse",
-    callbacks: Any = (),
-) -> TrainingStep[_Loss]:
-    """Make a training step: one compiled graph that runs forward, backward and update.
-
-    Where one graph cannot hold the loss, forward and backward run in subgraphs; `step.execution` says so and why.
-
-    Args:
-        model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
-            `step.model` is the module that is trained.
-        loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters,
-            as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
-            fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
-            code is traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and
-            checkpoints work as always. Several optimizers of one step are skipped together where the gradients of one
-            overflow; GradScaler skips that one alone.
-        rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
-            parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
-            get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that
-            the plan reads in the low type is converted in place, the same object in 16 bits, with no master; one that
-            is read in FP32 alone (the weight of a norm under `default`) stays FP32, and buffers stay as they are.
-            Momentum of SGD is 16-bit then, moments of Adam are FP32. `rounding` is `nearest`, `stochastic` or `kahan`.
-            Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
-            unrounded.
-        dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"`, as for `amp.compile`.
-        loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
-            `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
-            `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
-            optimizers of a GAN.
-        clip_norm: largest global L2 norm of the unscaled gradients.
-        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated;
-            `step.flush()` updates them by fewer.
-        dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
-            differs becomes dynamic. `None`: every new shape is a recompilation. Any other form that
-            `torch.export.export` takes, but a dict: all sizes are dynamic from the first call on.
-        backend: `"inductor"` or `"eager"`.
-        enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
-            that came in as FP16 or BF16 are refused then.
-        passes: pipelines with passes of your own put in, such as
-            `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
-        mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
-            for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
-            GPU the step is replayed as one CUDA graph in both.
-        process_group: of `torch.distributed`: its ranks train one model, each on batches of its own, and gradients are
-            averaged over them; see `docs/ranks.md`. All ranks make the step, call it, and have the weights of the first
-            one. A group of this rank alone trains by itself. Has to be given where the default group has several ranks.
-        mesh: a `DeviceMesh` of one dimension, in the place of a group.
-        broadcast_buffers: all ranks take the first one's buffers, such as BatchNorm's statistics, at every update; else
-            each has its own.
-        uneven: `"refuse"`: several ranks must have batches of one shape, and all batches of `accumulate=` count alike.
-            `"weight"`: each counts by its number of samples, over ranks and over `accumulate=`, so that gradients are
-            those of all samples as one batch, where the loss is a mean over samples. That number is the size of the
-            first dimension of the batch's tensors; a batch whose tensors differ in it is refused.
-        callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
-            numbers of every so many steps; other steps are not read from.
-
-    Returns:
-        A callable: `loss = step(*batch)`, detached, without a device sync.
-
-    Raises:
-        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.
-
-    Example:
-        >>> import torch, amp_compiler as amp
-        >>> model = torch.nn.Linear(4, 1)
-        >>> step = amp.training_step(model, lambda m, x, y: (m(x) - y).square().mean(),
-        ...                          torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
-        >>> losses = [float(step(torch.ones(2, 4), torch.zeros(2, 1))) for _ in range(5)]
-        >>> losses[-1] < losses[0]
-        True
-    """
-    ranks = ranks_of(process_group, mesh)
-    with contextlib.nullcontext() if ranks is None else ranks.announcing_failure():
-        setup = set_up(
-            model,
-            loss_fn,
-            optimizer,
-            rules=rules,
-            dtype=dtype,
-            loss_scale=loss_scale,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            dynamic_shapes=dynamic_shapes,
-            backend=backend,
-            enabled=enabled,
-            passes=passes,
-            mode=mode,
-            process_group=process_group,
-            broadcast_buffers=broadcast_buffers,
-            uneven=uneven,
-            ranks=ranks,
-        )
-        return TrainingStep(setup, callbacks)
-
-
 class TrainingStep(StepReadings, Generic[_Loss]):
     """What `amp.training_step` returns. Call it with a batch."""
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
         self.model = setup.model
-        self._setup, self._state, self._held, self._coordinator = setup, setup.state, setup.scale, setup.coordinator
+        self._setup, self._state, self._coordinator = setup, setup.state, setup.coordinator
         self._module, self._optimizers, self._settings = setup.module, setup.optimizers, setup.settings
         self._enabled, self._low, self._accumulate, self._gathered = setup.enabled, setup.low, setup.accumulate, 0
-        kept = self._state.kept
-        self._detector = ChangeDetector(self._module, self._optimizers, kept)
-        self._hidden = HiddenWrites(self._module, self._optimizers, kept)
+        self._detector = ChangeDetector(self._module, self._optimizers, self._state)
+        self._hidden = HiddenWrites(self._module, self._optimizers, self._state)
         self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
         self._watch = StuckWatch(setup.device)
         self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
-        self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
 
     @compiles_itself
@@ -205,9 +83,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         check_call(batch, named)
         if self._last is None and self._coordinator is None:
             ranks_of(self._setup.group)
-        hooks = hooks_behind(self._optimizers)
-        if hooks is not None:
-            hooks.begin(self._scale_config, self._scale)
+        hooks, skipped = self._hooks_behind()
         with autocast_off(), silent(not self._setup.speaks):
             if self._coordinator is None:
                 program, output, leaves, spec = self._run(batch)
@@ -216,7 +92,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                     program, output, leaves, spec = self._run(batch)
         self._note(program, output, leaves, spec)
         if self._gathered == 0:
-            self._behind_update(hooks)
+            self._behind_update(hooks, skipped)
         vars(output.loss).update(_SPENT)
         result: Any = output.loss if output.aux is None else (output.loss, output.aux)
         return result  # type: ignore[no-any-return]
@@ -233,9 +109,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             AmpError: a weight was frozen since.
             RankError: the ranks gathered other numbers of batches, or one of them does not call it.
         """
-        hooks = hooks_behind(self._optimizers)
-        if hooks is not None:
-            hooks.begin(self._scale_config, self._scale)
+        hooks, skipped = self._hooks_behind()
         with autocast_off(), silent(not self._setup.speaks):
             if self._coordinator is None:
                 ran = self._flushed() if self._gathered else None
@@ -247,7 +121,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             return
         self._gathered = self._accumulate - 1  # as if all were there
         self._note(*ran, self._leaves, self._spec, batch=False)
-        self._behind_update(hooks)
+        self._behind_update(hooks, skipped)
 
     def update_next(self) -> None:
         """Let the next call update the weights, however few calls of `accumulate` were gathered (as an epoch ends).
@@ -260,14 +134,19 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
-        samples = self._state.kept.samples
+        samples = self._state.samples
         if samples is not None:
             samples.flush()
         return self._choice.flush(self._gathered, None if self._last is None else self._last[:2])
 
-    def _behind_update(self, hooks: PostHooks | None) -> None:
-        if hooks is not None:
-            hooks.run(self._scale_config, self._scale)
+    def _hooks_behind(self) -> tuple[list[tuple[Optimizer, Any]], int]:
+        """The hooks behind the update of a call, and the number of steps skipped so far, for which they wait."""
+        hooks = step_hooks(self._optimizers, "post")
+        return hooks, int(self._scale.skipped_steps) if hooks else 0
+
+    def _behind_update(self, hooks: list[tuple[Optimizer, Any]], skipped: int) -> None:
+        if hooks and int(self._scale.skipped_steps) == skipped:  # as under `GradScaler`
+            run_behind(hooks)
         if self._watch.note(self._scale_config, self._scale):
             self.check()
 
@@ -293,25 +172,23 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 " step.nonfinite_report() names the node that made an inf or NaN"
             )
         self._gathered = (self._gathered + 1) % self._accumulate
-        kept = self._state.kept
+        state = self._state
         if program.update.found_anew:
-            program.update.settle(kept.low_weights)
-            for group in program.update.compiled.groups:
-                kept.weights.masters.settle(group.parameters, group.optimizer.state)
+            program.update.settle(state.low_weights)
         if self._gathered:
-            kept.sums.note(program.update.trained)
+            state.sums.note(program.update.trained)
         else:
-            kept.sums.gathered = frozenset()
+            state.sums.gathered = frozenset()
         for parameter in program.update.behind:
-            kept.low_weights.follow(parameter)
+            state.low_weights.follow(parameter)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._warned and program.plan is not None:
             self._warned = True
             if self._setup.speaks:
                 warn_of_unused(program.plan.unused_rules, "the training step")
-        if kept.samples is not None:
-            kept.samples.left()
+        if state.samples is not None:
+            state.samples.left()
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
         updated, skipped = self._gathered == 0, self._scale.skipped_steps
@@ -323,15 +200,15 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        before = hooks_before(self._optimizers)
+        before = step_hooks(self._optimizers, "pre")
         if before:
             check_hooks(self._optimizers, self._setup.between)
-        leaves, spec = self._flat(batch)
+        leaves, spec = pytree.tree_flatten((batch, {}))
         self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
-        if self._state.kept.samples is not None:
-            self._state.kept.samples.begin(leaves, first=self._gathered == 0)
+        if self._state.samples is not None:
+            self._state.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
         program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
@@ -343,15 +220,6 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._detector.look()
             if self._hidden.look(self._detector.generation):
                 self._detector.look()
-
-    def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
-        if set(map(type, batch)) == _TENSORS_ALONE:
-            spec = self._specs.get(len(batch))
-            if spec is None:
-                spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
-            return list(batch), spec
-        return pytree.tree_flatten((batch, {}))
 
     @property
     def __name__(self) -> str:
@@ -382,8 +250,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """
         state = self._scale_config.state_dict(self._scale)
         self._hidden.tell()
-        kept = self._state.kept
-        own = {**kept.weights.rounding.state_dict(), **kept.amaxes.state_dict(), **self._log.state_dict()}
+        own = {**self._state.rounding.state_dict(), **self._state.amaxes.state_dict(), **self._log.state_dict()}
         return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -401,11 +268,11 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 hint="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
             )
         before = self._scale_config
-        self._held.load(state)
+        self._state.scale.load(state)
         if before != self._scale_config:  # none of them will fit again
             self._choice.clear()
-        self._state.kept.weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
-        self._state.kept.amaxes.load_state_dict(state.get(OWN_KEY, {}))
+        self._state.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._state.amaxes.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
         if STEPS_KEY in state.get(OWN_KEY, {}):
             self._state.events.go_on_from(self._log.steps)

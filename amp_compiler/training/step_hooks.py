@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,22 +11,17 @@ from torch.optim import optimizer as torch_optimizer
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
-from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-
-_OURS = OPTIMIZER_STEPS.note
-_NONE: Mapping[int, Any] = {}
 
 
-def hooks_before(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
-    """The hooks that run before an update, each with its optimizer."""
-    everywhere = [*torch_optimizer._global_optimizer_pre_hooks.values()]
-    if not everywhere and not any(_own(optimizer, "_optimizer_step_pre_hooks") for optimizer in optimizers):
+def step_hooks(optimizers: Sequence[Optimizer], when: Literal["pre", "post"]) -> list[tuple[Optimizer, Any]]:
+    """The hooks that run before or behind an update, each with its optimizer, in torch's order."""
+    everywhere = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()
+    shared = [one for one in everywhere if one != OPTIMIZER_STEPS.note]
+    own = [one.__dict__.get(f"_optimizer_step_{when}_hooks", {}).values() for one in optimizers]
+    if not shared and not any(own):
         return []
-    return [
-        (optimizer, hook)
-        for optimizer in optimizers
-        for hook in (*everywhere, *_own(optimizer, "_optimizer_step_pre_hooks").values())
-    ]
+    every = [[*shared, *each] if when == "pre" else [*each, *shared] for each in own]
+    return [(optimizer, hook) for optimizer, hooks in zip(optimizers, every, strict=True) for hook in hooks]
 
 
 def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
@@ -39,17 +34,12 @@ def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
     Raises:
         AmpError: names the optimizer's class.
     """
-    if between and (hooks := hooks_before(optimizers)):
+    if between and (hooks := step_hooks(optimizers, "pre")):
         raise AmpError(
             f"{type(hooks[0][0]).__name__} has hooks that run before its steps, and {between} stands between them and"
             " the gradients of a training step",
             hint="remove them, or leave that out and do it in a hook",
         )
-
-
-def _own(optimizer: Optimizer, name: str) -> Mapping[int, Any]:
-    own: Mapping[int, Any] = optimizer.__dict__.get(name, _NONE)
-    return own
 
 
 def with_hooks(
@@ -58,7 +48,7 @@ def with_hooks(
     """Run the hooks before an update on gradients in `.grad`, which is as it was behind it.
 
     Args:
-        hooks: as `hooks_before` gives them.
+        hooks: as `step_hooks` gives them.
         parameters: all of the model, by name.
         gradients: of some of them, unscaled, in the type of the parameter.
 
@@ -86,40 +76,12 @@ def with_hooks(
             parameter.grad = before[name]
 
 
-def hooks_behind(optimizers: Sequence[Optimizer]) -> PostHooks | None:
-    """The hooks behind the steps of some optimizers, for one call of a training step; `None` where there are none."""
-    everywhere = [one for one in torch_optimizer._global_optimizer_post_hooks.values() if one != _OURS]
-    if not everywhere and not any(_own(optimizer, "_optimizer_step_post_hooks") for optimizer in optimizers):
-        return None
-    return PostHooks(
-        [
-            (optimizer, hook)
-            for optimizer in optimizers
-            for hook in (*_own(optimizer, "_optimizer_step_post_hooks").values(), *everywhere)
-        ]
-    )
-
-
-class PostHooks:
-    """Hooks behind the steps of optimizers, for one call of a training step.
-
-    As under `GradScaler`, they do not run where the update is skipped, which they have to wait for on the device.
+def run_behind(hooks: Sequence[tuple[Optimizer, Any]]) -> None:
+    """Run the hooks behind an update.
 
     Args:
-        hooks: the hooks, each with its optimizer.
+        hooks: as `step_hooks` gives them.
     """
-
-    def __init__(self, hooks: Sequence[tuple[Optimizer, Any]]) -> None:
-        self._found, self._skipped = hooks, 0
-
-    def begin(self, config: LossScale, state: LossScaleState) -> None:
-        """Before the update."""
-        if config.checks_finite:
-            self._skipped = int(state.skipped_steps)
-
-    def run(self, config: LossScale, state: LossScaleState) -> None:
-        """Behind the update."""
-        if not (config.checks_finite and int(state.skipped_steps) > self._skipped):
-            for optimizer, hook in self._found:
-                hook(optimizer, (), {})
-            OPTIMIZER_STEPS.note()  # what they wrote to `parameter.data` shows nowhere else
+    for optimizer, hook in hooks:
+        hook(optimizer, (), {})
+    OPTIMIZER_STEPS.note()  # what they wrote to `parameter.data` shows nowhere else

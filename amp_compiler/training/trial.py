@@ -22,14 +22,15 @@ from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import INPUT, LOSS, SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
+from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.build import StepOptions, StepState, begin_gradients
-from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.reporting.nonfinite import described, in_order
 from amp_compiler.training.reporting.saturation import saturated
-from amp_compiler.training.weights import as_stored
+from amp_compiler.training.state import LowWeights
+from amp_compiler.training.weights import widened
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
 _NO_POWER_OF_TWO, _IN_PROPORTION = 1.37, 0.05  # a gradient with another loss scale, and how near it has to be
@@ -41,18 +42,19 @@ class StepTrials:
     """Runs one batch again and again, under several rules and loss scales.
 
     Args:
-        model: the loss as a module.
         batch: arguments of the loss function behind the model.
         options: what the step is built for.
-        state: the tensors that it works on.
     """
 
-    def __init__(self, model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> None:
-        settings = replace(options.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+    def __init__(self, batch: tuple[Any, ...], options: StepOptions) -> None:
         self._falls = options.scale.constant is None
-        self._model, self._batch, self._state = model, batch, state
+        self._model, self._batch = options.setup.module, batch
+        # Weights that are stored low stay as they are: rounded FP32 copies of them have their values.
+        self._state = replace(options.setup.state, storage=WeightStorage(), low_weights=LowWeights())
+        setup = replace(options.setup, state=self._state)
         # The scale is an input of every trial, so that one graph serves for many.
-        self._options = replace(options, settings=settings, scale=DynamicLossScale(), gather="", divisor=1)
+        options = replace(options, setup=setup, scale=DynamicLossScale(), gather="", divisor=1)
+        self._options = options.under(dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
         self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
     def report(self, scale: Tensor) -> NonfiniteReport:
@@ -211,17 +213,18 @@ class StepTrials:
         return Trial(graph.plan, seen.nodes if self._at is None else ())
 
     def _build(self, rules: RuleSet) -> _Joint:
-        options = replace(self._options, settings=replace(self._options.settings, rules=rules))
+        options = self._options.under(rules=rules)
         kept = generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch)
-        with autocast_off(), building(), kept, as_stored(self._model.parameters(), options.optimizers):
-            joint, weights, begun = begin_gradients(self._model, self._batch, options, self._state, Stages())
-            # Now, as the weights are stored as this plan has them in here alone.
+        with autocast_off(), building(), kept, widened(self._model.parameters()):
+            joint, weights, begun = begin_gradients(self._batch, options, Stages())
             leaves, scales = begun.leaves, _scales(joint.graph)
-            pairs = zip(
-                joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
-            )
+            pairs = zip(joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state), strict=True)
             resolve = {node: one for node, one in pairs if node not in scales}
+            known = [(one.state, {*one.state}) for one in options.setup.optimizers]
             values = {node: one.get(leaves) for node, one in resolve.items()}
+            for states, before in known:  # a first call makes masters of 16-bit parameters
+                for parameter in states.keys() - before:
+                    del states[parameter]
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
         return _Joint(joint, values, behind, begun.plan, weights.names(), _names(begun.captured))
 

@@ -9,7 +9,7 @@ in `optimizer.state[p]["compensation"]`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.ops.layout import is_laid_out_like
-from amp_compiler.ops.update.rounding import RoundingState, Storage, WeightStorage, saturated
+from amp_compiler.ops.update.rounding import Storage, WeightStorage, saturated
 from amp_compiler.ranks.parts import Parts
-from amp_compiler.training.optimizers.state import keep_state_types, laid_out, narrowed, told_beyond
+from amp_compiler.training.optimizers.state import laid_out, narrowed, told_beyond
 
 logger = logging.getLogger("amp_compiler")
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
@@ -37,8 +35,7 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
         section: `RuleSet.weights`.
 
     Raises:
-        AmpError: a rounding, or another way with overflow, is asked for where there are FP32 masters, which it would
-            not touch.
+        AmpError: a rounding is asked for where there are FP32 masters, which it would not touch.
 
     Example:
         >>> weight_storage({"master": "low", "rounding": "kahan"}).rounding.name
@@ -51,42 +48,29 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
             f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
             hint="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
         )
-    skips = section.get("overflow", "clip") == "skip"
-    if not low and skips:
-        raise AmpError(
-            "weights.overflow is 'skip' and weights.master is 'fp32'",
-            hint="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
-        )
-    return WeightStorage(low, rounding, skips)
+    return WeightStorage(low, rounding)
 
 
-def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightStorage) -> bool:
+def store_alone(named: Mapping[str, Tensor], low: torch.dtype) -> bool:
     """Convert FP32 parameters in place, as `store_low`, that have no master beside them.
+
+    Finite numbers beyond the low type are stored as the largest that it holds, which is said.
 
     Args:
         named: the parameters by name.
         low: the 16-bit type.
-        storage: whether finite numbers beyond that type are stored as the largest that it holds, which is said.
 
     Returns:
         Whether there were such numbers.
-
-    Raises:
-        AmpError: they are not, and there are some; nothing is converted then.
     """
-    overflows = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
-    for beyond in filter(None, overflows.values()):
-        if storage.skips:
-            raise AmpError(
-                f"{beyond}, and weights.overflow is 'skip'",
-                hint="write weights: {master: fp32}, or overflow: clip, or use dtype='bf16'",
-            )
-        logger.warning("%s; they are stored as the largest that it holds", beyond)
+    overflows = False
     for name, parameter in named.items():
-        if overflows[name]:
+        if beyond := told_beyond(name, parameter.detach(), low):
+            overflows = True
+            logger.warning("%s; they are stored as the largest that it holds", beyond)
             parameter.data = saturated(parameter.data, low)
         store_low(parameter, low)
-    return any(overflows.values())
+    return overflows
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:
@@ -116,35 +100,6 @@ def widened(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, data in kept:
             parameter.data = data
-
-
-@contextmanager
-def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Behind it parameters are stored, and states of optimizers there, as before; no value may be written within.
-
-    Args:
-        parameters: those of the model.
-        optimizers: what trains them.
-    """
-    listed = list(parameters)
-    kept = [(one, one.data) for one in (*listed, *(one.grad for one in listed if one.grad is not None))]
-    marked = {id(one) for one in listed if hasattr(one, _STORED_LOW)}
-    states = [(one.state, {parameter: dict(state) for parameter, state in one.state.items()}) for one in optimizers]
-    try:
-        yield
-    finally:
-        for one, data in kept:  # parameters, then gradients
-            if one.dtype is not data.dtype:
-                one.data = data
-        for parameter in listed:
-            if hasattr(parameter, _STORED_LOW) and id(parameter) not in marked:
-                delattr(parameter, _STORED_LOW)
-        for state, before in states:
-            for parameter in [one for one in state if one not in before]:
-                del state[parameter]
-            for parameter, entries in before.items():
-                state[parameter].clear()
-                state[parameter].update(entries)
 
 
 def check_parameters(
@@ -191,15 +146,15 @@ class MasterWeights:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._marks: dict[int, tuple[int, ...]] = {}
+        self._asked_for: set[int] = set()
         self._parts = parts
 
     def has(self, parameter: Tensor) -> bool:
         """Whether there is one of this parameter that a step has asked for."""
-        return id(parameter) in self._marks
+        return id(parameter) in self._asked_for
 
     def get(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        """The master of a parameter; made first where the optimizer has none yet.
+        """The master of a parameter as that is now; made first where the optimizer has none yet.
 
         Args:
             parameter: fp16 or bf16.
@@ -212,29 +167,14 @@ class MasterWeights:
             AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so;
                 or it is of another shape, as a step leaves it that splits its update over ranks.
         """
-        if parameter in self._parts:
-            return self._part(parameter, state)
-        master = state.get(MASTER)
-        if master is None:
-            master = state[MASTER] = parameter.detach().float()
-        elif master.dtype is not torch.float32:
-            raise narrowed(MASTER, master)
-        elif not is_laid_out_like(master, parameter):
-            master = laid_out(state, MASTER, parameter)
-        elif self._marks.get(id(parameter)) != _mark(parameter, master):
-            _take(master, parameter.detach())
-        self._marks[id(parameter)] = _mark(parameter, master)
-        return master  # type: ignore[no-any-return]
-
-    def _part(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        if MASTER not in state:
-            state[MASTER] = self._parts.of(parameter).float()
-        master = self._parts.held(state, MASTER, parameter)
+        self._asked_for.add(id(parameter))
+        is_split = parameter in self._parts
+        value = self._parts.of(parameter) if is_split else parameter.detach()
+        master: Tensor = state[MASTER] if MASTER in state else state.setdefault(MASTER, value.float())
         if master.dtype is not torch.float32:
             raise narrowed(MASTER, master)
-        if self._marks.get(id(parameter)) != _mark(parameter, master):
-            _take(master, self._parts.of(parameter))
-        self._marks[id(parameter)] = _mark(parameter, master)
+        master = self._parts.held(state, MASTER, parameter) if is_split else laid_out(state, MASTER, parameter)
+        _take(master, value)
         return master
 
     def split(self, parameter: Tensor, state: dict[str, Any], low: torch.dtype) -> None:
@@ -273,48 +213,9 @@ class MasterWeights:
         if MASTER in state and self.has(parameter):
             self.get(parameter, state)
 
-    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Note that the update has just written these parameters together with their masters.
-
-        Args:
-            parameters: of one optimizer.
-            states: its state.
-        """
-        for parameter in parameters:
-            if id(parameter) in self._marks and MASTER in states.get(parameter, {}):
-                self._marks[id(parameter)] = _mark(parameter, states[parameter][MASTER])
-
 
 def _take(master: Tensor, parameter: Tensor) -> None:
     """Let a master follow the parameter where it is no longer that one's value before it was rounded."""
     with torch.no_grad():
         same = master.to(parameter.dtype) == parameter
         master.copy_(torch.where(same, master, parameter.float()))
-
-
-def _mark(parameter: Tensor, master: Tensor) -> tuple[int, ...]:
-    return *write_mark(parameter), id(master)
-
-
-class WeightState:
-    """Everything that a training step holds beside parameters and 16-bit copies of FP32 masters.
-
-    Args:
-        storage: how weights are stored.
-        device: where the random state lives.
-        optimizers: their `load_state_dict` keeps the types of saved state from here on.
-        parts: which weights are split over the ranks.
-    """
-
-    def __init__(
-        self,
-        storage: WeightStorage,
-        device: torch.device,
-        optimizers: Sequence[torch.optim.Optimizer],
-        parts: Parts | None = None,
-    ) -> None:
-        self.storage, self.rounding = storage, RoundingState(storage, device)
-        self.parts = Parts() if parts is None else parts
-        self.masters = MasterWeights(self.parts)
-        for optimizer in optimizers:
-            keep_state_types(optimizer)

@@ -266,15 +266,10 @@ def test_the_memory_is_what_the_process_itself_has_held(monkeypatch):
     assert held - (16 << 20) <= told <= held
 
 
-def test_a_flush_is_told_the_mean_loss_of_the_batches_that_it_uses(tmp_path):
+def test_a_flush_is_told_the_mean_loss_of_the_batches_that_it_uses():
     kept, model = Kept(), net()
     options = {"accumulate": 3, "enabled": False, "backend": "eager"}
     step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), callbacks=[kept], **options)
     losses = [float(step(*batch)[0]) for batch in batches(2)]
-    amp.save_checkpoint(step, tmp_path, 1)
     step.flush()
     assert [record.loss for record in kept.records] == [pytest.approx(sum(losses) / 2)]
-    amp.load_checkpoint(step, tmp_path)
-    step.flush()  # of batches whose losses are gone
-    assert [record.step for record in kept.records] == [1, 1] and np.isnan(kept.records[1].loss)
-    assert kept.records[0].grad_norm == kept.records[1].grad_norm

@@ -33,7 +33,7 @@ def test_a_small_gradient_is_not_rounded_away_beside_a_large_one(dtype, gradient
     nodes = (node for node in step.graph_module.graph.nodes if node.meta.get("amp_phase") == "backward")
     assert (LOW[dtype], (3, 4)) in {(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes}
     assert torch.equal(model.weight, torch.full((3, 4), -sum(gradients) / count))
-    assert torch.equal(step._state.kept.low_weights.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
+    assert torch.equal(step._state.low_weights.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
 
 
 class Tasks(nn.Module):
@@ -57,14 +57,9 @@ def rare_task(model, number, call):
     model.task = int(call == 1)  # the second group of calls has none of it
 
 
-def frozen_head(model, number, call):
-    model.heads[0].requires_grad_(number == 0)
-    model.task = int(number > 0)
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("branches", [False, True])
-@pytest.mark.parametrize("before", [task, rare_task, frozen_head])
+@pytest.mark.parametrize("before", [task, rare_task])
 def test_not_all_batches_train_the_same_weights(before, branches):
     """A gradient that only the first of the gathered batches has counts, and what none of them has is not updated."""
     batches = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
@@ -95,20 +90,21 @@ def test_not_all_batches_train_the_same_weights(before, branches):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_a_head_of_16_bits_is_not_frozen_while_gradients_are_gathered():
-    model = Tasks(False).bfloat16()
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_head_is_not_frozen_while_gradients_are_gathered(branches):
+    model = Tasks(branches)
     step = amp.training_step(
         model,
-        lambda m, x: m(x).float().square().mean(),
+        lambda m, x: m(x).square().mean(),
         torch.optim.SGD(model.parameters(), 0.1),
         dtype="bf16",
         accumulate=2,
         backend="eager",
     )
-    x = torch.randn(8, 4, dtype=torch.bfloat16)
-    frozen_head(model, 0, 0)
+    x = torch.randn(8, 4)
     step(x)
-    frozen_head(model, 1, 1)
+    model.task = 1
+    model.heads[0].requires_grad_(False)
     with pytest.raises(amp.AmpError, match=r"'heads\.0\.weight' was frozen while .* behind the last of the calls"):
         step(x)
 
@@ -152,8 +148,8 @@ def test_tied_weights_have_one_sum(tasks):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_uneven_batches_are_weighed_by_their_samples(tmp_path, backend):
-    """As all samples in one batch, from a checkpoint in the midst of them on too; else each batch counts alike."""
+def test_uneven_batches_are_weighed_by_their_samples(backend):
+    """As all samples in one batch; else each batch counts alike."""
     parts = [torch.randn(count, 4, generator=torch.Generator().manual_seed(count)) for count in (7, 1, 2)]
 
     def made(**options):
@@ -164,22 +160,14 @@ def test_uneven_batches_are_weighed_by_their_samples(tmp_path, backend):
         return model, amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, **options)
 
     (jointly, one), (means, other) = made(), made(accumulate=3)
-    (model, step), (again, resumed) = (made(accumulate=3, uneven="weight") for _ in range(2))
+    model, step = made(accumulate=3, uneven="weight")
     one(torch.cat(parts))
-    for number, part in enumerate(parts):
+    for part in parts:
         step(part), other(part)
-        if number == 1:
-            amp.save_checkpoint(step, tmp_path, 1)
-            with pytest.raises(amp.AmpError, match="gathered batches that are weighed by their samples; make the step"):
-                amp.load_checkpoint(other, tmp_path)
-    amp.load_checkpoint(resumed, tmp_path)
-    resumed(parts[-1])
     for name, wanted in jointly.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], wanted, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(again.state_dict()[name], wanted, rtol=1e-6, atol=1e-7)
-    for ours in (step, resumed):
-        torch.testing.assert_close(ours.grad_norm, one.grad_norm)
-        torch.testing.assert_close(ours.gradients(), one.gradients())
+    torch.testing.assert_close(step.grad_norm, one.grad_norm)
+    torch.testing.assert_close(step.gradients(), one.gradients())
     assert not torch.allclose(means[0].weight, jointly[0].weight, rtol=1e-3)
 
 
@@ -264,5 +252,5 @@ def test_a_flush_skips_what_is_not_finite_and_refuses_what_it_cannot_do():
     assert int(step.skipped_steps) == 1 and not torch.equal(before[0], model[0].weight)
     step(torch.ones(1, 4))
     model[0].weight.requires_grad_(False)
-    with pytest.raises(amp.AmpError, match=r"'model\.0\.weight' does not require a gradient.*freeze it behind"):
+    with pytest.raises(amp.AmpError, match=r"'0\.weight' was frozen while .* behind step\.flush"):
         step.flush()

@@ -6,7 +6,6 @@ import argparse
 import copy
 import functools
 import inspect
-import io
 import itertools
 import statistics
 
@@ -17,7 +16,6 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
-from amp_compiler.ops.loss_scale import DynamicLossScale
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS, BATCH = 24, 8
@@ -176,68 +174,3 @@ def test_the_final_loss_is_autocasts_within_one_percent_and_close_to_that_in_fp3
     print(f"{task}, {dtype}: {ratio:.4f} of autocast's final loss, {to_wide:.4f} of FP32's (seeds: {each})")
     assert abs(ratio - 1) < 0.01
     assert abs(to_wide - 1) < FROM_FP32[task]
-
-
-def injected(batches, bad):
-    for number, (images, labels) in enumerate(batches):
-        factor = torch.ones(len(images), 1, 1, 1)
-        factor[0] = float("inf") if number in bad else 1.0
-        yield images * factor, labels
-
-
-class WithDropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)
-
-    def forward(self, images):
-        return self.b(F.dropout(F.relu(self.norm(self.a(images.flatten(1)))), 0.3, self.training))
-
-
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1, nesterov=False),
-}
-
-
-def resumable(name):
-    torch.manual_seed(0)
-    model = WithDropout()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    scale = DynamicLossScale(init_scale=256.0, growth_interval=4)
-    return model, optimizer, amp.training_step(
-        model, loss_fn, optimizer, dtype="fp16", loss_scale=scale, backend="eager", clip_norm=1.0
-    )  # fmt: skip
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("used_before", [False, True], ids=["fresh", "used before"])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(name, used_before):
-    batches = list(injected(digit_batches(14, 0), {2, 9}))
-    model, optimizer, step = resumable(name)
-    for batch in batches[:6]:
-        step(*batch)
-    file = io.BytesIO()
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step.state_dict()}
-    torch.save({**saved, "rng": torch.get_rng_state()}, file)
-    losses = [step(*batch) for batch in batches[6:]]
-
-    again, optimizer_again, step_again = resumable(name)
-    if used_before:
-        step_again(*batches[0])
-    file.seek(0)
-    loaded = torch.load(file)
-    again.load_state_dict(loaded["model"])
-    optimizer_again.load_state_dict(loaded["optimizer"])
-    step_again.load_state_dict(loaded["step"])
-    torch.set_rng_state(loaded["rng"])
-    for batch, wanted in zip(batches[6:], losses, strict=True):
-        assert torch.equal(step_again(*batch).nan_to_num(), wanted.nan_to_num())
-    assert step_again.state_dict() == step.state_dict()
-    for got, wanted in zip(again.state_dict().values(), model.state_dict().values(), strict=True):
-        assert torch.equal(got, wanted)
-    states = [one.state_dict()["state"] for one in (optimizer_again, optimizer)]
-    assert states[0].keys() == states[1].keys()
-    for got, wanted in zip(*(one.values() for one in states), strict=True):
-        assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in got)

@@ -14,6 +14,8 @@ from training_weights import LOW, OPTIMIZERS, X, Y, everything, net, rules, same
 import amp_compiler as amp
 
 MODES = {
+    "fp32, sgd": ("momentum", "fp16", "default", False),
+    "fp32, adam": ("amsgrad", "bf16", "default", False),
     "masters, sgd": ("momentum", "fp16", "default", True),
     "masters, adam": ("amsgrad", "bf16", "default", True),
     "nearest, sgd": ("momentum", "fp16", rules(), False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -20,33 +19,28 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
-from amp_compiler.training.build import StepOptions, StepState, begin_gradients
-from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.build import StepOptions, begin_gradients
 
 
-def build_counting(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, *, with_weights: bool = False
-) -> CountingProgram:
-    """Build the program that counts for one batch; arguments and errors are those of `build_step`.
+def build_counting(batch: tuple[Any, ...], options: StepOptions, *, with_weights: bool = False) -> CountingProgram:
+    """Build the program that counts for one batch; errors are those of `build_step`.
 
     Args:
-        model: the loss as a module.
         batch: arguments of the loss function behind the model.
         options: what to build.
-        state: the tensors that it works on.
         with_weights: count the gradients of weights as well, which a step gives by itself.
     """
-    stages = Stages()
+    stages, model = Stages(), options.setup.module
     with generators_kept(model.__dict__["loss_fn"], model, batch):
-        settings = replace(options.settings, dynamic_shapes=None)
-        joint, weights, begun = begin_gradients(model, batch, replace(options, settings=settings), state, stages)
+        options = options.under(dynamic_shapes=None)
+        joint, weights, begun = begin_gradients(batch, options, stages)
         scaled = _scaled(joint.graph)
         every = results_of(joint.graph)[-len(weights.updated) :]
         gradients = every if with_weights else []
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
         nodes, products = add_counters(joint, begun.plan, gradients, scaled)
-        resolve = weights.resolvers(joint, state.kept)
+        resolve = weights.resolvers(joint, options.setup.state)
     first = pytree.tree_leaves((batch, {}))
     device = device_of([*begun.leaves, *model.parameters()])
 
@@ -56,7 +50,7 @@ def build_counting(
 
     def compiled(graph_module: fx.GraphModule, values: Sequence[Any]) -> Run:
         with building():
-            return build_run(graph_module, values, settings, begun.emulated, stages)
+            return build_run(graph_module, values, options.settings, begun.emulated, stages)
 
     return CountingProgram(
         nodes,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import fx
 
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import AutocastTotals
+from amp_compiler.passes.pipeline import Stages
+from amp_compiler.ranks.traffic import Traffic, traffic_of
 from amp_compiler.training.autocast import autocast_of
-from amp_compiler.training.dry import DryStep, build_dry
+from amp_compiler.training.build import begin_gradients
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.counting import build_counting
@@ -19,6 +24,19 @@ from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """A step that was built as far as its graph.
+
+    Args:
+        graph_module: the whole step, as all passes of STEP leave it.
+        traffic: what a rank sends and holds; `None` for one process.
+    """
+
+    graph_module: fx.GraphModule
+    traffic: Traffic | None
 
 
 class StepInspection:
@@ -49,19 +67,23 @@ class StepInspection:
             1
         """
         self._check_hooks()
+        options, reduction = self._choice.options(""), self._setup.reduction
+        if reduction is not None:  # all ranks are taken to have gradients of the same weights
+            options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
         with autocast_off(), building():
-            return build_dry(self._setup.module, batch, self._choice.options("", []), self._setup.state)
+            step, weights, _ = begin_gradients(batch, options, Stages(), whole=True)
+        traffic = None if reduction is None else traffic_of(step.graph, reduction.ranks, weights.updated)
+        return DryStep(step, traffic)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
         self._check_hooks()
         with autocast_off(), building():
-            options = self._choice.options("")
-            return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
+            return build_counting(batch, self._choice.options(""), with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         self._check_hooks()
-        return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
+        return StepTrials(batch, self._choice.options(""))
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
         return autocast_of(self._setup.module, batch, self._setup.settings)

@@ -15,15 +15,14 @@ from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.parts import UNSPLIT
-from amp_compiler.training.build import StepState
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.inspection import StepInspection
 from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
+from amp_compiler.training.state import StepState
 from amp_compiler.training.subgraphs.step import SubgraphStep
 
 _GATHERED = (
@@ -44,7 +43,6 @@ class StepReadings(StepInspection):
     _gathered: int
     _enabled: bool
     _state: StepState
-    _held: HeldScale
     _watch: StuckWatch
     _last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None
     _leaves: list[Any]
@@ -62,16 +60,16 @@ class StepReadings(StepInspection):
 
     def _divisor(self, program: StepProgram | SubgraphStep) -> float:
         """What its gradients are the sum of, in batches or their weights."""
-        samples = self._state.kept.samples
+        samples = self._state.samples
         return program.update.report.divisor if samples is None or self._gathered else samples.divisor
 
     @property
     def _scale_config(self) -> LossScale:
-        return self._held.config
+        return self._state.scale.config
 
     @property
     def _scale(self) -> LossScaleState:
-        return self._held.state
+        return self._state.scale.state
 
     @property
     def loss_scale(self) -> Tensor:
@@ -87,7 +85,7 @@ class StepReadings(StepInspection):
 
     @loss_scale.setter
     def loss_scale(self, scale: Any) -> None:
-        self._held.set(scale)
+        self._state.scale.set(scale)
         self._watch.forget()
 
     @property

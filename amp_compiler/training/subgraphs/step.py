@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
-from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
@@ -22,11 +21,12 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
-from amp_compiler.training.build import StepOptions, StepState, finish
+from amp_compiler.training.build import StepOptions, finish
 from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
-from amp_compiler.training.step_hooks import hooks_before, with_hooks
+from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.step_hooks import step_hooks, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.weights import is_stored_low, widened
@@ -41,11 +41,8 @@ class SubgraphStep:
     Then one graph checks the gradients and updates the weights, as in a step that is one graph.
 
     Args:
-        model: the loss as a module.
-        settings: the options.
+        setup: what the step was asked for, and holds; without mixed precision the loss runs as it is written.
         cause: why it could not be taken as one graph.
-        state: the tensors that steps share.
-        enabled: mixed precision; without it the loss runs as it is written.
 
     Attributes:
         update: the program of the last call's update.
@@ -53,14 +50,14 @@ class SubgraphStep:
 
     update: StepProgram
 
-    def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
-        self.model, self.state, self.cause = model, state, cause
+    def __init__(self, setup: StepSetup, cause: AmpError) -> None:
+        self.model, self.state, self.cause = setup.module, setup.state, cause
         for one in with_causes(cause):
             one.__traceback__ = None  # its frames hold the first batch and its gradients
-        self._settings, self._device = settings, device_of(model.parameters())
-        self.subgraphs = self._new_subgraphs() if enabled else None
+        self._settings, self._device = setup.settings, setup.device
+        self.subgraphs = self._new_subgraphs() if setup.enabled else None
         self._updates: dict[Any, StepProgram] = {}
-        self._buffers = WrittenBuffers(model)
+        self._buffers = WrittenBuffers(self.model)
 
     def _new_subgraphs(self) -> Subgraphs:
         return Subgraphs(self.model, self._settings, name_of(self.model), root=ROOT)
@@ -82,7 +79,7 @@ class SubgraphStep:
             LoweringError: a subgraph, or the update, cannot be compiled.
         """
         batch, _ = pytree.tree_unflatten(list(leaves), spec)
-        computed = self.hooked(self.forward_and_backward(batch, options.optimizers), options)
+        computed = self.hooked(self.forward_and_backward(batch, options.setup.optimizers), options)
         computed = self.completed(computed, options.gather)
         if decide is not None:
             computed = self.shared(computed, decide, options.gather)
@@ -162,7 +159,7 @@ class SubgraphStep:
         )
 
     def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
-        samples, scale = self.state.kept.samples, self.state.kept.scale().scale
+        samples, scale = self.state.samples, self.state.scale.state.scale
         scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
@@ -192,10 +189,10 @@ class SubgraphStep:
             computed: of this batch.
             options: what the update is built for.
         """
-        hooks = hooks_before(options.optimizers)
+        hooks = step_hooks(options.setup.optimizers, "pre")
         if not hooks:
             return computed
-        parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
+        parameters, scale = dict(self.model.named_parameters()), self.state.scale.state.scale
         finite = (torch.isfinite(one).all() for one in computed.gradients.values())
         if options.scale.checks_finite and not all(map(bool, finite)):
             return computed
@@ -216,7 +213,7 @@ class SubgraphStep:
         """
         if gather != "use":
             return computed
-        gathered = self.state.kept.sums.gathered
+        gathered = self.state.sums.gathered
         gradients = {
             name: computed.gradients[name] if name in computed.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
@@ -257,7 +254,7 @@ class SubgraphStep:
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.compiled.groups):
             begun = update_graph(self.model, computed)
-            program = self._updates[key] = finish(self.model, begun, options, self.state)
+            program = self._updates[key] = finish(begun, options)
         return program
 
 
