@@ -13,8 +13,7 @@ from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.capture.autocast_state import regions_in
-from amp_compiler.fx.capture.custom_functions import recorded_functions
-from amp_compiler.fx.capture.errors import capture_error, name_of
+from amp_compiler.fx.capture.errors import capture_error
 from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.named_keywords import keywords_named
@@ -82,7 +81,6 @@ def _export(
         with (
             exporting(),
             tracing_context(),
-            recorded_functions() as custom,
             seeds_refused(),
             silent_here(),
             quiet("torch.fx.experimental.symbolic_shapes"),
@@ -94,13 +92,6 @@ def _export(
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise capture_error(cause, model) from cause
-    if custom:
-        names = ", ".join(function.__name__ for function in custom)
-        raise CaptureError(
-            f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
-            where=name_of(model),
-            hint="make it a torch.library custom op with register_autograd",
-        )
     refuse_transforms(program.graph)
     return program
 

@@ -16,7 +16,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.hooks import refuse_tensor_hook
 from amp_compiler.fx.torch_private.tracing import inference_mode_as_no_grad
 
 _CASTS = frozenset(
@@ -35,7 +34,6 @@ class KeepCastsApart(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
-        refuse_tensor_hook(func, args)
         if func == _DATA:  # which no tracer takes note of
             return args[0].detach()
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
