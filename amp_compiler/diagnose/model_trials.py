@@ -119,7 +119,7 @@ class ModelTrials:
         model = twin(self._model)
         subgraphs = Subgraphs(model, self._tried.under(rules), name, around, root=self._root)
         try:
-            with autocast_off(), generators_kept(model, self._tried.args, self._tried.kwargs), buffers_kept(model):
+            with autocast_off(), generators_kept(), buffers_kept(model):
                 results, parameters = self._spoilt(subgraphs)
         except AmpError:
             raise

@@ -130,7 +130,7 @@ def begin_step(
     model.adopt(options.optimizers)
     refuse_spread(model, PARALLEL)
     low = low_of(model, batch, options) if options.enabled else None
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
+    with generators_kept():
         return begin(model, capture_once(model, batch, low), options, stages)
 
 

@@ -56,7 +56,7 @@ def build_dry(model: LossModule, batch: tuple[Any, ...], options: StepOptions, s
     if options.settings.dynamic_shapes == AUTO:  # as at a first call
         options = replace(options, settings=replace(options.settings, dynamic_shapes=None))
     stages = Stages()
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
+    with generators_kept():
         begun, options = begin_step(model, batch, options, stages)
         step, weights = run_step_passes(model, begun, options, state, options.settings.pipelines["STEP"])
     ranks = 1 if options.reduction is None else options.reduction.ranks

@@ -212,7 +212,7 @@ class StepTrials:
 
     def _build(self, rules: RuleSet) -> _Joint:
         options = replace(self._options, settings=replace(self._options.settings, rules=rules))
-        kept = generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch)
+        kept = generators_kept()
         with autocast_off(), building(), kept, as_stored(self._model.parameters(), options.optimizers):
             joint, weights, begun = begin_gradients(self._model, self._batch, options, self._state, Stages())
             # Now, as the weights are stored as this plan has them in here alone.

@@ -116,7 +116,7 @@ class TorchSubject(Subject):
 
     @contextmanager
     def _surrounded(self) -> Iterator[None]:
-        with autocast_off(), building(), self._around(), generators_kept(self._model, self._batches):
+        with autocast_off(), building(), self._around(), generators_kept():
             yield
 
     def _form(self, batch: Arguments) -> _Form:

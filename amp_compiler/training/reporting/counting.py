@@ -37,7 +37,7 @@ def build_counting(
         with_weights: count the gradients of weights as well, which a step gives by itself.
     """
     stages = Stages()
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
+    with generators_kept():
         settings = replace(options.settings, dynamic_shapes=None)
         joint, weights, begun = begin_gradients(model, batch, replace(options, settings=settings), state, stages)
         scaled = _scaled(joint.graph)
