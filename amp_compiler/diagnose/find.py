@@ -37,8 +37,8 @@ def find_nonfinite(
     """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that fixes it.
 
     The rule is proved: the batch runs again with the node in FP32, with its neighbours where that is not enough, until
-    loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number, but
-    for what a model with graph breaks draws between its graphs from a generator of its own.
+    loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number,
+    but for what a model with graph breaks draws between its graphs from a generator of its own.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`, which
