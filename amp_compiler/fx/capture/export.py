@@ -17,7 +17,7 @@ from amp_compiler.fx.capture.errors import capture_error
 from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.named_keywords import keywords_named
-from amp_compiler.fx.capture.tracing import quiet, silent_here, tracing_context
+from amp_compiler.fx.capture.tracing import quiet, tracing_context
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.torch_private.tracing import exporting, new_graph_module
@@ -77,12 +77,10 @@ def _export(
     refuse_scripted(model)
     try:
         _register_caches()
-        # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
             exporting(),
             tracing_context(),
             seeds_refused(),
-            silent_here(),
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
             keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,24 +72,3 @@ def quiet(name: str) -> Iterator[None]:
         yield
     finally:
         target.removeFilter(refuse)
-
-
-class _OtherThreads(io.TextIOBase):
-    """Standard error without what one thread writes."""
-
-    def __init__(self, out: Any) -> None:
-        self._out, self._thread = out, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._out.write(text)
-
-    def flush(self) -> None:
-        if self._out is not None:
-            self._out.flush()
-
-
-@contextmanager
-def silent_here() -> Iterator[None]:
-    """This thread writes nothing to standard error."""
-    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
-        yield
