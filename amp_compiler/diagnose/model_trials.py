@@ -129,13 +129,13 @@ class ModelTrials:
                 where=user_frame(error),
                 hint="call the model itself with this batch first",
             ) from error
-        made = subgraphs.made
-        if not made:
+        graphs = subgraphs.made
+        if not graphs:
             raise CaptureError(f"{name} ran {subgraphs.unplanned_call}", hint="call it where torch.compile captures it")
-        plan = plan_of(made)
-        replay.several = len(made) > 1
+        plan = plan_of(graphs)
+        replay.several = len(graphs) > 1
         return Observed(
-            plan, replay.origins(plan), replay.origins(plan, swallowed=True), results, parameters, _names(made)
+            plan, replay.origins(plan), replay.origins(plan, swallowed=True), results, parameters, _names(graphs)
         )
 
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -179,12 +179,12 @@ class StepSubgraphTrials(ModelTrials):
         return () if bool(torch.isfinite(loss)) else (LOSS,), parameters
 
 
-def _names(made: Sequence[Subgraph]) -> dict[str, str]:
+def _names(graphs: Sequence[Subgraph]) -> dict[str, str]:
     """What each input of the graphs is, in words."""
-    prefixes = [f"graph{number}/" for number in range(len(made))] if len(made) > 1 else [""]
+    prefixes = [f"graph{number}/" for number in range(len(graphs))] if len(graphs) > 1 else [""]
     return {
         prefix + entry.name: _name(entry)
-        for prefix, one in zip(prefixes, made, strict=True)
+        for prefix, one in zip(prefixes, graphs, strict=True)
         for entry in one.captured.inputs
     }
 

@@ -82,11 +82,11 @@ class SubgraphReplay:
             plan: of all subgraphs.
             swallowed: those of the forward too of which nothing came that a subgraph returns.
         """
-        made = [one for one in self._made if swallowed or (one.run, one.node) in self._returned]
-        if made or swallowed:
+        forward = [one for one in self._made if swallowed or (one.run, one.node) in self._returned]
+        if forward or swallowed:
             return tuple(
                 described(one.node, is_forward=True, subgraph=self._shown(one), ranges=one.ranges, plan=plan)
-                for one in made
+                for one in forward
             )
         bad = {(one.run, one.node) for one in self._gradients}
         origins: dict[tuple[str, fx.Node], NonfiniteNode] = {}
