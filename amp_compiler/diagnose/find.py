@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from amp_compiler.diagnose.losses import LossFunction, arguments, check_given, loss_step, own_loss, positional
-from amp_compiler.diagnose.model_trials import ModelTrials, StepSubgraphTrials, Tried
+from amp_compiler.diagnose.model_trials import ModelTrials, StepSubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -88,7 +88,7 @@ def find_nonfinite(
         if backward or loss_fn is not None:
             step = loss_step(twin(model), settings, loss_fn or own_loss, loss_scale, by_name=bool(named))
             return _of_step(step, (named,) if named else args)
-        return ModelTrials(Tried(model, args, named, settings)).report()
+        return ModelTrials(model, args, named, settings).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",
@@ -114,6 +114,5 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
         if not step._setup.enabled:
             raise
     with step._in_fp32() as module:
-        tried = Tried(module, batch, {}, step._settings)
-        report = StepSubgraphTrials(tried, float(step.loss_scale)).report()
+        report = StepSubgraphTrials(module, batch, step._settings, float(step.loss_scale)).report()
     return replace(report, parameters=tuple(name.partition(".")[2] for name in report.parameters))

@@ -53,9 +53,8 @@ class Observed:
     names: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What is run again and again, under several rules.
+class ModelTrials:
+    """Runs one batch through the graphs that Dynamo makes; what stands between them runs as it is written.
 
     Args:
         model: the module, in the mode in which it is to run.
@@ -64,27 +63,11 @@ class Tried:
         settings: the options.
     """
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    settings: Settings
-
-    def under(self, rules: RuleSet) -> Settings:
-        """The options to run it node by node, under these rules."""
-        return replace(self.settings, rules=rules, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
-
-
-class ModelTrials:
-    """Runs one batch through the graphs that Dynamo makes; what stands between them runs as it is written.
-
-    Args:
-        tried: model, batch and options.
-    """
-
     _root = ""  # name of the model in what runs
 
-    def __init__(self, tried: Tried) -> None:
-        self._tried, self._model = tried, tried.model
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+        self._settings = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
 
     def report(self) -> NonfiniteReport:
         """What is not finite, and what fixes it.
@@ -92,7 +75,7 @@ class ModelTrials:
         Raises:
             AmpError: the model raises with this batch, or no graph of it can be made.
         """
-        rules = self._tried.settings.rules
+        rules = self._settings.rules
         seen = self._run(rules)
         if not seen.results and not seen.parameters:
             if not seen.swallowed:
@@ -117,7 +100,7 @@ class ModelTrials:
             return lambda *inputs: replay.run(graph, graph_module, inputs)
 
         model = twin(self._model)
-        subgraphs = Subgraphs(model, self._tried.under(rules), name, around, root=self._root)
+        subgraphs = Subgraphs(model, replace(self._settings, rules=rules), name, around, root=self._root)
         try:
             with autocast_off(), generators_kept(), buffers_kept(model):
                 results, parameters = self._spoilt(subgraphs)
@@ -140,7 +123,7 @@ class ModelTrials:
 
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the model returns that is not finite, in words, and no parameters: its backward does not run."""
-        output, _ = subgraphs(self._tried.args, self._tried.kwargs)
+        output, _ = subgraphs(self._args, self._kwargs)
         results = tuple(
             f"{OUTPUT}{pytree.keystr(path)}"
             for path, one in pytree.tree_flatten_with_path(output)[0]
@@ -153,20 +136,22 @@ class StepSubgraphTrials(ModelTrials):
     """Those of a training step with graph breaks: the loss as a module, which returns it with what goes with it.
 
     Args:
-        tried: loss module, batch and options.
+        module: the loss as a module.
+        batch: its arguments.
+        settings: the options.
         scale: what the loss is multiplied by.
     """
 
     _root = ROOT
 
-    def __init__(self, tried: Tried, scale: float) -> None:
-        super().__init__(tried)
+    def __init__(self, module: nn.Module, batch: tuple[Any, ...], settings: Settings, scale: float) -> None:
+        super().__init__(module, batch, {}, settings)
         self._scale = scale
 
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The loss where it is not finite, in words, and the parameters whose gradient is not."""
         with torch.enable_grad():
-            (loss, *_), _ = subgraphs(self._tried.args, self._tried.kwargs)
+            (loss, *_), _ = subgraphs(self._args, self._kwargs)
         if not loss.requires_grad:
             raise depends_on_nothing()
         trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
