@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from amp_compiler.diagnose.losses import LossFunction, arguments, check_given, loss_step, own_loss, positional
-from amp_compiler.diagnose.model_trials import ModelTrials, Tried
-from amp_compiler.diagnose.subgraph_trials import StepSubgraphTrials, SubgraphTrials
+from amp_compiler.diagnose.model_trials import ModelTrials, StepSubgraphTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -38,7 +37,8 @@ def find_nonfinite(
     """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that fixes it.
 
     The rule is proved: the batch runs again with the node in FP32, with its neighbours where that is not enough, until
-    loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number.
+    loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number,
+    but for what a model with graph breaks draws between its graphs from a generator of its own.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`, which
@@ -88,14 +88,7 @@ def find_nonfinite(
         if backward or loss_fn is not None:
             step = loss_step(twin(model), settings, loss_fn or own_loss, loss_scale, by_name=bool(named))
             return _of_step(step, (named,) if named else args)
-        tried = Tried(model, args, named, settings)
-        try:
-            return ModelTrials(tried).report()
-        except HookError:
-            raise
-        except CaptureError as error:
-            cause = error
-        return SubgraphTrials(tried, cause).report()
+        return ModelTrials(model, args, named, settings).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",
@@ -117,11 +110,9 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
         return step._trials(batch).report(step.loss_scale)
     except (HookError, OptimizerError):
         raise
-    except CaptureError as error:
+    except CaptureError:
         if not step._setup.enabled:
             raise
-        cause = error
     with step._in_fp32() as module:
-        tried = Tried(module, batch, {}, step._settings)
-        report = StepSubgraphTrials(tried, cause, float(step.loss_scale)).report()
+        report = StepSubgraphTrials(module, batch, step._settings, float(step.loss_scale)).report()
     return replace(report, parameters=tuple(name.partition(".")[2] for name in report.parameters))

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.forward.program import EAGER, plan_captured, rewrite
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.diagnose.subgraph_replay import SubgraphReplay
+from amp_compiler.errors import AmpError, CaptureError, first_line
+from amp_compiler.forward.program import EAGER
+from amp_compiler.forward.settings import Settings
+from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, plan_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.capture.errors import name_of, user_frame
+from amp_compiler.fx.capture.export import twin
 from amp_compiler.fx.capture.generators import generators_kept
-from amp_compiler.fx.captured import Captured, Source, tensor_getter
-from amp_compiler.fx.checkpoints import refused_checkpoints
-from amp_compiler.fx.finiteness import Replay
-from amp_compiler.fx.graph import results_of, torch_dtype
-from amp_compiler.fx.torch_private.tracing import building
-from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.fx.captured import Input, Source
+from amp_compiler.ir.nonfinite import LOSS, SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.reporting.nonfinite import described, in_order
+from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.loss_module import ROOT
 
 OUTPUT = "the output"
 
@@ -53,9 +53,8 @@ class Observed:
     names: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Tried:
-    """What is run again and again, under several rules.
+class ModelTrials:
+    """Runs one batch through the graphs that Dynamo makes; what stands between them runs as it is written.
 
     Args:
         model: the module, in the mode in which it is to run.
@@ -64,41 +63,19 @@ class Tried:
         settings: the options.
     """
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    settings: Settings
+    _root = ""  # name of the model in what runs
 
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return device_of([*pytree.tree_leaves((self.args, self.kwargs)), *self.model.parameters()])
-
-    def under(self, rules: RuleSet) -> Settings:
-        """The options to run it node by node, under these rules."""
-        return replace(self.settings, rules=rules, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
-
-
-class ModelTrials:
-    """Runs one batch through one graph.
-
-    Args:
-        tried: model, batch and options.
-    """
-
-    def __init__(self, tried: Tried) -> None:
-        self._tried, self._model, self._args = tried, tried.model, tried.args
-        self._kwargs = dict(sorted(tried.kwargs.items()))
-        self._leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
-        self._device = tried.device
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> None:
+        self._model, self._args, self._kwargs = model, args, kwargs
+        self._settings = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
 
     def report(self) -> NonfiniteReport:
         """What is not finite, and what fixes it.
 
         Raises:
-            CaptureError: the module is no one graph.
+            AmpError: the model raises with this batch, or no graph of it can be made.
         """
-        rules = self._tried.settings.rules
+        rules = self._settings.rules
         seen = self._run(rules)
         if not seen.results and not seen.parameters:
             if not seen.swallowed:
@@ -117,60 +94,92 @@ class ModelTrials:
         return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _run(self, rules: RuleSet) -> Observed:
-        kept = generators_kept(self._model, self._args, self._kwargs)
-        with autocast_off(), building(), kept, buffers_kept(self._model):
-            captured, plan = self._rewritten(self._tried.under(rules))
-            inputs = [
-                self._leaves[entry.index]
-                if entry.source is Source.USER
-                else tensor_getter(self._model, captured, entry)()
-                for entry in captured.inputs
-            ]
-            return self._forward(captured, plan, inputs)
+        replay, name = SubgraphReplay(), name_of(self._model)
 
-    def _rewritten(self, settings: Settings) -> tuple[Captured, PrecisionPlan]:
-        low = settings.low(self._device)
-        with refused_checkpoints():
-            captured = capture_module(self._model, self._args, self._kwargs, None, torch_dtype(low))
-        plan = plan_captured(captured, settings, low)
-        rewrite(captured.graph_module, plan, settings, Stages())
-        return captured, plan
+        def around(graph: str, graph_module: torch.fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *inputs: replay.run(graph, graph_module, inputs)
 
-    def _forward(self, captured: Captured, plan: PrecisionPlan, inputs: list[Any]) -> Observed:
-        graph = captured.graph_module.graph
-        values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        replayed = Replay(captured.graph_module).run_again(values, self._device)
-        count = captured.out_spec.num_leaves
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, captured.out_spec))[0]
-        named = {
-            f"{OUTPUT}{pytree.keystr(path)}": node
-            for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
-            if isinstance(node, torch.fx.Node)
-        }
-        origins = {name: replayed.origins([node]) for name, node in named.items()}
-        broken = {node for bad in origins.values() for node in bad}
-        descriptions = {
-            node: described(node, is_forward=True, ranges=replayed.ranges, plan=plan)
-            for node in broken | replayed.origins(replayed.bad)
-        }
+        model = twin(self._model)
+        subgraphs = Subgraphs(model, replace(self._settings, rules=rules), name, around, root=self._root)
+        try:
+            with autocast_off(), generators_kept(), buffers_kept(model):
+                results, parameters = self._spoilt(subgraphs)
+        except AmpError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise AmpError(
+                f"{name} raised {type(error).__name__}: {first_line(error)}",
+                where=user_frame(error),
+                hint="call the model itself with this batch first",
+            ) from error
+        graphs = subgraphs.made
+        if not graphs:
+            raise CaptureError(f"{name} ran {subgraphs.unplanned_call}", hint="call it where torch.compile captures it")
+        plan = plan_of(graphs)
+        replay.several = len(graphs) > 1
         return Observed(
-            plan,
-            tuple(descriptions[node] for node in in_order(graph, broken)),
-            tuple(descriptions[node] for node in in_order(graph, descriptions)),
-            tuple(name for name, bad in origins.items() if bad),
-            (),
-            self._names(captured),
+            plan, replay.origins(plan), replay.origins(plan, swallowed=True), results, parameters, _names(graphs)
         )
 
-    def _names(self, captured: Captured) -> dict[str, str]:
-        paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]
-        kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
-        return {
-            entry.name: f"the batch itself (argument {pytree.keystr(paths[entry.index][1:])})"
-            if entry.source is Source.USER
-            else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
-            for entry in captured.inputs
-        }
+    def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the model returns that is not finite, in words, and no parameters: its backward does not run."""
+        output, _ = subgraphs(self._args, self._kwargs)
+        results = tuple(
+            f"{OUTPUT}{pytree.keystr(path)}"
+            for path, one in pytree.tree_flatten_with_path(output)[0]
+            if isinstance(one, Tensor) and one.is_floating_point() and not bool(torch.isfinite(one).all())
+        )
+        return results, ()
+
+
+class StepSubgraphTrials(ModelTrials):
+    """Those of a training step with graph breaks: the loss as a module, which returns it with what goes with it.
+
+    Args:
+        module: the loss as a module.
+        batch: its arguments.
+        settings: the options.
+        scale: what the loss is multiplied by.
+    """
+
+    _root = ROOT
+
+    def __init__(self, module: nn.Module, batch: tuple[Any, ...], settings: Settings, scale: float) -> None:
+        super().__init__(module, batch, {}, settings)
+        self._scale = scale
+
+    def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The loss where it is not finite, in words, and the parameters whose gradient is not."""
+        with torch.enable_grad():
+            (loss, *_), _ = subgraphs(self._args, self._kwargs)
+        if not loss.requires_grad:
+            raise depends_on_nothing()
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        gradients = torch.autograd.grad(loss.float() * self._scale, list(trained.values()), allow_unused=True)
+        parameters = tuple(
+            name
+            for name, gradient in zip(trained, gradients, strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
+        )
+        return () if bool(torch.isfinite(loss)) else (LOSS,), parameters
+
+
+def _names(graphs: Sequence[Subgraph]) -> dict[str, str]:
+    """What each input of the graphs is, in words."""
+    prefixes = [f"graph{number}/" for number in range(len(graphs))] if len(graphs) > 1 else [""]
+    return {
+        prefix + entry.name: _name(entry)
+        for prefix, one in zip(prefixes, graphs, strict=True)
+        for entry in one.captured.inputs
+    }
+
+
+def _name(entry: Input) -> str:
+    path = entry.target.removeprefix("kw").removeprefix("args")
+    if entry.source is Source.USER and path != entry.target:
+        return f"the batch itself (argument {path})"
+    kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer", Source.USER: "the value"}
+    return f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A step in subgraphs run again, node by node, to find what made the first value that is not finite."""
+"""The graphs of a model run again, node by node, to find what made the first value that is not finite."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ class SubgraphReplay:
     """Runs subgraphs node by node, with autograd through each node, and notes what is not finite.
 
     What stands between the subgraphs runs as it is written: a value that it makes is seen where a subgraph takes it.
+
+    Attributes:
+        several: whether there are several subgraphs, so that names of nodes carry that of theirs.
     """
 
     def __init__(self) -> None:
-        self._runs = 0
+        self.several, self._runs = True, 0
         self._made: list[_Place] = []  # what made a bad value of finite ones, in order
+        self._returned: set[tuple[int, fx.Node]] = set()  # those of them that a bad result of a subgraph goes back to
         self._spoilt = False  # whether a subgraph has given a bad value
         self._gradients: list[_Place] = []  # of which the gradient is bad, in the order of the backward
         self._reached: dict[tuple[int, fx.Node], ValueRange] = {}  # what got a gradient, and which
@@ -49,7 +53,9 @@ class SubgraphReplay:
         self._runs += 1
         watched = _Watched(self, self._runs, subgraph, graph_module)
         results = watched.run(*inputs)
-        self._spoilt |= bool(self._made)
+        returned = watched.seen.origins(graph_module.graph.output_node().all_input_nodes)
+        self._returned |= {(self._runs, node) for node in returned}
+        self._spoilt |= bool(returned)
         return results
 
     def note(self, place: _Place, seen: Finiteness) -> None:
@@ -69,16 +75,18 @@ class SubgraphReplay:
         if not bool(torch.isfinite(gradient).all()):
             self._gradients.append(place)
 
-    def origins(self, plan: PrecisionPlan | None = None) -> tuple[NonfiniteNode, ...]:
+    def origins(self, plan: PrecisionPlan | None = None, swallowed: bool = False) -> tuple[NonfiniteNode, ...]:
         """The first nodes of the forward that made something bad; where there are none, those of the backward.
 
         Args:
             plan: of all subgraphs.
+            swallowed: those of the forward too of which nothing came that a subgraph returns.
         """
-        if self._made:
+        forward = [one for one in self._made if swallowed or (one.run, one.node) in self._returned]
+        if forward or swallowed:
             return tuple(
-                described(one.node, is_forward=True, subgraph=one.subgraph, ranges=one.ranges, plan=plan)
-                for one in self._made[:SHOWN]
+                described(one.node, is_forward=True, subgraph=self._shown(one), ranges=one.ranges, plan=plan)
+                for one in forward
             )
         bad = {(one.run, one.node) for one in self._gradients}
         origins: dict[tuple[str, fx.Node], NonfiniteNode] = {}
@@ -89,10 +97,13 @@ class SubgraphReplay:
                 continue  # it comes of another one
             gradient = self._reached[one.run, one.node]
             for node in users or [one.node]:
-                described_node = described(node, is_forward=False, subgraph=one.subgraph, plan=plan)
+                described_node = described(node, is_forward=False, subgraph=self._shown(one), plan=plan)
                 inputs = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
                 origins.setdefault((one.subgraph, node), replace(described_node, inputs=inputs, output=gradient))
         return tuple(origins.values())[:SHOWN]
+
+    def _shown(self, place: _Place) -> str:
+        return place.subgraph if self.several else ""
 
 
 class _Watched(fx.Interpreter):
@@ -101,7 +112,7 @@ class _Watched(fx.Interpreter):
     def __init__(self, replay: SubgraphReplay, run: int, subgraph: str, graph_module: fx.GraphModule) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self._replay, self._run, self._subgraph = replay, run, subgraph
-        self._seen = Finiteness(lambda node: True)
+        self.seen = Finiteness(lambda node: True)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
@@ -111,9 +122,9 @@ class _Watched(fx.Interpreter):
         if n.op == "placeholder" and _has_gradient(value):
             value = value.view_as(value)  # whose gradient is what this subgraph alone gives
         place = _Place(self._run, self._subgraph, n)
-        self._seen.note(n, value)
-        if self._seen.is_bad(n):
-            self._replay.note(place, self._seen)
+        self.seen.note(n, value)
+        if self.seen.is_bad(n):
+            self._replay.note(place, self.seen)
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if _has_gradient(one):
                 one.register_hook(lambda gradient: self._replay.note_gradient(place, gradient))

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.fx.capture.errors import name_of
-from amp_compiler.fx.capture.export import capture_module
 from amp_compiler.fx.capture.frontend import capture_once
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
 from amp_compiler.fx.capture.uncapturable import refuse_sharded
-from amp_compiler.fx.captured import Captured, Source, tensor_getter
+from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.torch_private.dynamo import prints_ignored
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
 
@@ -66,13 +64,6 @@ def capture_model(
         CaptureError: the forward is no one graph.
     """
     refuse_sharded(model)
-    if isinstance(model, fx.GraphModule):  # Dynamo loses what its nodes are of
-        captured = capture_module(model, tuple(args), dict(kwargs), None, low)
-        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        users = [entry.source is Source.USER for entry in captured.inputs]
-        pairs = zip(captured.inputs, users, strict=True)
-        inputs = [leaves[one.index] if user else tensor_getter(model, captured, one)() for one, user in pairs]
-        return CapturedModel(captured, tuple(inputs))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

@@ -14,8 +14,6 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils import checkpoint as torch_checkpoint
 
-from amp_compiler.errors import CaptureError
-from amp_compiler.fx.capture.hooks import calling_line
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.dynamo import handle_checkpoints
 
@@ -142,27 +140,6 @@ def compiled_checkpoints(compile_one: Callable[[Callable[..., Any]], Callable[..
         yield
     finally:
         _THREAD.handler = before
-
-
-@contextlib.contextmanager
-def refused_checkpoints() -> Iterator[None]:
-    """Within it, in this thread, a model that checkpoints where gradients are wanted ends its capture by torch.export.
-
-    Raises:
-        CaptureError: the model calls `torch.utils.checkpoint.checkpoint`.
-    """
-
-    def refuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        if torch.is_grad_enabled():
-            raise CaptureError(
-                "the model checkpoints activations, which one graph would keep",
-                where=calling_line(),
-                hint="call it without checkpointing",
-            )
-        return function
-
-    with compiled_checkpoints(refuse):
-        yield
 
 
 @functools.cache

@@ -7,7 +7,6 @@ after it was read back into the same graph, node for node. Module names and sour
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gzip
 import hashlib
@@ -15,14 +14,12 @@ import inspect
 import io
 import logging
 import operator
-import os
 import pickle
 import sys
 import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +38,6 @@ from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.ops.typed_op import typed_op
 
 _LOG = logging.getLogger(__name__)
-_MOST = 400  # files: the one that was read or written longest ago goes first
 _ROOMS = ("fx", "ops")  # of this package: all that says what an operator is and how it is traced
 _FUNCTIONS = (operator.getitem, typed_op, fp8_product)
 _OURS_AND_TORCHS = frozenset({"aten", "prims", "prim", "amp_compiler", "_c10d_functional"})
@@ -146,8 +142,6 @@ class KeptGraph:
         try:
             graph = self._graph_of(gzip.decompress(self.file.read_bytes()))
             keep(self.file)
-            with contextlib.suppress(OSError):  # another user's cache may be read, and not be marked as read
-                os.utime(self.file)
         except FileNotFoundError:
             return None
         except _UNREADABLE as cause:  # a damaged pickle may raise any of them
@@ -168,7 +162,6 @@ class KeptGraph:
                 raise Unrecordable("what is read back is another graph")
             write_atomically(self.file, gzip.compress(record, 1))
             keep(self.file)
-            _drop_oldest(self.file.parent)
         except (AmpError, pickle.PicklingError, *_UNREADABLE) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
 
@@ -245,16 +238,6 @@ def _made(
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def _drop_oldest(folder: Path) -> None:
-    """Let the oldest go where there are too many."""
-    ages: list[tuple[float, Path]] = []
-    for other in folder.glob("joint_*"):
-        with contextlib.suppress(OSError):  # another process may have removed it
-            ages.append((other.stat().st_mtime, other))
-    for _, oldest in sorted(ages)[:-_MOST]:
-        oldest.unlink(missing_ok=True)
-
-
 @functools.cache
 def _own_source(tracer: str) -> str:
     """Stands for all that this package says about operators and how they are traced; empty where it has no source.
@@ -262,18 +245,12 @@ def _own_source(tracer: str) -> str:
     Args:
         tracer: name of the module that traces.
     """
+    package = Path(__file__).parents[1]
+    files = sorted(file for room in _ROOMS for file in (package / room).rglob("*.py"))
     digest = hashlib.sha256()
-    pending: list[Any] = [resources.files("amp_compiler") / room for room in _ROOMS]
-    found_any = False
-    while pending:
-        entry = pending.pop()
-        if entry.is_dir():
-            pending += sorted(entry.iterdir(), key=lambda one: one.name)
-        elif entry.name.endswith(".py"):
-            found_any = True
-            digest.update(entry.name.encode() + b"\0" + entry.read_bytes())
     try:
-        digest.update(inspect.getsource(sys.modules[tracer]).encode())
-    except OSError:  # as in a program that was frozen into one file
+        for file in (*files, Path(inspect.getfile(sys.modules[tracer]))):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    except (OSError, TypeError):  # as in a program that was frozen into one file
         return ""
-    return digest.hexdigest() if found_any else ""
+    return digest.hexdigest() if files else ""

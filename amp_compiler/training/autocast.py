@@ -31,7 +31,7 @@ def autocast_of(model: LossModule, batch: tuple[Any, ...], settings: Settings) -
     """
     device = device_of([*pytree.tree_leaves(batch), *model.parameters()])
     low = settings.low(device)
-    with autocast_off(), building(), generators_kept(model.__dict__["loss_fn"], model, batch):
+    with autocast_off(), building(), generators_kept():
         captured = capture_once(model, batch, torch_dtype(low)).captured
         normalize(captured.graph_module, settings, None, ROOT, low)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}

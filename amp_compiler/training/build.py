@@ -123,7 +123,7 @@ def begin_gradients(
     model.adopt(setup.optimizers)
     refuse_spread(model, PARALLEL)
     low = torch_dtype(setup.low) if setup.enabled else None
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
+    with generators_kept():
         begun, options = begin(capture_once(model, batch, low), options, stages)
     pipeline = options.settings.pipelines["STEP"]
     passes = pipeline if whole else pipeline.stop_after("sum_gradients")

@@ -214,8 +214,7 @@ class StepTrials:
 
     def _build(self, rules: RuleSet) -> _Joint:
         options = self._options.under(rules=rules)
-        kept = generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch)
-        with autocast_off(), building(), kept, widened(self._model.parameters()):
+        with autocast_off(), building(), generators_kept(), widened(self._model.parameters()):
             joint, weights, begun = begin_gradients(self._batch, options, Stages())
             leaves, scales = begun.leaves, _scales(joint.graph)
             pairs = zip(joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state), strict=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_compiler.fx.capture.export import capture_module
+from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.graph import PrecisionGraph
@@ -34,7 +34,7 @@ def run(model: nn.Module, captured: Captured, *args: torch.Tensor):
 
 
 def normal_form(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, PrecisionGraph]:
-    captured = capture_module(model, args)
+    captured = captured_from_program(export_module(model, args))
     CAPTURE.run(captured.graph_module, {})
     return captured, lower(captured)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,22 +20,23 @@ from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
 from amp_compiler.diagnose.tuning.subject import NOT_FINITE, SEED, Subject
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.capture import capture_model, inputs_for
 from amp_compiler.forward.program import EAGER, normalize, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.export import capture_module
 from amp_compiler.fx.capture.generators import generators_kept
-from amp_compiler.fx.captured import Captured, Source, tensor_getter
-from amp_compiler.fx.checkpoints import refused_checkpoints
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.graph import LOW_TYPES, copy_graph, torch_dtype
 from amp_compiler.fx.lower import lower
-from amp_compiler.fx.torch_private.tracing import TENSORS, building
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.capture import capture_once
+from amp_compiler.training.loss_module import LossModule
 
 LOSS = "the loss"
 _FALL = 4.0  # by which a loss scale falls where gradients are not finite with it
@@ -54,12 +55,19 @@ class Goal:
     falls: bool
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Form:
-    """The captured graph for batches of one signature, in normal form."""
+    """The captured graph for batches of one signature, in normal form.
+
+    Args:
+        captured: the graph.
+        inputs: what it was captured with, one for each placeholder.
+        leaves: the batch that it was captured for, flat.
+    """
 
     captured: Captured
-    getters: list[Callable[[Sequence[Any]], Any]] = field(default_factory=list)
+    inputs: tuple[Any, ...]
+    leaves: Sequence[Any]
 
 
 class TorchSubject(Subject):
@@ -108,21 +116,24 @@ class TorchSubject(Subject):
 
     @contextmanager
     def _surrounded(self) -> Iterator[None]:
-        with autocast_off(), building(), self._around(), generators_kept(self._model, self._batches):
+        with autocast_off(), building(), self._around(), generators_kept():
             yield
 
     def _form(self, batch: Arguments) -> _Form:
         leaves, spec = pytree.tree_flatten(batch)
         key = (spec, leaves_key(leaves))
         if key not in self._forms:
-            with refused_checkpoints():
-                captured = capture_module(self._model, *batch, None, low=torch_dtype(self.low))
+            captured, inputs = self._captured(batch)
             normalize(captured.graph_module, self._settings, None, self._root, self.low)
-            form = _Form(captured)
-            for entry in captured.inputs:
-                form.getters.append(_getter(self._model, captured, entry))
-            self._forms[key] = form
+            self._forms[key] = _Form(captured, inputs, leaves)
         return self._forms[key]
+
+    def _captured(self, batch: Arguments) -> tuple[Captured, tuple[Any, ...]]:
+        if not isinstance(self._model, LossModule):
+            forward = capture_model(self._model, *batch, torch_dtype(self.low))
+            return forward.captured, forward.inputs
+        loss = capture_once(self._model, batch[0], torch_dtype(self.low))
+        return loss.captured, (*loss.inputs, *loss.captured.constants.values())
 
     def plan(self, rules: RuleSet) -> PrecisionPlan:
         """That of the first batch."""
@@ -172,7 +183,7 @@ class TorchSubject(Subject):
         # Of this form of attention the backward has a derivative too.
         with self._seeded(number), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             results = list(run.run(*inputs))
-            named = self._named(form, results)
+            named = _named(results)
             if goal is None:
                 _check(named)
                 run.spread_to([one for _, one in named])
@@ -228,7 +239,7 @@ class TorchSubject(Subject):
         with self._seeded(number), torch.set_grad_enabled(goal is not None):
             results = list(interpreter.run(*inputs))
             if goal is None:
-                yield from self._named(form, results)
+                yield from _named(results)
                 return
             loss = results[0]
             trained = self._trained(form, inputs)
@@ -249,11 +260,9 @@ class TorchSubject(Subject):
 
     def _inputs(self, form: _Form, graph_module: fx.GraphModule, batch: Arguments) -> list[Any]:
         """What a graph is given; what it writes to are copies."""
-        leaves = pytree.tree_leaves(batch)
         written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
         writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
-        with TENSORS:
-            inputs = [get(leaves) for get in form.getters]
+        inputs = inputs_for(form.inputs, pytree.tree_leaves(batch), form.leaves)
         return [
             one.detach().clone() if copied and isinstance(one, Tensor) else one
             for one, copied in zip(inputs, writes, strict=True)
@@ -271,17 +280,12 @@ class TorchSubject(Subject):
             )
         return list(trained.values())
 
-    def _named(self, form: _Form, results: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        count = form.captured.out_spec.num_leaves
-        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, form.captured.out_spec))[0]
-        named = [
-            (f"the output{pytree.keystr(path)}", one)
-            for (path, _), one in zip(paths, results[:count], strict=True)
-            if isinstance(one, Tensor)
-        ]
-        if not named:
-            raise AmpError("the model returns no tensor", hint="pass loss_fn=, or a model that returns one")
-        return named
+
+def _named(results: Sequence[Any]) -> list[tuple[str, Tensor]]:
+    tensors = [one for one in results if isinstance(one, Tensor)]
+    if not tensors:
+        raise AmpError("the model returns no tensor", hint="pass loss_fn=, or a model that returns one")
+    return [(f"output {place}" if len(tensors) > 1 else "the output", one) for place, one in enumerate(tensors)]
 
 
 def _calls(form: _Form) -> list[fx.Node]:
@@ -297,13 +301,6 @@ def _casts_itself(graph_module: fx.GraphModule) -> bool:
     """Whether the model says itself what is 16-bit: with FP32 inputs its types would not fit one another."""
     arguments = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
     return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in arguments)
-
-
-def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:
-    if entry.source is Source.USER:
-        return lambda leaves: leaves[entry.index]
-    get = tensor_getter(model, captured, entry)
-    return lambda leaves: get()
 
 
 def _backward(loss: Tensor, trained: Sequence[Tensor], goal: Goal) -> tuple[Sequence[Tensor | None], float]:

@@ -20,122 +20,87 @@ class _Kind:
     Args:
         what: what is wrong, behind the name of the model.
         hint: what the reader can do.
-        errors: names of the exceptions that say so.
-        text: what stands in the message of an exception that says so, as a regular expression.
+        text: what stands in what Dynamo or an exception says of it, as a regular expression.
         line: what stands in the user's line, as a regular expression.
-        dynamo: what stands in what Dynamo says of it, as a regular expression; empty where Dynamo says nothing of it.
     """
 
     what: str
     hint: str
-    errors: tuple[str, ...] = ()
-    text: str = ""
+    text: str
     line: str = ""
-    dynamo: str = ""
-
-    def holds(self, error: BaseException, line: str) -> bool:
-        """Whether an exception that a line of the user's raised is of this kind."""
-        if self.errors and not any(one.__name__ in self.errors for one in type(error).__mro__):
-            return False
-        said = not self.text or re.search(self.text, str(error)) is not None
-        return said and (not self.line or re.search(self.line, line) is not None)
 
 
-_BY_VALUES = r"[Dd]ata[- ]dependent"
-_NO_FAKE = r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation"
-_LEAVES = r"\.numpy\(\)|data pointer|data_ptr|data is not allocated"
+_BY_VALUES = r"[Dd]ata[- ]?[Dd]ependent|PendingUnbackedSymbolNotFound"
 RETURN_THE_LOSS = "return the loss: the step runs backward and update"
-_OF_DYNAMO_ALONE = "(?!)"  # no message of an exception
-_ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
 # The first that holds is said.
 _KINDS = (
-    _Kind("runs a backward itself", RETURN_THE_LOSS, text=_OF_DYNAMO_ALONE, dynamo=r"^Unsupported Tensor\.backward"),
+    _Kind("runs a backward itself", RETURN_THE_LOSS, r"^Unsupported Tensor\.backward"),
     _Kind(
         "calls an optimizer itself",
         RETURN_THE_LOSS,
-        text=_OF_DYNAMO_ALONE,
+        r"^Call to `torch\._dynamo\.graph_break|function `Optimizer\.",
         line=r"\.(step|zero_grad)\(",
-        dynamo=r"^Call to `torch\._dynamo\.graph_break|function `Optimizer\.",
     ),
+    _Kind("calls a function with other arguments than it takes", "call it as it is first", "^failed to bind arguments"),
     _Kind(
         "takes a derivative itself (torch.autograd.grad, requires_grad_), which breaks its graph",
         "leave it so: a compiled model and a training step run what stands around it as graphs of their own",
-        text=_OF_DYNAMO_ALONE,
-        dynamo=r"^using `torch\.autograd\.grad`|^Unsupported Tensor\.requires_grad_",
+        r"^using `torch\.autograd\.grad`|^Unsupported Tensor\.requires_grad_",
     ),
     _Kind(
         "takes rows by a mask, of which it depends on values how many there are",
         "use torch.where(mask, value, x) in the place of x[mask] = value to have one graph",
-        text=_OF_DYNAMO_ALONE,
-        dynamo="^Dynamic shape operator",
+        "^Dynamic shape operator",
     ),
     _Kind(
         "is given what is neither a tensor, nor a number, nor a text",
         "pass tensors, numbers, strings, or containers of them",
-        ("ValueError",),
-        text="^Unsupported input type",
+        "^ValueError: Unsupported input type",
     ),
     _Kind(
         "sets the seed of random numbers",
         "set it before the call, or give the draws a torch.Generator of their own",
-        ("SeedIsSetError",),
+        "^SeedIsSetError",
     ),
     _Kind(
-        "differentiates with torch.func, which a captured graph cannot hold",
-        "do it outside of the model, or in a part that is not captured",
-        text=r"functorch|torch\.func|object has no attribute 'constant'|forward AD",
-    ),
-    _Kind(
-        "checks the values of a tensor",
-        "remove the assert, or use torch._assert_async",
-        _ON_VALUES,
-        line=r"^assert\b",
-        dynamo=_BY_VALUES,
+        "checks the values of a tensor", "remove the assert, or use torch._assert_async", _BY_VALUES, line=r"^assert\b"
     ),
     _Kind(
         "branches on the values of a tensor",
         "remove the branch (torch.where), or use torch.cond",
-        _ON_VALUES,
-        text="guard on",
+        _BY_VALUES,
         line=r"\b(if|elif|while|and|or|not|bool)\b",
-        dynamo=_BY_VALUES,
     ),
     _Kind(
         "repeats something as often as the values of a tensor say",
         "use a number that does not depend on the input, or torch.while_loop",
-        _ON_VALUES,
+        _BY_VALUES,
         line=r"\b(for|range)\b",
-        dynamo=_BY_VALUES,
     ),
     _Kind(
         "needs the values of a tensor as Python numbers, such as a size or an index",
         "keep them in tensors, or give the numbers as arguments",
-        _ON_VALUES,
-        dynamo=_BY_VALUES,
+        _BY_VALUES,
     ),
     _Kind(  # as pack_padded_sequence and pad_packed_sequence do with lengths
         "needs the values of a tensor as sizes",
         "give them as numbers that do not depend on a tensor",
-        ("TypeError",),
-        text="argument 'size'.*FakeTensor",
-        dynamo="pack_padded_sequence|pad_packed",
+        "argument 'size'.*FakeTensor|pack_padded_sequence|pad_packed",
     ),
     _Kind(
         "makes a tensor whose size depends on the values of another one",
         "use an operator whose result has a size that is known before, such as torch.where in place of a mask",
-        ("DynamicOutputShapeException",),
+        "^DynamicOutputShapeException",
     ),
     _Kind(
         "calls an operator that cannot be traced, because it does not say what its result is like",
         "give it a fake implementation with torch.library.register_fake",
-        text=_NO_FAKE,
-        dynamo=_NO_FAKE,
+        r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation",
     ),
     _Kind(
         "leaves torch: it reads the memory or the numbers of a tensor with something else, such as NumPy",
         "do it with torch, or put it into an operator of its own with torch.library.custom_op",
-        text=_LEAVES,
-        dynamo=_LEAVES,
+        r"\.numpy\(\)|data pointer|data_ptr|data is not allocated",
     ),
 )
 
@@ -158,14 +123,14 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
     where, line = _user_place(cause)
     name = name_of(model)
     for error in with_causes(cause):
-        for kind in _KINDS:
-            if kind.holds(error, line):
-                shown = f" (`{line}`)" if line else ""
-                return CaptureError(
-                    f"{name} {kind.what}{shown}, so torch.export cannot take it as one graph: {_said(error)}",
-                    where=where,
-                    hint=kind.hint,
-                )
+        if (kind := kind_of(f"{type(error).__name__}: {error}", line)) is not None:
+            what, hint = kind
+            shown = f" (`{line}`)" if line else ""
+            return CaptureError(
+                f"{name} {what}{shown}, so torch.export cannot take it as one graph: {_said(error)}",
+                where=where,
+                hint=hint,
+            )
     if _is_torchs(cause):
         return CaptureError(
             f"torch.export cannot take {name} as one graph: {_said(cause)}",
@@ -180,14 +145,14 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
 
 
 def kind_of(text: str, line: str) -> tuple[str, str] | None:
-    """What is wrong and what can be done, where Dynamo cannot capture a line; `None` for what is not known.
+    """What is wrong and what can be done, where a line cannot be captured; `None` for what is not known.
 
     Args:
-        text: all that Dynamo says.
+        text: all that Dynamo says, or an exception with its name.
         line: of the user's.
     """
     for kind in _KINDS:
-        if kind.dynamo and re.search(kind.dynamo, text) and (not kind.line or re.search(kind.line, line)):
+        if re.search(kind.text, text) and re.search(kind.line, line):
             return kind.what, kind.hint
     return None
 

@@ -1,4 +1,4 @@
-"""Capture by `torch.export`, for what is exported or run by itself: a flat FX graph in ATen training IR."""
+"""Capture by `torch.export`, for what is exported: a flat FX graph in ATen training IR."""
 
 from __future__ import annotations
 
@@ -12,26 +12,19 @@ from torch import nn
 from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.fx.capture.autocast_state import regions_in
-from amp_compiler.fx.capture.custom_functions import recorded_functions
-from amp_compiler.fx.capture.errors import capture_error, name_of
+from amp_compiler.fx.capture.errors import capture_error
 from amp_compiler.fx.capture.generators import seeds_refused
-from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.named_keywords import keywords_named
-from amp_compiler.fx.capture.tracing import quiet, silent_here, tracing_context
+from amp_compiler.fx.capture.tracing import quiet, tracing_context
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.torch_private.tracing import exporting, new_graph_module
 
 
-def capture_module(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    low: torch.dtype | None = None,
-) -> Captured:
-    """Capture a module's forward with `torch.export`, in its present train or eval mode.
+def export_module(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """Export a module's forward with `torch.export`, in its present train or eval mode.
 
     What the forward writes to attributes is lost: it is not among the results, and is undone.
 
@@ -40,22 +33,10 @@ def capture_module(
         args: example positional arguments.
         kwargs: example keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
-        low: the low type that is planned for, which regions of autocast have that name none.
 
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
-        AmpError: it multiplies what torch does not.
     """
-    with regions_in(low):
-        captured = captured_from_program(export_module(model, args, kwargs, dynamic_shapes))
-    refuse_mixed_types(captured.graph_module)
-    return captured
-
-
-def export_module(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
-) -> torch.export.ExportedProgram:
-    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
     refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
     return _export(twin(model), args, kwargs, dynamic_shapes)
 
@@ -78,13 +59,10 @@ def _export(
     refuse_scripted(model)
     try:
         _register_caches()
-        # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
             exporting(),
             tracing_context(),
-            recorded_functions() as custom,
             seeds_refused(),
-            silent_here(),
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
             keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
@@ -94,13 +72,6 @@ def _export(
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise capture_error(cause, model) from cause
-    if custom:
-        names = ", ".join(function.__name__ for function in custom)
-        raise CaptureError(
-            f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
-            where=name_of(model),
-            hint="make it a torch.library custom op with register_autograd",
-        )
     refuse_transforms(program.graph)
     return program
 

@@ -7,27 +7,20 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
-from torch import nn
 
 _Access = tuple[Callable[[], Any], Callable[[Any], object]]  # reads the state of a generator, and sets it
 
 
 @contextmanager
-def generators_kept(*values: Any) -> Iterator[None]:
-    """At its end, by an error too, every generator of random numbers stands where it stood at the beginning.
+def generators_kept() -> Iterator[None]:
+    """At its end, by an error too, every default generator of random numbers stands where it stood at the beginning.
 
-    Those are the default ones of torch on the CPU and on the CUDA devices in use, Python's, numpy's, and those that
-    are found in `values`.
-
-    Args:
-        values: modules, functions, and containers of arguments: generators in attributes and closures are found too.
+    Those are torch's on the CPU and on the CUDA devices in use, Python's and numpy's. Dynamo draws from no generator
+    of a user's own.
 
     Example:
         >>> before = torch.random.get_rng_state()
@@ -37,7 +30,7 @@ def generators_kept(*values: Any) -> Iterator[None]:
         True
     """
     with contextlib.ExitStack() as stack:
-        for read, put_back in [*_defaults(), *_found(values)]:
+        for read, put_back in _defaults():
             stack.callback(put_back, read())
         yield
 
@@ -95,35 +88,3 @@ def _defaults() -> list[_Access]:
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     torchs = [(one.get_state, one.set_state) for one in (torch.default_generator, *cuda)]
     return [*torchs, (np.random.get_state, np.random.set_state), (random.getstate, random.setstate)]
-
-
-def _found(value: Any) -> Iterator[_Access]:
-    """What reads and sets the state of each generator in `value`."""
-    pending, seen = [value], set()
-    while pending:
-        for leaf in pytree.tree_leaves(pending.pop(), is_leaf=lambda one: isinstance(one, (nn.Module, FunctionType))):
-            if id(leaf) in seen or isinstance(leaf, (torch.Tensor, int, float, str)):
-                continue
-            seen.add(id(leaf))
-            if isinstance(leaf, (torch.Generator, np.random.RandomState)):
-                yield leaf.get_state, leaf.set_state
-            elif isinstance(leaf, random.Random):
-                yield leaf.getstate, leaf.setstate
-            elif isinstance(leaf, np.random.Generator):
-                bits = leaf.bit_generator
-                yield partial(getattr, bits, "state"), partial(setattr, bits, "state")
-            elif isinstance(leaf, nn.Module):
-                pending.append(vars(leaf))  # its submodules among them
-            elif isinstance(leaf, MethodType):
-                pending += [leaf.__func__, leaf.__self__]
-            elif isinstance(leaf, FunctionType):
-                pending += [cell.cell_contents for cell in leaf.__closure__ or () if _is_filled(cell)]
-                pending += [leaf.__globals__.get(name) for name in leaf.__code__.co_names]
-                pending += [leaf.__defaults__, leaf.__kwdefaults__]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable that has no value yet
-        return False

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
-import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.hooks import refuse_tensor_hook
 from amp_compiler.fx.torch_private.tracing import inference_mode_as_no_grad
 
 _CASTS = frozenset(
@@ -35,7 +30,6 @@ class KeepCastsApart(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
-        refuse_tensor_hook(func, args)
         if func == _DATA:  # which no tracer takes note of
             return args[0].detach()
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
@@ -78,24 +72,3 @@ def quiet(name: str) -> Iterator[None]:
         yield
     finally:
         target.removeFilter(refuse)
-
-
-class _OtherThreads(io.TextIOBase):
-    """Standard error without what one thread writes."""
-
-    def __init__(self, out: Any) -> None:
-        self._out, self._thread = out, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._out.write(text)
-
-    def flush(self) -> None:
-        if self._out is not None:
-            self._out.flush()
-
-
-@contextmanager
-def silent_here() -> Iterator[None]:
-    """This thread writes nothing to standard error."""
-    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
-        yield

@@ -404,14 +404,6 @@ def handle_checkpoints(handle: Callable[[Callable[..., Any]], Callable[..., Any]
         written.__dynamo_disable = torch.compiler.disable(handle(written))
 
 
-def is_idle_checkpoint(function: type) -> bool:
-    """Whether a function is what checkpointing applies, here where there are no gradients and nothing is kept.
-
-    Torch 2.11 applies it nevertheless, and then looks whether it has a backward.
-    """
-    return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
-
-
 def tracer_around(levels: bool = True) -> str:
     """What traces or transforms a call from outside, where Dynamo does not look; empty where nothing does.
 

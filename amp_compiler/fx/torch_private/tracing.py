@@ -129,13 +129,17 @@ def _states_of_lstm() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
+    from torch.export import _trace
+
     with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _use_lazy_graph_module(True), whole_powers():
-        depth = getattr(_CAPTURING, "depth", 0)
+        depth, trace = getattr(_CAPTURING, "depth", 0), vars(_trace)
         _CAPTURING.depth = depth + 1
+        trace["print"] = lambda *_, **__: None  # of the graph so far, where it fails; its error says what matters
         try:
             yield
         finally:
             _CAPTURING.depth = depth
+            del trace["print"]
 
 
 @contextlib.contextmanager

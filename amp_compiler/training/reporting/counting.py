@@ -30,8 +30,8 @@ def build_counting(batch: tuple[Any, ...], options: StepOptions, *, with_weights
         options: what to build.
         with_weights: count the gradients of weights as well, which a step gives by itself.
     """
-    stages, model = Stages(), options.setup.module
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
+    stages = Stages()
+    with generators_kept():
         options = options.under(dynamic_shapes=None)
         joint, weights, begun = begin_gradients(batch, options, stages)
         scaled = _scaled(joint.graph)
@@ -42,7 +42,7 @@ def build_counting(batch: tuple[Any, ...], options: StepOptions, *, with_weights
         nodes, products = add_counters(joint, begun.plan, gradients, scaled)
         resolve = weights.resolvers(joint, options.setup.state)
     first = pytree.tree_leaves((batch, {}))
-    device = device_of([*begun.leaves, *model.parameters()])
+    device = device_of([*begun.leaves, *options.setup.module.parameters()])
 
     def inputs(leaves: Sequence[Any]) -> list[Any]:
         own_leaves = inputs_for(begun.leaves, leaves, first)

@@ -121,7 +121,7 @@ class SubgraphStep:
         else:
             how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         where = f" ({cause.where})" if cause.where else ""
-        low = self.state.kept.weights.storage.low
+        low = self.state.storage.low
         kept = ", with FP32 weights, as master: low is for one graph" if low else ""
         return f"forward and backward {how}, the update as one graph{kept}, because: {cause.what}{where}"
 
