@@ -54,7 +54,7 @@ given:
 	@$(RUN) -c 'import torch, pytest, amp_compiler.passes.pipeline' \
 	  || { echo "NO_INSTALL=1: $(PYTHON) lacks what is named above; PYTHONPATH may show where it is" >&2; exit 1; }
 
-demo: $(STAMP) ## train a small CNN on handwritten digits in FP32, with torch.autocast and with amp.training_step
+demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
 test: $(STAMP) ## lint, types and all tests but the slow ones; installs Chromium on Debian as root

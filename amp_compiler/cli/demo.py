@@ -1,7 +1,9 @@
-"""The demo: a small CNN learns handwritten digits in FP32, with `torch.autocast` and with `amp.training_step`."""
+"""The demo: two small CNNs learn handwritten digits in FP32, with `torch.autocast` and with `amp.training_step`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
@@ -19,7 +21,11 @@ from torch.nn import functional as F
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
 from amp_compiler.forward.settings import make_settings
+from amp_compiler.fx.capture.autocast_counter import count_autocast
+from amp_compiler.fx.graph import cast_bytes
+from amp_compiler.report.table import human_bytes
 from amp_compiler.training.api import training_step
+from amp_compiler.training.step import TrainingStep
 
 BATCH = 64
 WARM_UP = 3  # steps that the median leaves out: compilation, and the allocator's first requests
@@ -31,14 +37,18 @@ class DemoRow:
     """What one training run showed.
 
     Args:
+        model: which of the two networks.
         mode: FP32, torch.autocast or amp.training_step.
         accuracy: share of the test images that were read right.
         ms_per_step: median over the steps, without the first few.
+        cast_bytes: bytes that casts move in one forward.
     """
 
+    model: str
     mode: str
     accuracy: float
     ms_per_step: float
+    cast_bytes: int
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ def run_demo(
         train_images: use only so many training images, for a quick run.
 
     Returns:
-        One row per mode.
+        One row per network and mode.
 
     Raises:
         AmpError: scikit-learn or the device is missing.
@@ -129,14 +139,24 @@ def run_demo(
     steps = epochs * (len(data.train_images) // BATCH)
     if steps <= WARM_UP:
         raise AmpError(f"{steps} training steps are too few to time", hint="train more epochs")
-    rows = [_train(mode, data, steps, getattr(torch, low.value), backend, console) for mode in (FP32, AUTOCAST, STEP)]
-    title = f"{low.short} on {place.type}, {steps} steps of {BATCH} images, amp.training_step by {backend}"
-    table = Table("mode", header_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("test accuracy", justify="right")
-    table.add_column("ms / step", justify="right")
-    for row in rows:
-        table.add_row(row.mode, f"{100 * row.accuracy:.1f} %", f"{row.ms_per_step:.2f}")
-    console.print(title, table)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<38}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    rows = []
+    with Progress(*columns, console=console) as progress:
+        for batch_norm in (True, False):
+            for mode in (FP32, AUTOCAST, STEP):
+                name = "BatchNorm CNN" if batch_norm else "plain CNN"
+                task = progress.add_task(f"{name}, {mode}", total=steps)
+                run = _Run(name, mode, place, getattr(torch, low.value), backend)
+                rows.append(run.train(batch_norm, data, steps, functools.partial(progress.advance, task)))
+    console.print(
+        _table(rows, f"{low.short} on {place.type}, {steps} steps of {BATCH} images, amp.training_step by {backend}")
+    )
     return rows
 
 
@@ -148,53 +168,83 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _train(mode: str, data: Digits, steps: int, low: torch.dtype, backend: Any, console: Console) -> DemoRow:
-    """Train from the same start and on the same batches as every other mode, then test."""
-    device = data.train_images.device
-    torch.manual_seed(0)
-    model = SmallCnn(batch_norm=True).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    step: Callable[..., object]
-    if mode == STEP:
-        step = training_step(model, _loss, optimizer, dtype=low, backend=backend)
-    else:
-        step = _torch_step(model, optimizer, mode, low)
-    times = []
-    for index in track(_batches(len(data.train_labels), steps), f"{mode:<18}", console=console):
-        images, labels = data.train_images[index], data.train_labels[index]
-        start = _now(device)
-        step(images, labels)
-        times.append(_now(device) - start)
-    model.eval()
-    # In the types that it was trained in; one batch is not worth compiling for.
-    run = compile(model, dtype=low, backend="eager") if mode == STEP else model
-    with torch.no_grad(), torch.autocast(device.type, dtype=low, enabled=mode == AUTOCAST):
-        right = run(data.test_images).argmax(1) == data.test_labels
-    return DemoRow(mode, float(right.float().mean()), 1000 * statistics.median(times[WARM_UP:]))
+@dataclass(frozen=True)
+class _Run:
+    """One network in one mode."""
 
+    name: str
+    mode: str
+    device: torch.device
+    low: torch.dtype
+    backend: Any
 
-def _torch_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mode: str, low: torch.dtype
-) -> Callable[..., object]:
-    device = next(model.parameters()).device.type
-    # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
-    scaler = torch.amp.GradScaler(device, enabled=mode != FP32 and low is torch.float16)
+    def train(self, batch_norm: bool, data: Digits, steps: int, advance: Callable[[], object]) -> DemoRow:
+        """Train from the same start and on the same batches as every other mode, then test."""
+        torch.manual_seed(0)
+        model = SmallCnn(batch_norm).to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = self._our_step(model, optimizer) if self.mode == STEP else self._torch_step(model, optimizer)
+        order = _batches(len(data.train_labels), steps)
+        times = []
+        for index in order:
+            images, labels = data.train_images[index], data.train_labels[index]
+            start = self._now()
+            step(images, labels)
+            times.append(self._now() - start)
+            advance()
+        return DemoRow(
+            self.name,
+            self.mode,
+            accuracy=self._test(model, data),
+            ms_per_step=1000 * statistics.median(times[WARM_UP:]),
+            cast_bytes=self._cast_bytes(step, model, data.train_images[order[0]], data.train_labels[order[0]]),
+        )
 
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype=low, enabled=mode == AUTOCAST):
-            loss = _loss(model, images, labels)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    def _our_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
+        return training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
 
-    return step
+    def _torch_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+        # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
+        scaler = torch.amp.GradScaler(self.device.type, enabled=self.mode != FP32 and self.low is torch.float16)
 
+        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            with self._autocast():
+                loss = _loss(model, images, labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        return step
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.mode == AUTOCAST:
+            return torch.autocast(self.device.type, dtype=self.low)
+        return contextlib.nullcontext()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _cast_bytes(
+        self, step: Callable[..., object], model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+    ) -> int:
+        """Bytes cast by one forward."""
+        if isinstance(step, TrainingStep):
+            return cast_bytes(step.graph_module.graph, "forward")
+        if self.mode == AUTOCAST:
+            counter = count_autocast(lambda: _loss(model, images, labels), device=self.device.type, dtype=self.low)
+            return counter.cast_bytes
+        return 0
+
+    def _test(self, model: nn.Module, data: Digits) -> float:
+        model.eval()
+        # In the types that it was trained in; one batch is not worth compiling for.
+        run = compile(model, dtype=self.low, backend="eager") if self.mode == STEP else model
+        with torch.no_grad(), self._autocast():
+            right = run(data.test_images).argmax(1) == data.test_labels
+        return float(right.float().mean())
 
 
 def _loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -208,3 +258,21 @@ def _batches(images: int, steps: int) -> list[torch.Tensor]:
     while len(batches) < steps:
         batches += torch.randperm(images, generator=generator).split(BATCH)[: images // BATCH]
     return batches[:steps]
+
+
+def _table(rows: list[DemoRow], title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("network", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    for column in ("test\naccuracy", "ms /\nstep", "cast in\nforward"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.model if row.mode == FP32 else "",
+            row.mode,
+            f"{100 * row.accuracy:.1f} %",
+            f"{row.ms_per_step:.2f}",
+            human_bytes(row.cast_bytes),
+            end_section=row.mode == STEP,
+        )
+    return table

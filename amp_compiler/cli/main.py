@@ -207,7 +207,7 @@ def demo(
     ] = Device.AUTO,
     backend: Annotated[str, typer.Option("--backend", help="What runs the compiled model.")] = "inductor",
 ) -> None:
-    """Train a small CNN on handwritten digits in FP32, with torch.autocast and with amp.training_step."""
+    """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
     run_demo(epochs=epochs, device=device.value, backend=backend)
