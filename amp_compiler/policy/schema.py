@@ -105,6 +105,10 @@ class WeightsModel(Strict):
     rounding: Literal["nearest", "stochastic", "kahan"] = _optional(
         "how an update is rounded where there is no FP32 master"
     )
+    overflow: Literal["clip", "skip"] = _optional(
+        "where an update makes a number that a weight or momentum without an FP32 master cannot hold:"
+        " store the largest finite one, or skip the step"
+    )
 
 
 class KeepModel(Strict):

@@ -268,7 +268,7 @@ def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     graph, inputs = captured.graph_module.graph, StepInputs(setup.module, captured, setup.optimizers, begun.held)
     low, ops = torch_dtype(setup.low), options.settings.rules.ops
     if setup.state.storage.low:
-        inputs.store_low(graph, low, ops)
+        inputs.store_low(graph, low, ops, setup.state.storage)
     if options.reduction is not None and options.reduction.shards:
         inputs.split(graph, low, ops, setup.state, options.reduction.agree_on_parts)
     return inputs
@@ -313,6 +313,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions) -
         "in_fp32": begun.in_fp32,
         "groups": Late(lambda _: weights.specs(state.parts)),
         "updated": Late(lambda _: weights.updated),
+        "skips_overflow": state.storage.skips,
         "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.setup.clip_norm,

@@ -16,7 +16,7 @@ from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
-from amp_compiler.ops.update.rounding import Storage
+from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.precision.scale_products import AMAXES
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import (
@@ -93,7 +93,7 @@ class StepInputs:
         shown = entry.source is Source.PARAMETER and entry.target.startswith(f"{OUTSIDE}.")
         return shown and entry.index >= 0 and id(getter()) not in self.holders
 
-    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable) -> None:
+    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
         """Convert the trained FP32 parameters that a graph reads in the low type, once and for all.
 
         One that the plan reads in FP32 alone (the weight of a norm under `default`) stays FP32: it is its own master.
@@ -102,13 +102,14 @@ class StepInputs:
             graph: the forward, with the casts of the plan.
             low: the 16-bit type.
             ops: the op table.
+            storage: how they are stored.
         """
         read_low: dict[str, Tensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             parameter = self.getters[node.name]() if node.name in self.trained else None
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
                 read_low[self.entries[node.name].target.partition(".")[2]] = parameter
-        store_alone(read_low, low)
+        store_alone(read_low, low, storage)
 
     def split(
         self,

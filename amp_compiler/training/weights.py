@@ -35,7 +35,8 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
         section: `RuleSet.weights`.
 
     Raises:
-        AmpError: a rounding is asked for where there are FP32 masters, which it would not touch.
+        AmpError: a rounding, or another way with overflow, is asked for where there are FP32 masters, which it would
+            not touch.
 
     Example:
         >>> weight_storage({"master": "low", "rounding": "kahan"}).rounding.name
@@ -48,29 +49,42 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
             f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
             hint="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
         )
-    return WeightStorage(low, rounding)
+    skips = section.get("overflow", "clip") == "skip"
+    if not low and skips:
+        raise AmpError(
+            "weights.overflow is 'skip' and weights.master is 'fp32'",
+            hint="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
+        )
+    return WeightStorage(low, rounding, skips)
 
 
-def store_alone(named: Mapping[str, Tensor], low: torch.dtype) -> bool:
+def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightStorage) -> bool:
     """Convert FP32 parameters in place, as `store_low`, that have no master beside them.
-
-    Finite numbers beyond the low type are stored as the largest that it holds, which is said.
 
     Args:
         named: the parameters by name.
         low: the 16-bit type.
+        storage: whether finite numbers beyond that type are stored as the largest that it holds, which is said.
 
     Returns:
         Whether there were such numbers.
+
+    Raises:
+        AmpError: they are not, and there are some; nothing is converted then.
     """
-    overflows = False
+    overflows = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
+    for beyond in filter(None, overflows.values()):
+        if storage.skips:
+            raise AmpError(
+                f"{beyond}, and weights.overflow is 'skip'",
+                hint="write weights: {master: fp32}, or overflow: clip, or use dtype='bf16'",
+            )
+        logger.warning("%s; they are stored as the largest that it holds", beyond)
     for name, parameter in named.items():
-        if beyond := told_beyond(name, parameter.detach(), low):
-            overflows = True
-            logger.warning("%s; they are stored as the largest that it holds", beyond)
+        if overflows[name]:
             parameter.data = saturated(parameter.data, low)
         store_low(parameter, low)
-    return overflows
+    return any(overflows.values())
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import lies_in_input
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
 from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL
@@ -36,7 +37,8 @@ class FuseUpdate(InPlacePass):
     node per group then reads each gradient in the type in which it was made, multiplies it by the inverse loss scale
     and the clipping factor, and writes master weight, moments and 16-bit weight. An optimizer without such a node has
     its own code traced in, see `trace_update`. Where a gradient is not finite
-    nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes.
+    nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes. With
+    `skips_overflow` the same holds where a weight without a master, or its momentum, would outgrow its 16-bit type.
 
     Before::
 
@@ -75,6 +77,7 @@ class FuseUpdate(InPlacePass):
         divisor: what gradients are divided by besides the scale: of how many batches, and ranks, they are the sums.
         weighs: whether batches have weights, whose sum then is the divisor.
         gather: `"add"` updates nothing but buffers, `"use"` updates; empty where no batches are gathered.
+        skips_overflow: see above; without it the update stores the largest finite number there.
         parts: how many of the gradients, the first ones, are this rank's parts of sums.
         group: torch's name of the group of ranks; empty for one process.
     """
@@ -88,6 +91,7 @@ class FuseUpdate(InPlacePass):
     divisor: int = 1
     weighs: bool = False
     gather: str = ""
+    skips_overflow: bool = False
     parts: int = 0
     group: str = ""
     name: ClassVar[str] = "fuse_update"
@@ -138,6 +142,8 @@ class _Builder:
             nonfinite, flags = self._item(check, 1), self._item(check, 2)
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
+        if options.skips_overflow and options.gather != "add":
+            nonfinite = self._skipped_too(gradients, inverse, norm, nonfinite)
         self._commit_buffers(nonfinite)
         if options.gather != "add":
             (coef,) = self._inline(self._coefficient, [inverse, norm])
@@ -206,6 +212,27 @@ class _Builder:
         if self.options.clip_norm is None:
             return inverse * 1.0
         return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+
+    def _skipped_too(
+        self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node, nonfinite: fx.Node
+    ) -> fx.Node:
+        """Not zero also where an update would make a number that its 16-bit type cannot hold."""
+        (coef,) = self._inline(self._coefficient, [inverse, norm])
+        for index, group in enumerate(self.options.groups):
+            if isinstance(group, UpdateGroup) and group.storage is not None:
+                arguments = self._arguments(index, group, gradients, coef, nonfinite)
+                nonfinite = self._or_overflow(nonfinite, group.kind, arguments)
+        return nonfinite
+
+    def _or_overflow(self, nonfinite: fx.Node, kind: str, arguments: list[Any]) -> fx.Node:
+        leaves, spec = pytree.tree_flatten(arguments)
+
+        def either(bad: Tensor, *values: Tensor) -> Tensor:
+            tensors = iter(values)
+            arguments = [next(tensors) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+            return torch.maximum(bad, overflow(kind, pytree.tree_unflatten(arguments, spec)))
+
+        return self._inline(either, [nonfinite, *(leaf for leaf in leaves if isinstance(leaf, fx.Node))])[0]
 
     def _arguments(
         self, index: int, group: UpdateGroup, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node

@@ -17,9 +17,11 @@ from training_weights import (
     Line,
     X,
     Y,
+    everything,
     linear_loss,
     net,
     rules,
+    same,
 )
 
 import amp_compiler as amp
@@ -196,20 +198,20 @@ def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
 # ---- weights and momentum that outgrow FP16
 
 
-def outgrowing(backend: str, lr: float = 0.01):
+def outgrowing(backend: str, overflow: dict, lr: float = 0.01, **options):
     """A step whose gradient is its batch, with momentum."""
     model = Line(3, value=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-    weights = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low"}}
+    weights = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low", **overflow}}
     step = amp.training_step(
-        model, linear_loss, optimizer, rules=weights, dtype="fp16", backend=backend, loss_scale=1.0
+        model, linear_loss, optimizer, rules=weights, dtype="fp16", backend=backend, **({"loss_scale": 1.0} | options)
     )
     return model, optimizer, step
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_momentum_that_outgrows_fp16_is_clipped(backend):
-    model, optimizer, step = outgrowing(backend)
+    model, optimizer, step = outgrowing(backend, {})
     for _ in range(3):
         step(torch.tensor([40000.0, -40000.0, 1.0]))
     momentum = optimizer.state[model.w]["momentum_buffer"]
@@ -221,13 +223,13 @@ def test_a_momentum_that_outgrows_fp16_is_clipped(backend):
 
 
 def test_a_weight_that_outgrows_fp16_is_clipped():
-    model, _, step = outgrowing("eager", lr=1.0)
+    model, _, step = outgrowing("eager", {}, lr=1.0)
     for _ in range(3):
         step(torch.tensor([30000.0, -30000.0, 1.0]))
     assert model.w[:2].tolist() == [-65504, 65504] and int(step.skipped_steps) == 0
 
 
-def too_large_for_fp16(momentum: float = 0.0):
+def too_large_for_fp16(overflow: str, momentum: float = 0.0):
     """A weight beyond 65504 (and a momentum, which torch has made in FP32) that is to be stored in FP16."""
     model = Line(3, value=1.0)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
@@ -236,7 +238,7 @@ def too_large_for_fp16(momentum: float = 0.0):
     if momentum:
         optimizer.state[model.w]["momentum_buffer"] = torch.tensor([momentum, -momentum, 0.0])
 
-    rules = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low"}}
+    rules = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low", "overflow": overflow}}
     return (
         model,
         optimizer,
@@ -245,17 +247,49 @@ def too_large_for_fp16(momentum: float = 0.0):
 
 
 def test_a_weight_that_fp16_cannot_hold_is_clipped_when_it_is_stored(caplog):
-    model, _, step = too_large_for_fp16()
+    model, _, step = too_large_for_fp16("clip")
     loss = step(torch.zeros(3))
     assert model.w.tolist() == [65504, -65504, 3] and model.w.dtype is torch.float16 and loss == 0
     assert "2 of the 3 numbers of 'w' are beyond what float16 holds" in caplog.text
 
 
+def test_a_weight_that_fp16_cannot_hold_is_not_stored_where_clipping_is_not_asked_for():
+    model, _, step = too_large_for_fp16("skip")
+    with pytest.raises(amp.AmpError, match=r"2 of the 3 numbers of 'w' are beyond .*master: fp32"):
+        step(torch.zeros(3))
+    assert model.w.tolist() == [1e5, -2e5, 3] and model.w.dtype is torch.float32
+
+
 def test_a_momentum_from_fp32_that_fp16_cannot_hold_is_clipped(caplog):
-    model, optimizer, step = too_large_for_fp16(momentum=1e5)
+    model, optimizer, step = too_large_for_fp16("clip", momentum=1e5)
     step(torch.zeros(3))
     assert optimizer.state[model.w]["momentum_buffer"].tolist() == [58944, -58944, 0]  # 0.9 of 65504
     assert "2 of the 3 numbers of 'momentum_buffer' are beyond what float16 holds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), pytest.param(1.0, "inductor", marks=pytest.mark.slow)]
+)
+def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, backend):
+    model, optimizer, step = outgrowing(
+        backend, {"overflow": "skip"}, lr, loss_scale=amp.DynamicLossScale(init_scale=1.0)
+    )
+    grown = torch.tensor([40000.0, -40000.0, 1.0])
+    step(grown)
+    held = everything(model, optimizer)
+    assert int(step.skipped_steps) == 0
+    step(grown)
+    assert int(step.skipped_steps) == 1 and same(held, everything(model, optimizer))
+    assert float(step.loss_scale) == 0.5
+    step(-grown)
+    assert int(step.skipped_steps) == 1 and not same(held, everything(model, optimizer))
+
+
+def test_skipping_where_nothing_is_clipped_is_refused():
+    weights = {"version": 1, "extends": "default", "weights": {"overflow": "skip"}}
+    model = Line(3, value=1.0)
+    with pytest.raises(amp.AmpError, match="master: low, overflow: skip"):
+        amp.training_step(model, linear_loss, torch.optim.SGD(model.parameters(), 0.1), rules=weights, dtype="fp16")
 
 
 class Computed(nn.Module):

@@ -72,6 +72,17 @@ def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> 
         torch._foreach_copy_(targets, values)
 
 
+def overflow(kind: str, arguments: Sequence[Any]) -> Tensor:
+    """fp32 []: 1 where an update of weights without masters would make a number that its type cannot hold, else 0.
+
+    Args:
+        kind: of the group of parameters, a key of `OPERATORS`.
+        arguments: of that operator; nothing is written.
+    """
+    ((optimizer, low),) = ((one, low) for one in FUSED for low in (False, True) if _kind(one, low) == kind)
+    return reference.overflow(optimizer, optimizer.bound(low, arguments))
+
+
 def _kind(optimizer: FusedOptimizer, low: bool) -> str:
     return optimizer.operator(low).replace("_update", "")
 

@@ -6,14 +6,15 @@ into the tensors that the operator changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_compiler.ops.update.formulas import Unary, gradient_summary, unscale
 from amp_compiler.ops.update.fused import FusedOptimizer, How, Tensors, Update
-from amp_compiler.ops.update.rounding import Storage, narrow, saturated, widen
+from amp_compiler.ops.update.rounding import Storage, narrow, outgrows, saturated, widen
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,29 +80,80 @@ def advance(args: Update) -> None:
         args.rng.copy_(torch.stack([args.rng[0], args.rng[1] + (args.skip == 0)]))
 
 
-def _storing(weight: Tensor, states: Sequence[Tensor | None]) -> Callable[[Tensor, int], Tensor]:
-    """`How.stored`."""
-    types = [weight.dtype if state is None else state.dtype for state in states]
-    return lambda value, place: saturated(value, types[place]).to(types[place]).float()
+def overflow(optimizer: FusedOptimizer, args: Update) -> Tensor:
+    """fp32 []: 1 where the coming step makes a weight or state that its 16-bit type cannot hold, else 0.
+
+    Such a value is clipped by `update` and by every kernel. This is for those who would rather not make the step.
+
+    Args:
+        optimizer: which.
+        args: the arguments of its operator; nothing is written.
+    """
+    flags = [torch.zeros_like(args.skip, dtype=torch.bool)]
+    for one in _steps(optimizer, args, torch.sqrt):
+        values = ((one.weight, one.new), *zip(one.states, one.reached, strict=True))
+        flags += [outgrows(value, of.dtype) for of, value in values if of is not None and value is not None]
+    return torch.stack(flags).any().float()
 
 
-def _update_all(optimizer: FusedOptimizer, args: Update, sqrt: Unary) -> None:
+class _Step(NamedTuple):
+    """The step of one tensor, with nothing stored yet.
+
+    Args:
+        weight: the tensor.
+        compensation: its rounding error, where it is kept.
+        states: what is kept of the optimizer's state.
+        new: fp32: the new weight.
+        new_states: fp32: the new states, those that the weight is moved by as they will be stored.
+        reached: the new states before that.
+    """
+
+    weight: Tensor
+    compensation: Tensor | None
+    states: Sequence[Tensor | None]
+    new: Tensor
+    new_states: Sequence[Tensor | None]
+    reached: Sequence[Tensor | None]
+
+
+def _steps(optimizer: FusedOptimizer, args: Update, sqrt: Unary) -> Iterator[_Step]:
     table = step_numbers(optimizer, args.steps, args.hyper)
     shared = None if optimizer.counts else table.unbind()
     for i, weight in enumerate(args.weights):
         compensation = args.compensations[i] if args.mode == Storage.KAHAN else None
         states = [column[i] if column else None for column in args.states]
+        before: dict[int, Tensor] = {}
+        how = How(args.flags, args.started, sqrt, _storing(weight, states, before))
         new, new_states = optimizer.step(
             widen(weight, compensation),
             unscale(args.grads[i], args.coef, maximize=args.flags["maximize"]),
             [None if state is None else state.float() for state in states],
             optimizer.numbers(*(table[i].unbind() if shared is None else shared)),
-            How(args.flags, args.started, sqrt, _storing(weight, states)),
+            how,
         )
-        stored, error = narrow(new, weight, args.mode, args.rng, i)
+        reached = [before.get(place, value) for place, value in enumerate(new_states)]
+        yield _Step(weight, compensation, states, new, new_states, reached)
+
+
+def _storing(
+    weight: Tensor, states: Sequence[Tensor | None], before: dict[int, Tensor]
+) -> Callable[[Tensor, int], Tensor]:
+    """`How.stored`; notes what a state was before."""
+    types = [weight.dtype if state is None else state.dtype for state in states]
+
+    def stored(value: Tensor, place: int) -> Tensor:
+        before[place] = value
+        return saturated(value, types[place]).to(types[place]).float()
+
+    return stored
+
+
+def _update_all(optimizer: FusedOptimizer, args: Update, sqrt: Unary) -> None:
+    for i, one in enumerate(_steps(optimizer, args, sqrt)):
+        stored, error = narrow(one.new, one.weight, args.mode, args.rng, i)
         counted = ((args.steps[i], args.steps[i] + 1),) if optimizer.counts else ()
-        pairs = ((weight, stored), (compensation, error), *zip(states, new_states, strict=True), *counted)
-        for target, value in pairs:
+        states = zip(one.states, one.new_states, strict=True)
+        for target, value in ((one.weight, stored), (one.compensation, error), *states, *counted):
             if target is not None and value is not None:
                 kept = saturated(value, target.dtype).to(target.dtype)
                 target.copy_(torch.where(args.skip != 0, target, kept))

@@ -41,10 +41,13 @@ class WeightStorage:
     Args:
         low: whether the weights have no FP32 masters.
         rounding: how a new value is stored where they have none.
+        skips: whether a step that would store a number beyond the largest finite one of the low type does not count;
+            else that largest one is stored.
     """
 
     low: bool = False
     rounding: Storage = Storage.NEAREST
+    skips: bool = False
 
 
 class RoundingState:

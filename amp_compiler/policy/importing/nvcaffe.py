@@ -364,7 +364,7 @@ class _Solver:
         """The sections of a rule file."""
         stored = self.solver.type("solver_data_type")
         low = stored is not None and stored[0] == "low"
-        weights = {"master": "low", "rounding": "nearest"} if low else {"master": "fp32"}
+        weights = {"master": "low", "rounding": "nearest", "overflow": "clip"} if low else {"master": "fp32"}
         net = self.net()
         self.tell_step()
         return {**(_Net(net, self.notes).rules() if net is not None else {}), "weights": weights}
