@@ -143,21 +143,6 @@ class PlannedModel:
     names: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class AutocastTotals:
-    """What `torch.autocast` does in the same forward.
-
-    Args:
-        casts: how many casts it makes; of a weight one.
-        cast_bytes: memory traffic of them: elements times (size of source + size of target).
-        low_nodes: how many of the plan's nodes make tensors of the low type.
-    """
-
-    casts: int
-    cast_bytes: int
-    low_nodes: int
-
-
 RETURN = "return"
 
 
@@ -195,8 +180,6 @@ class PrecisionPlan:
         inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
         outputs: names of the values that the graph returns; before casts.
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
-        autocast: what `torch.autocast` does in the same forward, counted by `amp.explain` for a module on the device
-            that it plans for; `None` where nobody counted. Plans are equal without regard to it.
         notes: of a training step of several processes: what each sends and holds.
         model: what it is a plan of. Plans are equal without regard to it.
 
@@ -214,7 +197,6 @@ class PrecisionPlan:
     inputs: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] = ()
     unused_rules: tuple[UnusedRule, ...] = ()
-    autocast: AutocastTotals | None = field(default=None, compare=False)
     notes: tuple[str, ...] = ()
     model: PlannedModel = field(default=PlannedModel(), compare=False)
 
@@ -278,8 +260,6 @@ class PrecisionPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
         data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
-        if self.autocast is None:
-            del data["autocast"]
         if not self.notes:
             del data["notes"]
         return data
@@ -316,11 +296,10 @@ class PrecisionPlan:
             inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
             outputs = tuple(data.get("outputs", ()))
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
-            autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
             notes = tuple(data.get("notes", ()))
             model = PlannedModel(**data.get("model", {}))
             return cls(
-                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes,
+                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, notes,
                 replace(model, inputs=tuple(model.inputs)),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as cause:

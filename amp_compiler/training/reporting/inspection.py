@@ -9,8 +9,6 @@ from typing import Any
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.torch_private.tracing import building
-from amp_compiler.ir.plan import AutocastTotals
-from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.program_choice import ProgramChoice
@@ -62,9 +60,6 @@ class StepInspection:
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         self._check_hooks()
         return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
-
-    def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
-        return autocast_of(self._setup.module, batch, self._setup.settings)
 
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
