@@ -155,38 +155,3 @@ def test_a_step_that_plans_nothing_refuses_nothing():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp.training_step(model, lambda m, x: m(x).mean(), optimizer, enabled=False, backend="eager")
     assert step(X).isfinite()
-
-
-class Teacher(nn.Module):
-    """Its own target, made without gradients within a region of autocast."""
-
-    def __init__(self, region):
-        super().__init__()
-        self.fc, self.teacher, self.region = nn.Linear(8, 8), nn.Linear(8, 8), region
-
-    def forward(self, x):
-        with torch.autocast("cpu", **self.region):
-            y = self.fc(x)
-            with torch.no_grad():
-                target = self.teacher(y)
-            return (y * target).float()
-
-
-@pytest.mark.parametrize("region", [{"dtype": torch.bfloat16}, {"enabled": False}], ids=["on", "off"])
-def test_gradients_that_are_off_within_a_region_are_off(region):
-    torch.manual_seed(0)
-    model, x = Teacher(region), torch.randn(4, 8)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    compiled(x).square().mean().backward()
-    assert model.teacher.weight.grad is None and bool(model.fc.weight.grad.any())
-    found = model.fc.weight.grad.clone()
-    model.fc.weight.grad = None
-    with torch.autocast("cpu", torch.bfloat16):
-        model(x).square().mean().backward()
-    torch.testing.assert_close(found, model.fc.weight.grad, rtol=5e-2, atol=5e-3)
-    before = model.teacher.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-    step(x)
-    assert torch.equal(model.teacher.weight, before)
-    assert compiled.execution == "as one graph" and amp.explain(model, (x,), dtype="bf16") == compiled.plan
