@@ -63,7 +63,7 @@ class SubgraphTrials(ModelTrials):
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the model returns that is not finite, in words, and no parameters: its backward does not run."""
         with torch.no_grad():
-            output, _ = subgraphs(self._tried.args, self._tried.kwargs)
+            output = subgraphs(self._tried.args, self._tried.kwargs)
         results = tuple(
             f"{OUTPUT}{pytree.keystr(path)}"
             for path, one in pytree.tree_flatten_with_path(output)[0]
@@ -90,7 +90,7 @@ class StepSubgraphTrials(SubgraphTrials):
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The loss where it is not finite, in words, and the parameters whose gradient is not."""
         with torch.enable_grad():
-            (loss, *_), _ = subgraphs(self._tried.args, self._tried.kwargs)
+            loss, *_ = subgraphs(self._tried.args, self._tried.kwargs)
         if not loss.requires_grad:
             raise depends_on_nothing()
         trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}

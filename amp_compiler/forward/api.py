@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -273,19 +272,9 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
 
     if example_args is None:
         return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
-    args, kwargs = pytree.tree_map_only(np.ndarray, _tensor, split_example(example_args))
     opened = open_model(model)
-    sizes = sizes_of(opened, args, kwargs)
+    sizes = sizes_of(opened, *split_example(example_args))
     return explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    try:
-        return torch.from_numpy(array)
-    except TypeError as cause:
-        raise AmpError(
-            f"an array of {array.dtype} in example_args is no tensor", hint="pass arrays of numbers"
-        ) from cause
 
 
 def is_onnx(model: object) -> bool:

@@ -16,7 +16,6 @@ from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.first_calls import end_watch, watch_call
 from amp_compiler.forward.kinds import derived_class
 from amp_compiler.forward.low_weights import refuse_training
-from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import tell_of_missing_masters
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
@@ -24,7 +23,7 @@ from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.capture.errors import name_of
 from amp_compiler.fx.capture.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo, why_not_captured
+from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo
 from amp_compiler.fx.torch_private.tracing import captures_here, traced_elsewhere
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -65,9 +64,8 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_last"], own["_warned"] = (), set()
-        own["_unplanned"] = "" if settings.enabled else "as it is written: enabled=False"
-        own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
+        own["_warned"] = set()
+        own["_subgraphs"] = Subgraphs(model, settings, name_of(model), said=own["_warned"])
 
     def __init_subclass__(cls) -> None:
         """Nothing of what the original's class does for each class that derives from it, such as registering it."""
@@ -118,7 +116,7 @@ class CompiledModule(StandIn):
 
     def __dir__(self) -> list[str]:
         names = super().__dir__()  # tools read all of them: torch.jit.trace does
-        return names if self._last else [name for name in names if name not in _OF_A_CALL]
+        return names if self._subgraphs.last else [name for name in names if name not in _OF_A_CALL]
 
     # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
     def __getitem__(self, index: Any) -> Any:
@@ -155,9 +153,8 @@ class CompiledModule(StandIn):
         return self
 
     def _drop_weights(self) -> None:
-        for subgraphs in self._frontends.values():
-            for subgraph in subgraphs.made:
-                subgraph.weights.drop()
+        for subgraph in self._subgraphs.made:
+            subgraph.weights.drop()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its own method."""
@@ -198,35 +195,22 @@ class CompiledModule(StandIn):
             raise CaptureError(f"a compiled module cannot be {traced}", hint=hint)
         if self.settings.weights == "low":
             refuse_training(self.original)
-        subgraphs = self._subgraphs()
         if "masters" not in self._warned and torch.is_grad_enabled():
             self._warned.add("masters")
             tell_of_missing_masters(self.original)
-        result, ran = subgraphs(args, kwargs)
-        self.__dict__["_unplanned"] = "" if ran else subgraphs.unplanned_call
-        return self._noted(ran, result)
+        result = self._subgraphs(args, kwargs)
+        if ran := self._subgraphs.last:
+            self._tell(ran)
+        return result
 
-    def _subgraphs(self) -> Subgraphs:
-        """What was compiled under the hooks that stand now."""
-        hooks = () if why_not_captured() else self._hooks.key()
-        subgraphs = self._frontends.get(hooks)
-        if subgraphs is None:
-            subgraphs = Subgraphs(self.original, self.settings, name_of(self.original), said=self._warned)
-            subgraphs = self._frontends.setdefault(hooks, subgraphs)
-        return subgraphs  # type: ignore[no-any-return]
-
-    def _noted(self, ran: tuple[Subgraph, ...], result: Any) -> Any:
-        """Remember what ran, and say once which rules match nothing and which weight was written unseen."""
-        if not ran:
-            return result
-        self.__dict__["_last"] = ran
+    def _tell(self, ran: tuple[Subgraph, ...]) -> None:
+        """Say once which rules match nothing and which weight was written unseen."""
         if "written" not in self._warned and (written := next((w for one in ran if (w := one.weights.written)), "")):
             self._warned.add("written")
             tell_of_hidden_write(written)
         if "unused" not in self._warned:
             self._warned.add("unused")
             warn_of_unused(plan_of(ran).unused_rules, name_of(self.original))
-        return result
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -250,20 +234,24 @@ class CompiledModule(StandIn):
     @property
     def execution(self) -> str:
         """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
-        return self._unplanned or execution_of(self._called())
+        return self._without_graph() or execution_of(self._called())
 
     @property
     def compilations(self) -> int:
         """How many graphs were compiled so far."""
-        return sum(len(one.made) for one in self._frontends.values())
+        return len(self._subgraphs.made)
+
+    def _without_graph(self) -> str:
+        return self._subgraphs.without if self.settings.enabled else "as it is written: enabled=False"
 
     def _called(self) -> tuple[Subgraph, ...]:
-        if not self._last:
-            if self._unplanned:
-                hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
-                raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint=hint)
+        ran: tuple[Subgraph, ...] = self._subgraphs.last
+        if how := self._without_graph():
+            hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
+            raise AmpError(f"the model has no plan: it ran {how}", hint=hint)
+        if not ran:
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
-        return self._last  # type: ignore[no-any-return]
+        return ran
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks for it.
@@ -278,7 +266,7 @@ class CompiledModule(StandIn):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
         """`.to()`, `.cuda()`, `.float()`: done on the original; what was compiled for the old device is dropped."""
         self.original._apply(fn, recurse)
-        self._frontends.clear()
+        self._subgraphs.forget()
         return self
 
 

@@ -104,7 +104,7 @@ def test_arguments_of_an_onnx_model_give_its_sizes_or_are_refused():
     for wrong, said in (
         ((x, x), "2 example_args for 1 inputs; pass x"),
         ((x.astype(np.float16),), "takes float32"),
-        ((np.array(["x"]),), "an array of <U1 in example_args is no tensor"),
+        ((np.array(["x"]),), "<U1"),
         (([1.0],), r"is a list.*numpy\.ndarray"),
     ):
         with pytest.raises(amp.AmpError, match=said):

@@ -181,7 +181,7 @@ class SubgraphStep:
             widened(self.model.parameters()),
         ):
             with _without_steps(optimizers):
-                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})
             if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise _updates_itself("runs a backward itself")
             if not loss.requires_grad:
