@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
-_OWN = ("forward", "__class__", "__dict__")
+_OWN = ("forward", "_original_forward", "__class__", "__dict__")  # the second is where Accelerate keeps the first
 _OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: there once it was called
 
 
@@ -40,8 +39,7 @@ class CompiledModule(StandIn):
     It is an instance of the original's class too, has the name of that class, and its `forward` the same signature, as
     tools ask for all of them. Its other methods are those of the original, and `self(…)` in them (`generate` of
     transformers) runs what was compiled; one that runs layers past that is told of once. What is assigned to it goes to
-    the original, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and names
-    that begin with an underscore, that the original does not have and that no method of its own assigns.
+    the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
 
     Any number of threads may call it. While one compiles, calls that have their code go on.
 
@@ -89,23 +87,8 @@ class CompiledModule(StandIn):
             delattr(self.__dict__["original"], name)
 
     def _is_own(self, name: str) -> bool:
-        if name in _OWN:
-            return True
-        note = name.startswith("_") and not isinstance(getattr(type(self), name, None), property)
-        if not note or name in self._SHARED:
-            return False
         # What nn.Module keeps for each module, its hooks above all, is the wrapper's own.
-        return name in self.__dict__ or not (hasattr(self.__dict__["original"], name) or self._writes_itself())
-
-    def _writes_itself(self) -> bool:
-        """Whether a method of the original's class assigns an attribute."""
-        caller = sys._getframe(3)  # past __setattr__ and _is_own
-        code, defined = (
-            caller.f_code,
-            {one.__module__ for one in type(self.original).__mro__[: -len(nn.Module.__mro__)]},
-        )
-        first = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        return first is self and caller.f_globals.get("__name__") in defined
+        return name in _OWN or (name in self.__dict__ and name not in self._SHARED)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""
