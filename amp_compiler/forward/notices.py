@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
-_AS_IT_IS = nullcontext()
 _SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
@@ -81,18 +80,14 @@ def tell_of_missing_masters(model: nn.Module) -> None:
         )
 
 
-def silent(on: bool = True) -> AbstractContextManager[None]:
+@contextmanager
+def silent(on: bool = True) -> Iterator[None]:
     """Within it nothing is said by this thread, such as by the ranks beside the first one.
 
     Args:
         on: whether it is so.
     """
-    return _silent() if on else _AS_IT_IS
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    token = _SILENT.set(True)
+    token = _SILENT.set(on or _SILENT.get())
     try:
         yield
     finally:
