@@ -83,7 +83,8 @@ def export(
     state = dict(program.state_dict)
     for entry in captured.inputs:
         if entry.source is Source.PARAMETER:
-            value = state[entry.target].detach().to(stored.get(entry.name))
+            value = state[entry.target].detach()
+            value = value.to(stored.get(entry.name, value.dtype))
             state[entry.target] = nn.Parameter(value, requires_grad=False)
     signature = copy.deepcopy(program.graph_signature)
     for spec, node in zip(signature.output_specs, results_of(captured.graph_module.graph), strict=True):
