@@ -171,7 +171,6 @@ class Subgraphs:
         made: all graphs, in the order in which they were made.
         last: those that ran in the last call.
         without: how the last call ran, in words, where none of them did.
-        autocast: why it ran under `torch.autocast`; empty where it did not.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Subgraphs:
     ) -> None:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
-        self.without = self.autocast = self._unplanned = ""
+        self.without = self._unplanned = ""
         self._around = around or (lambda graph_name, graph_module, run: run)
         self._said = set() if said is None else said
         self._model, self._settings, self._name, self._root = model, settings, name, root
@@ -241,7 +240,6 @@ class Subgraphs:
             AmpError: one of its graphs cannot be rewritten or compiled.
             ModelError: the model raises with these inputs.
         """
-        self.autocast = ""
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
         reason = self.given_up or why_not_captured() or cut
@@ -294,7 +292,7 @@ class Subgraphs:
 
     def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no graph can take: torch's own mixed precision."""
-        self.last, self.autocast, self.without = (), reason, f"under torch.autocast: {reason}"
+        self.last, self.without = (), f"under torch.autocast: {reason}"
         device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
         with self._settings.autocast(device):
             result = self._model(*args, **kwargs)

@@ -135,10 +135,10 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self.shown.clear()
 
-    def add_task(self, description: str, total: int) -> int:
+    def add_task(self, description: str, total: None) -> int:
         return 0
 
-    def update(self, bar: int, completed: int, description: str) -> None:
+    def update(self, bar: int, description: str) -> None:
         self.texts[description] = True
         self.shown.set()
 

@@ -46,7 +46,7 @@ def test_a_model_of_which_no_graph_can_be_planned_runs_as_it_is_written(caplog):
         loss.backward()
         optimizer.step()
         torch.testing.assert_close(step(X), loss.detach())
-    assert "as they are written" in step.execution
+    assert "as it is written" in step.execution
     torch.testing.assert_close(list(stepped.parameters()), list(plain.parameters()))
 
 

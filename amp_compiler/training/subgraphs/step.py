@@ -125,12 +125,10 @@ class SubgraphStep:
     def execution(self) -> str:
         """How the last call ran and why, in words."""
         subgraphs, cause = self.subgraphs, self.cause
-        if subgraphs is None or not (subgraphs.last or subgraphs.autocast):
-            how = f"as they are written, in {'FP32' if subgraphs is None else 'the types of the model'}"
-        elif subgraphs.autocast:
-            how = f"under torch.autocast, for {subgraphs.autocast}"
+        if subgraphs is None:
+            how = "as they are written, in FP32"
         else:
-            how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
+            how = subgraphs.without or f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         where = f" ({cause.where})" if cause.where else ""
         return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
 
