@@ -48,6 +48,7 @@ class CompiledModule(StandIn):
         settings: the options.
     """
 
+    _subgraphs: Subgraphs
     _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
                "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip
 
@@ -228,13 +229,12 @@ class CompiledModule(StandIn):
         return self._subgraphs.without if self.settings.enabled else "as it is written: enabled=False"
 
     def _called(self) -> tuple[Subgraph, ...]:
-        ran: tuple[Subgraph, ...] = self._subgraphs.last
         if how := self._without_graph():
             hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
             raise AmpError(f"the model has no plan: it ran {how}", hint=hint)
-        if not ran:
+        if not self._subgraphs.last:
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
-        return ran
+        return self._subgraphs.last
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks for it.
