@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.first_calls import end_watch, watch_call
 from amp_compiler.forward.kinds import derived_class
 from amp_compiler.forward.low_weights import refuse_training
-from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import tell_of_missing_masters
 from amp_compiler.forward.settings import Settings
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, execution_of, plan_of, stages_of
@@ -24,14 +22,14 @@ from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.capture.errors import name_of
 from amp_compiler.fx.capture.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo, why_not_captured
+from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo
 from amp_compiler.fx.torch_private.tracing import captures_here, traced_elsewhere
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
-_OWN = ("forward", "__class__", "__dict__")
+_OWN = ("forward", "_original_forward", "__class__", "__dict__")  # the second is where Accelerate keeps the first
 _OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: there once it was called
 
 
@@ -41,8 +39,7 @@ class CompiledModule(StandIn):
     It is an instance of the original's class too, has the name of that class, and its `forward` the same signature, as
     tools ask for all of them. Its other methods are those of the original, and `self(…)` in them (`generate` of
     transformers) runs what was compiled; one that runs layers past that is told of once. What is assigned to it goes to
-    the original, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and names
-    that begin with an underscore, that the original does not have and that no method of its own assigns.
+    the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
 
     Any number of threads may call it. While one compiles, calls that have their code go on.
 
@@ -51,6 +48,7 @@ class CompiledModule(StandIn):
         settings: the options.
     """
 
+    _subgraphs: Subgraphs
     _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
                "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip
 
@@ -65,9 +63,8 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_last"], own["_warned"] = (), set()
-        own["_unplanned"] = "" if settings.enabled else "as it is written: enabled=False"
-        own["_frontends"], own["_hooks"] = {}, ModuleHooks(model)
+        own["_warned"] = set()
+        own["_subgraphs"] = Subgraphs(model, settings, name_of(model), said=own["_warned"])
 
     def __init_subclass__(cls) -> None:
         """Nothing of what the original's class does for each class that derives from it, such as registering it."""
@@ -91,23 +88,8 @@ class CompiledModule(StandIn):
             delattr(self.__dict__["original"], name)
 
     def _is_own(self, name: str) -> bool:
-        if name in _OWN:
-            return True
-        note = name.startswith("_") and not isinstance(getattr(type(self), name, None), property)
-        if not note or name in self._SHARED:
-            return False
         # What nn.Module keeps for each module, its hooks above all, is the wrapper's own.
-        return name in self.__dict__ or not (hasattr(self.__dict__["original"], name) or self._writes_itself())
-
-    def _writes_itself(self) -> bool:
-        """Whether a method of the original's class assigns an attribute."""
-        caller = sys._getframe(3)  # past __setattr__ and _is_own
-        code, defined = (
-            caller.f_code,
-            {one.__module__ for one in type(self.original).__mro__[: -len(nn.Module.__mro__)]},
-        )
-        first = caller.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        return first is self and caller.f_globals.get("__name__") in defined
+        return name in _OWN or (name in self.__dict__ and name not in self._SHARED)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""
@@ -118,7 +100,7 @@ class CompiledModule(StandIn):
 
     def __dir__(self) -> list[str]:
         names = super().__dir__()  # tools read all of them: torch.jit.trace does
-        return names if self._last else [name for name in names if name not in _OF_A_CALL]
+        return names if self._subgraphs.last else [name for name in names if name not in _OF_A_CALL]
 
     # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
     def __getitem__(self, index: Any) -> Any:
@@ -155,9 +137,8 @@ class CompiledModule(StandIn):
         return self
 
     def _drop_weights(self) -> None:
-        for subgraphs in self._frontends.values():
-            for subgraph in subgraphs.made:
-                subgraph.weights.drop()
+        for subgraph in self._subgraphs.made:
+            subgraph.weights.drop()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its own method."""
@@ -198,35 +179,22 @@ class CompiledModule(StandIn):
             raise CaptureError(f"a compiled module cannot be {traced}", hint=hint)
         if self.settings.weights == "low":
             refuse_training(self.original)
-        subgraphs = self._subgraphs()
         if "masters" not in self._warned and torch.is_grad_enabled():
             self._warned.add("masters")
             tell_of_missing_masters(self.original)
-        result, ran = subgraphs(args, kwargs)
-        self.__dict__["_unplanned"] = "" if ran else subgraphs.unplanned_call
-        return self._noted(ran, result)
+        result = self._subgraphs(args, kwargs)
+        if ran := self._subgraphs.last:
+            self._tell(ran)
+        return result
 
-    def _subgraphs(self) -> Subgraphs:
-        """What was compiled under the hooks that stand now."""
-        hooks = () if why_not_captured() else self._hooks.key()
-        subgraphs = self._frontends.get(hooks)
-        if subgraphs is None:
-            subgraphs = Subgraphs(self.original, self.settings, name_of(self.original), said=self._warned)
-            subgraphs = self._frontends.setdefault(hooks, subgraphs)
-        return subgraphs  # type: ignore[no-any-return]
-
-    def _noted(self, ran: tuple[Subgraph, ...], result: Any) -> Any:
-        """Remember what ran, and say once which rules match nothing and which weight was written unseen."""
-        if not ran:
-            return result
-        self.__dict__["_last"] = ran
+    def _tell(self, ran: tuple[Subgraph, ...]) -> None:
+        """Say once which rules match nothing and which weight was written unseen."""
         if "written" not in self._warned and (written := next((w for one in ran if (w := one.weights.written)), "")):
             self._warned.add("written")
             tell_of_hidden_write(written)
         if "unused" not in self._warned:
             self._warned.add("unused")
             warn_of_unused(plan_of(ran).unused_rules, name_of(self.original))
-        return result
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -250,20 +218,23 @@ class CompiledModule(StandIn):
     @property
     def execution(self) -> str:
         """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
-        return self._unplanned or execution_of(self._called())
+        return self._without_graph() or execution_of(self._called())
 
     @property
     def compilations(self) -> int:
         """How many graphs were compiled so far."""
-        return sum(len(one.made) for one in self._frontends.values())
+        return len(self._subgraphs.made)
+
+    def _without_graph(self) -> str:
+        return self._subgraphs.without if self.settings.enabled else "as it is written: enabled=False"
 
     def _called(self) -> tuple[Subgraph, ...]:
-        if not self._last:
-            if self._unplanned:
-                hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
-                raise AmpError(f"the model has no plan: it ran {self._unplanned}", hint=hint)
+        if how := self._without_graph():
+            hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
+            raise AmpError(f"the model has no plan: it ran {how}", hint=hint)
+        if not self._subgraphs.last:
             raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
-        return self._last  # type: ignore[no-any-return]
+        return self._subgraphs.last
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks for it.
@@ -278,7 +249,7 @@ class CompiledModule(StandIn):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
         """`.to()`, `.cuda()`, `.float()`: done on the original; what was compiled for the old device is dropped."""
         self.original._apply(fn, recurse)
-        self._frontends.clear()
+        self._subgraphs.forget()
         return self
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+import dataclasses
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
-from amp_compiler.fx.captured import Captured, Source, tensor_getter
+from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.examples import split_example
-from amp_compiler.fx.graph import CAST, torch_dtype
+from amp_compiler.fx.graph import CAST, results_of, torch_dtype
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.passes.pipeline import Pipeline
 from amp_compiler.passes.step.place_weights import PlaceWeights
@@ -55,7 +56,7 @@ def export(
 
     Raises:
         AmpError: it is no module.
-        CaptureError: the model is no one graph, or gives up where it is exported again.
+        CaptureError: the model is no one graph, or its rewritten one none that torch.export has.
 
     Example:
         >>> import torch, amp_compiler as amp
@@ -71,67 +72,41 @@ def export(
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
     with torch.no_grad():
-        captured = captured_from_program(export_module(model, args, kwargs, dynamic_shapes))
+        program = export_module(model, args, kwargs, dynamic_shapes)
+        captured = captured_from_program(program)
         refuse_mixed_types(captured.graph_module)
         plan = plan_captured(captured, settings, low)
         EXPORT.run(captured.graph_module, {"plan": plan, "ops": settings.ops, "differentiable": False})
         warn_of_unused(plan.unused_rules, type(model).__name__)
-        rewritten = _Rewritten(model, captured, torch_dtype(low))
-        try:
-            return torch.export.export(rewritten, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-        except Exception as cause:  # whatever torch.export raises of a graph that it has given before
-            raise CaptureError(
-                f"the rewritten graph of {type(model).__name__} cannot be exported: {str(cause).splitlines()[0]}",
-                hint="leave dynamic_shapes out, or export the model with amp.export_onnx",
-            ) from cause
-
-
-class _Rewritten(nn.Module):
-    """A rewritten graph with the parameters, buffers and arguments of its model."""
-
-    def __init__(self, model: nn.Module, captured: Captured, low: torch.dtype) -> None:
-        super().__init__()
-        self._out, self._places = captured.out_spec, [*captured.inputs]
-        stored = dict.fromkeys(_read_low(captured, low), low)
-        for entry in captured.inputs:
-            if entry.source is Source.USER:
-                continue
-            value = tensor_getter(model, captured, entry)().detach()
-            owner, name = self._owner(entry.target)
-            if entry.name in stored:
-                value = value.to(low)
-            if entry.source is Source.PARAMETER:
-                owner.register_parameter(name, nn.Parameter(value, requires_grad=False))
-            else:
-                owner.register_buffer(name, value)
+        stored = dict.fromkeys(_read_low(captured, torch_dtype(low)), torch_dtype(low))
         PlaceWeights(stored, ()).run(captured.graph_module)
-        self._graph = captured.graph_module
-        self.__dict__["forward"] = self._forward_like(model)
-
-    def _owner(self, path: str) -> tuple[nn.Module, str]:
-        *parts, name = path.split(".")
-        owner: nn.Module = self
-        for part in parts:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = getattr(owner, part)
-        return owner, name
-
-    def _forward_like(self, model: nn.Module) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = iter(pytree.tree_leaves((args, kwargs)))
-            inputs = [
-                next(leaves) if entry.source is Source.USER else self._tensor(entry.target) for entry in self._places
-            ]
-            return pytree.tree_unflatten(list(self._graph(*inputs)), self._out)
-
-        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]  # names of the inputs
-        return forward
-
-    def _tensor(self, path: str) -> torch.Tensor:
-        owner, name = self._owner(path)
-        value: torch.Tensor = getattr(owner, name)
-        return value
+    state = dict(program.state_dict)
+    for entry in captured.inputs:
+        if entry.source is Source.PARAMETER:
+            value = state[entry.target].detach()
+            value = value.to(stored.get(entry.name, value.dtype))
+            state[entry.target] = nn.Parameter(value, requires_grad=False)
+    signature = copy.deepcopy(program.graph_signature)
+    for spec, node in zip(signature.output_specs, results_of(captured.graph_module.graph), strict=True):
+        if isinstance(node, fx.Node):  # which may be a cast of what it was
+            spec.arg = dataclasses.replace(spec.arg, name=node.name)
+    try:
+        return torch.export.ExportedProgram(
+            captured.graph_module,
+            captured.graph_module.graph,
+            signature,
+            state,
+            program.range_constraints,
+            program.module_call_graph,
+            program.example_inputs,
+            program.constants,
+            verifiers=program.verifiers,
+        )
+    except Exception as cause:  # whatever torch's verifier says of a graph
+        raise CaptureError(
+            f"the rewritten graph of {type(model).__name__} is no program of torch.export: {first_line(cause)}",
+            hint="export the model with amp.export_onnx",
+        ) from cause
 
 
 def _read_low(captured: Captured, low: torch.dtype) -> list[str]:

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,11 +31,9 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
-_AS_IT_IS = nullcontext()
 _SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
-_PHASES = ("capturing", "planning", "rewriting", "compiling")
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -81,18 +79,14 @@ def tell_of_missing_masters(model: nn.Module) -> None:
         )
 
 
-def silent(on: bool = True) -> AbstractContextManager[None]:
+@contextmanager
+def silent(on: bool = True) -> Iterator[None]:
     """Within it nothing is said by this thread, such as by the ranks beside the first one.
 
     Args:
         on: whether it is so.
     """
-    return _silent() if on else _AS_IT_IS
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    token = _SILENT.set(True)
+    token = _SILENT.set(on or _SILENT.get())
     try:
         yield
     finally:
@@ -131,20 +125,14 @@ class Course:
     cached: tuple[int, int] = field(default_factory=cached_graphs)  # until then: found, compiled
 
     @property
-    def phase(self) -> int:
-        """The place in `_PHASES` of what is done."""
-        if self.late:
-            return 3
-        last = "" if self.stages is None else self.stages.last
-        if self.stages is None or not last:
-            return 0
-        return 3 if self.stages.begun else 1 if last in PLAN.names or last == "capture" else 2
-
-    @property
     def doing(self) -> str:
         """What is done, in words."""
-        behind = f", behind pass {self.stages.last}" if self.stages is not None and self.phase == 2 else ""
-        return f"{_PHASES[self.phase]} it{behind}"
+        if self.late or (self.stages is not None and self.stages.begun):
+            return "compiling it"
+        if self.stages is None or not self.stages.last:
+            return "capturing it"
+        last = self.stages.last
+        return "planning it" if last in ("capture", *PLAN.names) else f"rewriting it, behind pass {last}"
 
     def seconds(self) -> float:
         """Since its capture began."""
@@ -219,8 +207,8 @@ def _tell(course: Course, patience: float, done: threading.Event) -> None:
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task("", total=len(_PHASES))
+        bar = bars.add_task("", total=None)
         while True:
-            bars.update(bar, completed=course.phase, description=f"{course.name}: {course.doing}")
+            bars.update(bar, description=f"{course.name}: {course.doing}")
             if done.wait(_EVERY):
                 return

@@ -20,6 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
+from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
@@ -170,8 +171,7 @@ class Subgraphs:
     Attributes:
         made: all graphs, in the order in which they were made.
         last: those that ran in the last call.
-        autocast: why the last call ran under `torch.autocast`; empty where it did not.
-        unplanned: which graph has no plan, and why; empty where all have one.
+        without: how the last call ran, in words, where none of them did.
     """
 
     def __init__(
@@ -185,12 +185,11 @@ class Subgraphs:
     ) -> None:
         self.made: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
-        self.autocast = self.unplanned = ""
+        self.without = self._unplanned = ""
         self._around = around or (lambda graph_name, graph_module, run: run)
         self._said = set() if said is None else said
-        refuse_sharded(model)
         self._model, self._settings, self._name, self._root = model, settings, name, root
-        self._called, self._breaks = threading.local(), False
+        self._called, self._breaks, self._cut = threading.local(), False, ""
         self._low_weights = LowWeights(model) if settings.weights == "low" else None
         # Layers of one kind that break have one function, which is compiled for each of them.
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
@@ -199,9 +198,9 @@ class Subgraphs:
             return model(*args, **kwargs)
 
         # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
-        captured = model.function if isinstance(model, FunctionModule) else run
-        self._one_graph, self._cut = self._frontend_of(captured, whole=True), ""
-        self._frontend = self._one_graph if settings.fullgraph else self._frontend_of(captured)
+        self._captured = model.function if isinstance(model, FunctionModule) else run
+        self._hooks = ModuleHooks(model)
+        self._frontends: dict[object, Frontend] = {}  # by the hooks that stand, and whether it has to be one graph
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -209,12 +208,19 @@ class Subgraphs:
         """Why it is to run under `torch.autocast` from now on; empty while it is not."""
         return self._forms.given_up
 
-    @property
-    def unplanned_call(self) -> str:
-        """How a call ran of which there is no graph."""
-        if self.autocast:
-            return f"under torch.autocast: {self.autocast}"
-        return f"as it is written: {self.unplanned or 'Dynamo captured nothing of it'}"
+    def forget(self) -> None:
+        """Drop what was compiled."""
+        self._frontends.clear()
+        self._regions.clear()
+        self.made.clear()
+        self._forms = Forms(self._name, self._forms.most)
+
+    def _frontend(self, whole: bool) -> Frontend:
+        key = self._hooks.key(), whole or self._settings.fullgraph
+        if key not in self._frontends:
+            refuse_sharded(self._model)
+            self._frontends.setdefault(key, self._frontend_of(self._captured, key[1]))
+        return self._frontends[key]
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
         dynamic, most = self._settings.dynamic, self._forms.most + 1
@@ -228,41 +234,34 @@ class Subgraphs:
         with silent_dynamo(), telling(self._name), widened:
             yield
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Subgraph, ...]]:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model; under `torch.autocast`, said once, where Dynamo would run it as it is.
-
-        Returns:
-            What it returns, and the graphs that ran.
 
         Raises:
             AmpError: one of its graphs cannot be rewritten or compiled.
             ModelError: the model raises with these inputs.
         """
-        self.autocast = ""
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
         reason = self.given_up or why_not_captured() or cut
         if reason and self._settings.fullgraph:
             raise CaptureError(f"{self._name} is no one graph: {reason}", hint="leave out fullgraph=True")
         if reason:
-            self.last = ()
-            return self._under_autocast(reason, args, kwargs), ()
+            return self._under_autocast(reason, args, kwargs)
         graphs: list[Subgraph] = []
         try:
-            return self._run(self._one_graph if modes else self._frontend, args, kwargs, graphs)
+            return self._run(self._frontend(whole=bool(modes)), args, kwargs, graphs)
         except ModelError as error:
             if graphs or self._settings.fullgraph:
                 raise
-            return self._without_capture(error, args, kwargs), ()
+            return self._without_capture(error, args, kwargs)
         except CaptureError as error:
             if not modes or graphs:
                 raise
             self._cut = error.what
             return self(args, kwargs)
 
-    def _run(
-        self, frontend: Frontend, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: list[Subgraph]
-    ) -> tuple[Any, tuple[Subgraph, ...]]:
+    def _run(self, frontend: Frontend, args: tuple[Any, ...], kwargs: dict[str, Any], graphs: list[Subgraph]) -> Any:
         """Call the model through Dynamo; `graphs` takes those that begin to run."""
         before, self._called.graphs = getattr(self._called, "graphs", None), graphs
         skipped = functions_given_up()
@@ -275,13 +274,13 @@ class Subgraphs:
                 result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
-        if graphs:
-            self.last = tuple(graphs)
-        if functions_given_up() > skipped or not (graphs or self.made or self.unplanned):
+        self.last = tuple(graphs)
+        self.without = "" if graphs else f"as it is written: {self._unplanned or 'Dynamo captured nothing of it'}"
+        if functions_given_up() > skipped or not (graphs or self.made or self._unplanned):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))
         if self.given_up and not self.made:
             self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
-        return result, tuple(graphs)
+        return result
 
     def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the model does with inputs with which it raises while it is captured: it may catch that itself."""
@@ -294,7 +293,7 @@ class Subgraphs:
 
     def _under_autocast(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no graph can take: torch's own mixed precision."""
-        self.autocast = reason
+        self.last, self.without = (), f"under torch.autocast: {reason}"
         device = device_of([*pytree.tree_leaves((args, kwargs)), *self._model.parameters()])
         with self._settings.autocast(device):
             result = self._model(*args, **kwargs)
@@ -329,8 +328,8 @@ class Subgraphs:
             restart_with_plain_numbers(graph_module)
             if not isinstance(cause, ValuesReadError):
                 raise
-            self.unplanned = f"a graph of it runs in the model's types, without a plan: {cause}"
-            logger.warning("%s: %s", self._name, self.unplanned)
+            self._unplanned = f"a graph of it runs in the model's types, without a plan: {cause}"
+            logger.warning("%s: %s", self._name, self._unplanned)
             return graph_module.forward
         self.made.append(subgraph)
         self._breaks |= subgraph.broken is not None

@@ -27,12 +27,6 @@ class Region(nn.Module):
             return self.inside(y).float()
 
 
-def trained(model, dtype):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype=dtype, backend="eager")
-    return step(X)
-
-
 def called(model, dtype):
     return amp.compile(model, dtype=dtype, backend="eager")(X)
 
@@ -42,19 +36,6 @@ def explained(model, dtype):
 
 
 LOWS = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("dtype", "named"), [("fp16", "bf16"), ("bf16", "fp16")])
-def test_the_plan_tells_of_the_region_and_a_step_takes_it(dtype, named, whole):
-    torch.manual_seed(0)
-    model = Region(whole, dtype=LOWS[named])
-    if whole:
-        told = [node for node in explained(model, dtype).nodes if f"dtype={LOWS[named]}) region" in node.reason]
-        assert {node.precision for node in told} == {"keep"} and "test_autocast_regions.py:" in told[0].reason
-    with torch.autocast("cpu", LOWS[dtype]):
-        wanted = model(X).square().mean().detach()
-    assert torch.allclose(trained(model, dtype), wanted, rtol=2**-7)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -148,45 +129,3 @@ def test_a_region_that_asks_for_no_other_type_is_taken(region):
     """Its node runs in the plan's type, or in FP32 where autocast is off."""
     precisions = [node.precision for node in explained(Region(**region), "fp16").nodes if node.op == "aten.linear"]
     assert precisions == ["low", "low" if region.get("enabled", True) else "fp32"]
-
-
-def test_a_step_that_plans_nothing_refuses_nothing():
-    model = Region(dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).mean(), optimizer, enabled=False, backend="eager")
-    assert step(X).isfinite()
-
-
-class Teacher(nn.Module):
-    """Its own target, made without gradients within a region of autocast."""
-
-    def __init__(self, region):
-        super().__init__()
-        self.fc, self.teacher, self.region = nn.Linear(8, 8), nn.Linear(8, 8), region
-
-    def forward(self, x):
-        with torch.autocast("cpu", **self.region):
-            y = self.fc(x)
-            with torch.no_grad():
-                target = self.teacher(y)
-            return (y * target).float()
-
-
-@pytest.mark.parametrize("region", [{"dtype": torch.bfloat16}, {"enabled": False}], ids=["on", "off"])
-def test_gradients_that_are_off_within_a_region_are_off(region):
-    torch.manual_seed(0)
-    model, x = Teacher(region), torch.randn(4, 8)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    compiled(x).square().mean().backward()
-    assert model.teacher.weight.grad is None and bool(model.fc.weight.grad.any())
-    found = model.fc.weight.grad.clone()
-    model.fc.weight.grad = None
-    with torch.autocast("cpu", torch.bfloat16):
-        model(x).square().mean().backward()
-    torch.testing.assert_close(found, model.fc.weight.grad, rtol=5e-2, atol=5e-3)
-    before = model.teacher.weight.detach().clone()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-    step(x)
-    assert torch.equal(model.teacher.weight, before)
-    assert compiled.execution == "as one graph" and amp.explain(model, (x,), dtype="bf16") == compiled.plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import types
 
 import pytest
@@ -69,18 +68,6 @@ def test_a_replaced_forward_is_the_wrappers_and_can_be_taken_back():
     assert model.__dict__.pop("_original_forward") == before
     del model.forward
     assert model.forward == before and torch.equal(model(X), expected)
-
-
-def test_a_replaced_class_is_the_wrappers():
-    class Named(nn.Module):
-        def named(self) -> str:
-            return "named"
-
-    model = compiled()
-    expected = model(X)
-    model.__class__ = type("NamedNet", (Named, type(model)), {})
-    assert model.named() == "named" and type(model.original) is Net
-    assert torch.equal(model(X), expected)
 
 
 def test_hooks_on_the_wrapper_run_around_it():
@@ -162,49 +149,6 @@ def test_accelerate_wraps_and_unwraps_it():
     assert taken is model and close(taken(X), plain(X))
     assert list(inspect.signature(taken.forward).parameters) == ["features", "labels", "scale"]
     assert type(taken.original) is Net and close(taken.original(X), plain(X))
-
-
-class Rows(torch.utils.data.Dataset):
-    """Rows as a tokenizer gives them, with a column that no forward takes."""
-
-    def __init__(self, rows: int) -> None:
-        self.features = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __getitem__(self, index):
-        return {"features": self.features[index], "labels": int(self.features[index, 0] > 0), "note": "not for forward"}
-
-
-def trained(model: nn.Module, folder, data, **options):
-    transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=4,
-        per_device_train_batch_size=4,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        learning_rate=0.05,
-        **{"bf16": True, **options},
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, trainer.evaluate()["eval_loss"]
-
-
-def test_the_trainer_of_transformers_trains_it(tmp_path):
-    pytest.importorskip("accelerate")
-    model = compiled()
-    plain = copy.deepcopy(model.original)
-    losses, evaluated = trained(model, tmp_path / "ours", Rows(16))
-    expected, reference = trained(plain, tmp_path / "theirs", Rows(16))
-    assert len(losses) == 4 and model.plan.low_nodes > 0
-    assert losses == pytest.approx(expected, rel=BF16_ERROR) and evaluated == pytest.approx(reference, rel=BF16_ERROR)
 
 
 IDS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
@@ -329,10 +273,6 @@ def test_a_model_that_is_sharded_already_is_named(alone):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(amp.AmpError, match=r"the model is sharded.*fully_shard\(amp\.compile"):
         amp.training_step(model, lambda m, x: m(x).mean(), optimizer, backend="eager")
-
-
-def test_nothing_of_a_process_group_is_left():
-    assert not torch.distributed.is_initialized() and "RANK" not in os.environ
 
 
 @pytest.mark.parametrize("momentum", [None, 0.1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx.parser
 import pytest
 import torch
 from torch import nn
@@ -89,3 +91,21 @@ REFUSED = {
 def test_what_is_no_one_graph_is_refused_with_its_line(said):
     with pytest.raises(amp.CaptureError, match=rf"test_explain\.py:\d+: Does .*{said}"):
         amp.explain(Does(REFUSED[said]), (X,))
+
+
+def test_arguments_of_an_onnx_model_give_its_sizes_or_are_refused():
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20, "mine": 1]> g (float[n, 8] x) => (float[n, 8] y)'
+        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = mine.Unknown(a) }"
+    )
+    x = np.ones((4, 8), np.float32)
+    for one in (x, torch.from_numpy(x)):
+        assert amp.explain(model, (one,), dtype="bf16").casts[0].bytes == 6 * 32
+    for wrong, said in (
+        ((x, x), "2 example_args for 1 inputs; pass x"),
+        ((x.astype(np.float16),), "takes float32"),
+        ((np.array(["x"]),), "<U1"),
+        (([1.0],), r"is a list.*numpy\.ndarray"),
+    ):
+        with pytest.raises(amp.AmpError, match=said):
+            amp.explain(model, wrong)

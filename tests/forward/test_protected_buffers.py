@@ -65,11 +65,3 @@ def test_the_word_is_inherited_and_another_is_refused():
     assert amp.load_rules(SKIP).buffers == "skip_nonfinite" and amp.load_rules("default").buffers == "always"
     with pytest.raises(amp.RuleError, match="skip_nonfinite"):
         amp.load_rules({**SKIP, "buffers": "skip_nonfinit"})
-
-
-def test_extending_keeps_it(tmp_path):
-    base = tmp_path / "base.yaml"
-    base.write_text("version: 1\nextends: default\nbuffers: skip_nonfinite\n")
-    above = tmp_path / "above.yaml"
-    above.write_text("version: 1\nextends: ./base.yaml\n")
-    assert amp.load_rules(above).buffers == "skip_nonfinite"

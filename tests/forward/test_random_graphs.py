@@ -13,11 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.forward.program import plan_captured, rewrite
-from amp_compiler.forward.settings import make_settings
-from amp_compiler.fx.captured import captured_from_graph_module
-from amp_compiler.fx.graph import copy_graph
-from amp_compiler.passes.pipeline import Stages
 
 ROWS, COLUMNS = 4, 6
 UNARY = {
@@ -134,22 +129,3 @@ def test_all_deny_equals_fp32_to_the_bit(program, dtype):
     for got, wanted in zip(compiled(X), expected, strict=True):
         assert torch.equal(got, wanted)
     assert not [cast for cast in compiled.plan.casts if not cast.explicit]
-
-
-@pytest.mark.usefixtures("bf16_kernels")
-@holds_for(programs, rule_sets)
-def test_planning_a_rewritten_graph_again_changes_nothing(program, rules):
-    """Neither its text nor a bit; where a rule asks for FP32 arithmetic, the casts around it may stand there again."""
-    compiled = amp.compile(Drawn(program), rules=rules, dtype="bf16", backend="eager")
-    compiled(X)
-    graph_module = compiled.graph_module
-    before, kept = graph_module.code, copy_graph(graph_module)
-    options = make_settings(rules, "bf16", "eager")
-    again = plan_captured(captured_from_graph_module(graph_module), options, compiled.settings.low(X.device))
-    rewrite(graph_module, again, options, Stages())
-    if not any(node.math for node in again.nodes):
-        assert graph_module.code == before, again
-    torch.manual_seed(0)
-    inputs = [torch.randn(node.meta["val"].shape) for node in kept.graph.find_nodes(op="placeholder")]
-    for got, wanted in zip(graph_module(*inputs), kept(*inputs), strict=True):
-        assert torch.equal(got, wanted), again

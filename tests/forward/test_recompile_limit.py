@@ -48,13 +48,6 @@ def low(result: torch.Tensor, model: nn.Module, *arguments) -> bool:
     return not torch.equal(result, exact) and bool((result - exact).norm() < 2e-2 * exact.norm())
 
 
-def test_ten_models_of_one_class_all_run_in_16_bits():
-    for _ in range(10):
-        model = compiled()
-        assert low(model(X), model)
-        assert model.execution != "as one graph" and model.plan.low_nodes > 0
-
-
 def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(monkeypatch):
     """As torch before 2.13 does."""
     monkeypatch.setattr(torch_private, "_ISOLATES", False)

@@ -62,7 +62,6 @@ ALL = [
     for name in CASES
     for dtype in TYPES
 ]
-SOME = ("gru, two layers, both ways", "rnn", "gru cell", "lstm with a projection")
 
 
 def require_lstm(dtype):
@@ -134,54 +133,6 @@ def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
     assert_no_worse(theirs, ours, dtype)
 
 
-def of_a_step(model, x, **options):
-    """Gradients that a step of plain descent shows in the weights."""
-
-    def loss(model, x):
-        out = model(x)
-        generator = torch.Generator().manual_seed(1)
-        return (out.float() * torch.randn(out.shape, generator=generator)).sum()
-
-    before = [one.detach().clone() for one in model.parameters()]
-    amp.training_step(model, loss, torch.optim.SGD(model.parameters(), 1.0), loss_scale=None, **options)(x)
-    return [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gru", *[pytest.param(name, marks=pytest.mark.slow) for name in SOME]])
-def test_a_step_has_gradients_no_worse_than_autocasts(name, dtype, backend):
-    make, _ = CASES[name]
-    steps, theirs, ours = 8, [], []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = make()
-        x = torch.randn(steps, 4, next(iter(model.parameters())).shape[1])
-        exact, autocast = copy.deepcopy(model), copy.deepcopy(model)
-        reference = measured(exact.double(), exact, x.double())[2:]
-        with torch.autocast("cpu", dtype=TYPES[dtype]):
-            theirs += relative(measured(autocast, autocast, x)[2:], reference)
-        ours += relative(of_a_step(model, x, dtype=dtype, backend=backend), reference)
-    assert 0 < statistics.mean(ours) < 1.05 * statistics.mean(theirs)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
-def test_a_layer_is_one_operator_however_many_steps_it_has(kind, dtype):
-    model = Layers(kind, 16, 32)
-    step = amp.training_step(
-        model, lambda m, x: m(x).float().square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype=dtype,
-        backend="eager",
-    )  # fmt: skip
-    step(torch.randn(100, 2, 16))
-    (program,) = step._choice.programs
-    nodes = list(program.report.graph_module.graph.nodes)
-    targets = [node.target for node in nodes]
-    own = torch.ops.amp_compiler
-    assert targets.count(own.recurrent_layer.default) + targets.count(own.recurrent_network.default) == 1
-    assert len(nodes) < 150
-
-
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_state_that_is_given_gets_its_gradient(kind):
     torch.manual_seed(0)
@@ -193,47 +144,3 @@ def test_a_state_that_is_given_gets_its_gradient(kind):
         run(x, first).float().square().sum().backward()
         found.append(first.grad)
     assert relative(found[:1], found[1:])[0] < 0.02
-
-
-@pytest.mark.parametrize("dtype", list(TYPES))
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_an_empty_batch_goes_through(kind, dtype):
-    compiled = amp.compile(kind(32, 32), dtype=dtype, backend="eager")
-    x = torch.zeros(3, 0, 32, requires_grad=True)
-    out, _ = compiled(x)
-    out.float().sum().backward()
-    assert out.shape == x.grad.shape == (3, 0, 32)
-    assert all(not one.grad.any() for one in compiled.parameters())
-
-
-def penalty(run, x):
-    given = x.clone().requires_grad_()
-    (made,) = torch.autograd.grad(run(given).float().square().sum(), given, create_graph=True)
-    return made.float().square().sum()
-
-
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
-def test_a_gradient_penalty_goes_through_a_layer(kind, dtype):
-    """The backward of the operator is differentiated itself, in `compile` and in a step's subgraphs."""
-    torch.manual_seed(0)
-    model = Layers(kind, 16, 32)
-    x = torch.randn(4, 3, 16)
-
-    def gradients(run):
-        model.zero_grad()
-        penalty(run, x).backward()
-        return [one.grad.clone() for one in model.parameters()]
-
-    few = 0.03 if dtype == "bf16" else 0.004
-    expected = gradients(model)
-    assert max(relative(gradients(amp.compile(model, dtype=dtype, backend="eager")), expected)) < few
-    before = [one.detach().clone() for one in model.parameters()]
-    step = amp.training_step(
-        model, lambda m, x: penalty(m, x), torch.optim.SGD(model.parameters(), 1.0), dtype=dtype, backend="eager",
-        loss_scale=None,
-    )  # fmt: skip
-    step(x)
-    made = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
-    assert max(relative(made, expected)) < few

@@ -48,30 +48,6 @@ def at_once(work: Callable[[int], None], number: int) -> None:
             done.result()
 
 
-def test_gradients_and_modes_from_many_threads():
-    """Each thread has a model of its own, which shares nothing with the others but its class and torch."""
-    batches = [torch.randn(2 + number, 4) for number in range(THREADS)]
-    alone = []
-    for x in batches:
-        model = model_of(Net)
-        result = amp.compile(model, dtype="bf16", backend="eager")(x)
-        result.sum().backward()
-        alone.append((result, [p.grad for p in model.parameters()]))
-
-    models = [model_of(Net) for _ in batches]
-
-    def work(number: int) -> None:
-        model, x = models[number], batches[number]
-        compiled = amp.compile(model, dtype="bf16", backend="eager")
-        for train in (True, False, True):
-            compiled.train(train)
-            assert torch.equal(compiled(x), alone[number][0])
-        compiled(x).sum().backward()
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), alone[number][1], strict=True))
-
-    at_once(work, THREADS)
-
-
 def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
     import amp_compiler.forward.subgraphs as subgraphs
 

@@ -114,12 +114,10 @@ class SubgraphStep:
     def execution(self) -> str:
         """How the last call ran and why, in words."""
         subgraphs, cause = self.subgraphs, self.cause
-        if subgraphs is None or not (subgraphs.last or subgraphs.autocast):
-            how = f"as they are written, in {'FP32' if subgraphs is None else 'the types of the model'}"
-        elif subgraphs.autocast:
-            how = f"under torch.autocast, for {subgraphs.autocast}"
+        if subgraphs is None:
+            how = "as they are written, in FP32"
         else:
-            how = f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
+            how = subgraphs.without or f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         where = f" ({cause.where})" if cause.where else ""
         low = self.state.storage.low
         kept = ", with FP32 weights, as master: low is for one graph" if low else ""
@@ -168,7 +166,7 @@ class SubgraphStep:
             widened(self.model.parameters()),
         ):
             with _without_steps(optimizers):
-                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})[0]
+                loss, aux = self.model(*batch) if self.subgraphs is None else self.subgraphs(batch, {})
             if any(parameter.grad is not None for parameter in self.model.parameters()):
                 raise _updates_itself("runs a backward itself")
             if not loss.requires_grad:
