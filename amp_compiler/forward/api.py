@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -16,6 +18,7 @@ from torch import fx, nn
 from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.functions import compiled_function, is_function
@@ -37,6 +40,7 @@ from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, SUBGRAPH
 from amp_compiler.policy.targets import Target
 
+logger = logging.getLogger("amp_compiler")
 DEVICES = ("cpu", "cuda")  # that can be planned for without being there
 PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
@@ -205,7 +209,8 @@ def explain(
     Args:
         model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
         example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor. An
-            ONNX model needs none; with them its open dimensions have their sizes.
+            ONNX model needs none; with them its open dimensions have their sizes, and the plan has the totals of
+            `torch.autocast` over what `onnx_to_fx` makes of it.
         rules: as for `compile`.
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
@@ -259,7 +264,9 @@ def explain(
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
     captured = capture_model(model, args, kwargs, torch_dtype(low), dynamic_shapes is not None).captured
-    return plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
+    plan = plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 
 
 @needs_onnx()
@@ -271,8 +278,17 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     if example_args is None:
         return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
     opened = open_model(model)
-    sizes = sizes_of(opened, *split_example(example_args))
-    return explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
+    example = split_example(example_args)
+    sizes = sizes_of(opened, *example)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
+    args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
+    try:
+        captured = capture_model(module_of(model), args, kwargs, None).captured
+        plan_captured(captured, settings, low)  # by which it is in normal form
+    except AmpError as cause:  # of the import and its own plan alone: the file's plan stands
+        logger.warning("what torch.autocast casts is not counted: %s", cause)
+        return plan
+    return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
 
 
 def is_onnx(model: object) -> bool:

@@ -237,6 +237,19 @@ def test_an_onnx_file_is_planned_as_it_is_converted(run, tmp_path):
     assert code == 2 and "--opset" in err
 
 
+def test_an_onnx_file_with_arguments_stands_beside_autocast(run, tmp_path):
+    path = tmp_path / "model.onnx"
+    text = (
+        '<ir_version: 9, opset_import: ["": 20]> g (float[n, 8] x) => (float[n, 8] y)'
+        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = Softmax <axis = -1> (a) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), path)
+    code, out, err = run("explain", str(path), "--args", "fp32[4,8]", "--dtype", "bf16", "--format", "json")
+    assert code == 0, err
+    # The input and the weight go to BF16, at 4 + 2 bytes an element; autocast leaves a CPU's softmax in what it gets.
+    assert json.loads(out)["autocast"] == {"casts": 2, "cast_bytes": 6 * (32 + 64), "low_nodes": 2}
+
+
 def test_a_module_of_the_current_folder(run, model_file, monkeypatch):
     monkeypatch.chdir(Path(model_file).parent)
     code, out, _ = run("explain", "tiny_model:with_tensor", "--format", "text")

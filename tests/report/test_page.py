@@ -20,11 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture.autocast_counter import count_autocast
 from amp_compiler.fx.graph import cast_bytes
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 from amp_compiler.report.html import plan_html
 from amp_compiler.report.page_data import line_of
+from amp_compiler.report.table import human_bytes
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "amp_compiler" / "report" / "page"
@@ -275,6 +277,19 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     said = f"In fp16 a static loss scale of {advice.scale:,.0f} loses {advice.lost:.2%} of the gradients of weights"
     assert f"Over 2 batches. {said}; none loses {advice.lost_without:.2%}" in " ".join(" ".join(page.words).split())
     assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
+
+
+def test_a_step_tells_what_autocast_casts_in_its_forward(tmp_path):
+    step = small_step()
+    batch = torch.randn(4, 8), torch.randint(2, (4,))
+    step(*batch)
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    step.to_html(tmp_path / "step.html")
+    counted = count_autocast(lambda: torch.nn.functional.cross_entropy(step.model(batch[0]), batch[1]))
+    words = " ".join(" ".join(Page((tmp_path / "step.html").read_text(encoding="utf-8")).words).split())
+    assert f"torch.autocast : {counted.casts} casts" in words
+    assert human_bytes(counted.cast_bytes) in words
+    assert all(torch.equal(one, other) for one, other in zip(before, step.model.parameters(), strict=True))
 
 
 def test_the_page_of_an_onnx_file(tmp_path):

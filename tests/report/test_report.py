@@ -125,6 +125,13 @@ def test_the_counter_counts_float_casts_and_nothing_else():
     assert (counter.casts, counter.cast_bytes) == (2, 48 + 80)
 
 
+def test_the_counter_counts_ops_with_a_16_bit_result():
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+    with CastCounter() as counter:
+        (x.t() @ x).view(64).float().sum()
+    assert counter.low_ops == 1
+
+
 def test_autocast_casts_a_weight_once_a_forward():
     layer, x = torch.nn.Linear(4, 8, bias=False), torch.ones(3, 4)
     counter = count_autocast(lambda: (layer(x), layer(x)))

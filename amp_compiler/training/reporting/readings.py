@@ -141,6 +141,8 @@ class StepReadings(StepInspection):
     ) -> None:
         """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
 
+        Beside the plan's casts stand those of `torch.autocast` in the same forward, captured once more for it.
+
         Args:
             path: the file.
             profile: what `amp.profile` found of this step.
@@ -155,7 +157,9 @@ class StepReadings(StepInspection):
             raise AmpError(
                 "a step in subgraphs is no one graph to draw", hint="write its plan: step.plan.to_html(path)"
             )
-        self.plan.to_html(path, profile=profile, other=other, names=names, step=step_graph_of(self.graph_module))
+        batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
+        plan = replace(self.plan, autocast=self._autocast(batch))
+        plan.to_html(path, profile=profile, other=other, names=names, step=step_graph_of(self.graph_module))
 
     @property
     def stages(self) -> Stages:
