@@ -69,6 +69,11 @@ def prints_ignored() -> contextlib.AbstractContextManager[Any]:
     return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
 
 
+def settings_not_logged() -> contextlib.AbstractContextManager[None]:
+    """Within it torch logs no settings of Dynamo: before 2.13 it fails at functions in `ignore_logging_functions`."""
+    return exchanged(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
+
+
 @functools.cache
 def settings_are_of_threads() -> bool:
     """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""
