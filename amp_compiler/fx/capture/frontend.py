@@ -206,7 +206,7 @@ class Frontend:
                 where=place_of(said),
                 hint="see the error that this one comes from",
             )
-        kind = kind_of(str(error), line := line_of(said))
+        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := line_of(said))
         if kind is not None:
             what, hint = kind
             return CaptureError(
