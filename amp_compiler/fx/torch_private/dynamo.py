@@ -54,6 +54,7 @@ def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
         "suppress_errors": False,
+        "invalidate_compile_context_weakrefs": True,  # with which torch swaps no parameters
         # What transformers says once for a process is no reason for a graph break.
         "ignore_logging_functions": {
             *config.ignore_logging_functions,
