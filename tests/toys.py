@@ -164,6 +164,12 @@ def _rows() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 8), torch.randn(4, 4)
 
 
+def assert_three_rows(x: Tensor) -> Tensor:
+    """Stands here because pytest rewrites the assertions of a file of tests."""
+    assert x.shape[0] == 3, "three rows"
+    return x
+
+
 TOYS = {
     "mlp": Toy(mlp, _rows, squares),
     "conv": Toy(conv, _images, classes, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)),

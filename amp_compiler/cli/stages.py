@@ -127,9 +127,15 @@ def mean_of_first(model: Callable[..., Any], *args: Any, **kwargs: Any) -> torch
     Raises:
         UsageError: there is no such output.
     """
-    for value in pytree.tree_leaves(model(*args, **kwargs)):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.float().mean()
+    tensors = [value for value in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(value, torch.Tensor)]
+    floating = [value for value in tensors if value.is_floating_point()]
+    if not floating:
+        _refuse_outputs()
+    return floating[0].float().mean()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch 2.11 traces no error of ours
+def _refuse_outputs() -> None:
     raise UsageError("the model returns no floating-point number to train on", where="--loss", hint="give a loss")
 
 

@@ -78,8 +78,18 @@ def test_a_result_of_the_other_type_is_refused(dtype):
         amp.compile(model, dtype=dtype, backend="eager")(torch.ones(4, 8))
 
 
+def _has_a_shape(*types: torch.dtype) -> bool:
+    try:
+        torch.bmm(*(torch.empty(1, 1, 1, dtype=one, device="meta") for one in types))
+    except RuntimeError:
+        return False
+    return True
+
+
 def test_what_torch_cannot_even_trace_runs_under_autocast(caplog):
-    """A batched product of two types has no shape for torch."""
+    """A batched product of two types has no shape for torch from 2.13 on."""
+    if _has_a_shape(torch.float16, torch.bfloat16):
+        pytest.skip("this torch traces a batched product of two types, which is refused as above")
     model, x = Model(lambda layer, x, half: layer(x)[None] @ x.to(half).t()[None], torch.bfloat16), torch.ones(4, 8)
     found = amp.compile(model, dtype="fp16", backend="eager")(x)
     with torch.autocast("cpu", torch.float16):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import subprocess
 import sys
 
@@ -56,6 +58,21 @@ def test_a_model_of_ones_own_loads_nothing_of_transformers() -> None:
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout.strip() == "[]"
+
+
+def test_the_log_of_a_capture_takes_functions_among_dynamos_settings(monkeypatch) -> None:
+    for name in ("warning_once", "info_once"):  # as transformers adds them
+        monkeypatch.setattr(logging.Logger, name, functools.lru_cache(lambda self, text: None), raising=False)
+    errors: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("torch._dynamo.metrics_context")
+    log.addHandler(handler)
+    try:
+        amp.compile(torch.nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+    finally:
+        log.removeHandler(handler)
+    assert errors == []
 
 
 def test_a_pass_of_ones_own_runs_where_inductor_takes_one_alone(monkeypatch) -> None:

@@ -48,6 +48,7 @@ from amp_compiler.fx.torch_private.dynamo import (
     guarded_signs,
     pad_packed_breaks,
     settings_are_of_threads,
+    settings_not_logged,
     texts_of_numbers,
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
@@ -205,7 +206,7 @@ class Frontend:
                 where=place_of(said),
                 hint="see the error that this one comes from",
             )
-        kind = kind_of(str(error), line := line_of(said))
+        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := line_of(said))
         if kind is not None:
             what, hint = kind
             return CaptureError(
@@ -355,6 +356,7 @@ class _OfProcess:
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
+                    self._stack.enter_context(settings_not_logged())
                     self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
             self._within += 1
 

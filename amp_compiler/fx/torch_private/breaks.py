@@ -99,7 +99,10 @@ def _read_break(text: str) -> Break:
     raised = re.search(r"(?:: got |^raised exception )(.+)$", said.get(fields[0], "")) or re.search(
         r"^raised exception (.+)$", said.get(fields[2], "")
     )
-    shown = re.sub(r"^(\w+)\((['\"])(.*)\2,?\)$", r"\1: \3", raised[1]) if raised else ""
+    shown = re.sub(r"\[ConstantVariable\(str: (.*)\)\]", r"\1", raised[1]) if raised else ""  # as torch 2.11 says it
+    shown = re.sub(r"^(\w+)\((['\"])(.*)\2,?\)$", r"\1: \3", shown)
+    if said.get(fields[2]) == "value: ConstantVariable(bool: False)":
+        shown = "AssertionError"  # at numbers that are known
     return Break(text.strip().partition("\n")[0], said.get(fields[0], ""), said.get(fields[1], ""), raised=shown)
 
 

@@ -54,6 +54,7 @@ def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,  # else what is past it runs as it is, without a word
         "suppress_errors": False,
+        "invalidate_compile_context_weakrefs": True,  # with which torch swaps no parameters
         # What transformers says once for a process is no reason for a graph break.
         "ignore_logging_functions": {
             *config.ignore_logging_functions,
@@ -67,6 +68,11 @@ def prints_ignored() -> contextlib.AbstractContextManager[Any]:
     """Within it a capture takes no note of `print`; for graphs that are read and not run."""
     config: Any = torch._dynamo.config
     return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
+
+
+def settings_not_logged() -> contextlib.AbstractContextManager[None]:
+    """Within it torch logs no settings of Dynamo: before 2.13 it fails at functions in `ignore_logging_functions`."""
+    return exchanged(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
 
 
 @functools.cache
