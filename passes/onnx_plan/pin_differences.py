@@ -321,7 +321,7 @@ class _Finder(Squares):
 
     def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
         """Pin a sum that calibration has seen to be small against both operands, with what makes these."""
-        operands = [self._largest(one.value, ranges) for one in node.inputs]
+        operands = [self.largest(one.value, ranges) for one in node.inputs]
         result = ranges.get(node.outputs[0], 0.0)
         if not 0 < result * _CANCELLED < min(operands):
             return
@@ -331,7 +331,3 @@ class _Finder(Squares):
         for one in (node, *(self.behind(node, index) for index in range(2))):
             if one is not None:
                 self.pin(one, reason)
-
-    def _largest(self, name: str, ranges: Mapping[str, float]) -> float:
-        numbers = self.graph.stored_numbers(name) if self.holds_data(name) else None
-        return ranges.get(name, 0.0) if numbers is None else numbers.largest
