@@ -244,6 +244,19 @@ def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
     assert "scale" not in low_nodes(done)
 
 
+@pytest.mark.parametrize(("op", "attrs"), [
+    ("Gemm", {"alpha": 1e-7}), ("HardSigmoid", {"alpha": 1e-7, "beta": 0.0}), ("Selu", {"alpha": 1.0, "gamma": -1e-7}),
+])  # fmt: skip
+def test_an_attribute_that_scales_to_subnormal_numbers(op, attrs):
+    """Behind it a stored number scales back."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node(op, ["h", "w"] if op == "Gemm" else ["h"], ["a"], "op", **attrs),
+             node("Mul", ["a", "k"], ["y"], "back")]  # fmt: skip
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [weight("w", 16, 16), scalar("k", 1e3)])
+    done = check(source, "fp16")
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR["fp16"]
+    assert not {"op", "back"} & low_nodes(done)
+
+
 # ---- single tiny numbers beside others, which calibration sees by what is made of them
 
 STEEP = {
