@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.mask_path import mask_path
 from amp_compiler.passes.onnx_plan.pinning import MARGIN, PinPass, Walker
 from amp_compiler.planner.draft import Draft
@@ -18,7 +20,8 @@ class PinCalibrated(PinPass):
 
     Calibration saw only some inputs, hence the half. Tiny is a value whose largest number is less than twice the least
     normal one of fp16, 6.1e-05: below that digits are lost, and below 6e-08 all is zero. Where the largest is a normal
-    number, what is lost of the others is below its rounding.
+    number, what is lost of the others is below its rounding. But a quotient, reciprocal, logarithm or negative power is
+    steep at zero: where its result tells that a single number is as tiny, what makes that is pinned too.
 
     Before (`y` reached 40000 in calibration):
 
@@ -50,7 +53,43 @@ class PinCalibrated(PinPass):
             maker = graph.producer(name)
             for node in ([maker] if maker is not None else []) + [user for user, _ in graph.users(name)]:
                 walker.pin(node, reason)
+        for node in graph.nodes.values():
+            _pin_steep(walker, node, draft.ranges)
         return walker.pins
+
+
+def _pin_steep(walker: Walker, node: Node, ranges: Mapping[str, float]) -> None:
+    """Pin a node that is steep at zero where one number of its operand is tiny, back to what makes that number."""
+    index, least = _least(walker, node, ranges)
+    normal, chain = walker.low.format.smallest_normal, [node]
+    while least < math.inf and (maker := walker.graph.producer(chain[-1].inputs[index].value)) is not None:
+        chain.append(maker)
+        index = 0
+        if maker.op == "onnx.Sqrt":
+            least *= least
+        elif walker.scales(maker):
+            index = int(walker.scalar(maker, 0) is not None)
+            least /= abs(walker.scalar(maker, 1 - index) or 1.0)
+        elif maker.op != "onnx.Abs" and not walker.passes(maker):
+            break
+    for one in chain if least < normal * MARGIN else ():
+        reads = f"'{node.name}' is steep at zero, which numbers come as near as {least:.3g} in calibration"
+        walker.pin(one, f"{reads}; the normal numbers of fp16 begin at {normal:.2g}")
+
+
+def _least(walker: Walker, node: Node, ranges: Mapping[str, float]) -> tuple[int, float]:
+    """Which operand a node is steep at, and what the least magnitude of that is below, as the largest result tells."""
+    largest = ranges.get(node.outputs[0], 0.0) if node.outputs else 0.0
+    if not 0 < largest < math.inf:
+        return 0, math.inf
+    if node.op == "onnx.Reciprocal":
+        return 0, 1 / largest
+    if node.op == "onnx.Div":
+        return 1, (walker.largest(node.inputs[0].value, ranges) or math.inf) / largest
+    if node.op == "onnx.Log" and largest > math.log(max(ranges.get(node.inputs[0].value, math.inf), 1.0)):
+        return 0, math.exp(-largest)
+    power = walker.scalar(node, 1) if node.op == "onnx.Pow" else None
+    return 0, largest ** (1 / power) if power is not None and power < 0 and largest > 1 else math.inf
 
 
 def _reason(name: str, largest: float, low: DType) -> str:

@@ -40,6 +40,8 @@ class PinDifferences(PinPass):
     - sums of data and a place in a grid that leave the model (boxes), and differences of two with the same place;
     - the phases of sines, of which the whole turns do not count, where a product with an input of the model makes them
       (Fourier features);
+    - sums of an input with stored weights (a window, filters, a Fourier transform) whose squares end in a logarithm: of
+      a weak band beside a strong one it shows every digit;
     - in a calibration, what stays 8 times smaller than both of its operands.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -76,6 +78,7 @@ class PinDifferences(PinPass):
                 finder.places(node)
             if finder.info(node).periodic:
                 finder.phases(node)
+        finder.spectra()
         for name, value in draft.graph.values.items():
             if value.kind is ValueKind.INPUT and value.dtype.is_float:
                 finder.centred(name)
@@ -220,6 +223,52 @@ class _Finder(Squares):
         reduces = maker is not None and maker.op in _REDUCING and self._origin(maker.inputs[0].value) == source
         return [maker] if maker is not None and reduces and not added else None
 
+    def spectra(self) -> None:
+        """Pin what sums inputs of the model with stored weights, where squares of it end in a logarithm."""
+        linear = {  # values that are linear in inputs of the model: whether weights are in them
+            name: False
+            for name, value in self.graph.values.items()
+            if value.kind is ValueKind.INPUT and value.dtype.is_float
+        }
+        seen = set(linear)
+        for node in self.graph.nodes.values():
+            floats = [one.value for one in node.inputs if self.graph.values[one.value].dtype.is_float]
+            computed = [name for name in floats if not self.holds_data(name)]
+            if not computed or not all(name in linear for name in computed):
+                continue
+            weighted = any(linear[name] for name in computed)
+            if weighted and self.squares(node) and (end := self._logarithm(node)) is not None:
+                self._pin_spectrum(computed, end, seen)
+            product = self.info(node).family in _PRODUCTS
+            scales = len(computed) == 1 and (product or node.op in _SCALING)
+            if scales or node.op in _LINEAR or self.passes(node):
+                linear.update(dict.fromkeys(node.outputs, weighted or product))
+
+    def _pin_spectrum(self, values: list[str], end: Node, seen: set[str]) -> None:
+        """Pin what makes values, back to those that were seen."""
+        reason = f"part of the spectrum whose logarithm '{end.name}' takes: a weak band beside a strong one"
+        while values:
+            name = values.pop()
+            maker = self.graph.producer(name)
+            if name not in seen and maker is not None:
+                self.pin(maker, reason)
+                values += [one.value for one in maker.inputs if self.graph.values[one.value].dtype.is_float]
+            seen.add(name)
+
+    def _logarithm(self, square: Node) -> Node | None:
+        """The logarithm that a square ends in, sums, scales, roots and bounds between."""
+        frontier, seen = [square], {square.name}
+        for _ in range(REACH):
+            users = [user for node in frontier for user in self.users(node) if user.name not in seen]
+            seen.update(user.name for user in users)
+            for user in users:
+                if user.op == "onnx.Log":
+                    return user
+            frontier = [
+                user for user in users if self._is_arithmetic(user) or user.op in _BOUNDING or user.op in _CURVES
+            ]
+        return None
+
     # ---- boxes
 
     def places(self, node: Node) -> None:
@@ -272,7 +321,7 @@ class _Finder(Squares):
 
     def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
         """Pin a sum that calibration has seen to be small against both operands, with what makes these."""
-        operands = [self._largest(one.value, ranges) for one in node.inputs]
+        operands = [self.largest(one.value, ranges) for one in node.inputs]
         result = ranges.get(node.outputs[0], 0.0)
         if not 0 < result * _CANCELLED < min(operands):
             return
@@ -282,7 +331,3 @@ class _Finder(Squares):
         for one in (node, *(self.behind(node, index) for index in range(2))):
             if one is not None:
                 self.pin(one, reason)
-
-    def _largest(self, name: str, ranges: Mapping[str, float]) -> float:
-        numbers = self.graph.stored_numbers(name) if self.holds_data(name) else None
-        return ranges.get(name, 0.0) if numbers is None else numbers.largest

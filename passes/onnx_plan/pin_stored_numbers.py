@@ -13,6 +13,7 @@ from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
 _SCALING = frozenset({"onnx.Mul", "onnx.Div"})  # an error of a factor is one of the result
+_FACTORS = {"onnx.Gemm": "alpha", "onnx.HardSigmoid": "alpha", "onnx.Selu": "gamma"}  # attributes that scale a result
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class PinStoredNumbers(PinPass):
         a = onnx.Add(A=x, B=c) -> fp32[2, 8]  pin=fp32 "'c' holds numbers up to 100000, beyond fp16"
         b = onnx.Relu(X=a) -> fp32[2, 8]  pin=fp32 "works on what was made of 'c', which fp16 does not hold"
 
-    Bounds of a Clip that are attributes are such numbers too, the largest one of FP32 excepted.
+    Bounds of a Clip that are attributes are such numbers too, the largest one of FP32 excepted, and so are attributes
+    that scale a result to which nothing is added.
 
     Left alone: what reads a mask (`find_masks`), or numbers that fit.
     """
@@ -52,6 +54,8 @@ class PinStoredNumbers(PinPass):
         for node in draft.graph.nodes.values():
             if node.op == "onnx.Clip" and node.attrs:
                 finder.bounds(node)
+            if node.op in _FACTORS:
+                finder.factor(node, _FACTORS[node.op])
         return finder.pins
 
 
@@ -92,6 +96,13 @@ class _Finder(Walker):
                 becomes = "zero" if lost else "an infinity"
                 reason = f"its bound {name}={number:g} would become {becomes} in {self.low.short}"
                 self._pin_onward([], [node], reason, node.name)
+
+    def factor(self, node: Node, name: str) -> None:
+        """Pin what scales by an attribute that is subnormal in the low type, with nothing added to the product."""
+        number = abs(float(str(node.attrs.get(name, 1.0))))
+        adds = len(node.inputs) > 2 or (node.op == "onnx.HardSigmoid" and node.attrs.get("beta", 0.5) != 0)
+        if 0 < number < self.low.format.smallest_normal and not adds:
+            self._pin_onward([], [node], f"its factor {name}={number:g} is subnormal in {self.low.short}", node.name)
 
     def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
         """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""

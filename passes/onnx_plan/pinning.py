@@ -104,6 +104,11 @@ class Walker:
         numbers = self.graph.stored_numbers(name) if self.holds_data(name) else None
         return None if numbers is None else numbers.number
 
+    def largest(self, name: str, ranges: Mapping[str, float]) -> float:
+        """The largest magnitude of stored data, or that calibration has seen; 0 where it is not known."""
+        numbers = self.graph.stored_numbers(name) if self.holds_data(name) else None
+        return ranges.get(name, 0.0) if numbers is None else numbers.largest
+
     def scales(self, node: Node) -> bool:
         """True for a product with one stored number."""
         return node.op == "onnx.Mul" and any(self.scalar(node, index) is not None for index in range(2))

@@ -258,3 +258,64 @@ def test_calibration_finds_what_cancels(dtype):
     assert low_nodes(done) == {"last"}
     assert error(source, done.model, feeds) < NEAR[dtype]
     assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 for sums and differences that cancel"
+
+
+# ---- spectra
+
+
+def spectrum(form, opset=17):
+    """The logarithm of the power in 33 bands of frames, which sums of products with sines and cosines find."""
+    at = np.outer(np.arange(64), np.arange(33)) * 2 * np.pi / 64
+    window = np.hanning(64)[:, None]
+    real, imaginary = ((window * turn(at)).astype(np.float32) for turn in (np.cos, np.sin))
+    both = np.concatenate([real, imaginary], 1).T[:, None]
+    if form == "convolution":
+        source, frames = (
+            info("x", 2, 640),
+            [node("Unsqueeze", ["x", "one"], ["u"]), node("Conv", ["u", "both"], ["c"], strides=[32])],
+        )
+        frames += [node("Split", ["c", "half"], ["re", "im"], axis=1)]
+    elif form == "filtered, then frames":
+        source = info("x", 2, 64)
+        frames = [node("Unsqueeze", ["x", "one"], ["u"]), node("Conv", ["u", "smooth"], ["s"], pads=[1, 1]),
+                  node("Mul", ["s", "gain"], ["g"]), node("Squeeze", ["g", "one"], ["f"]),
+                  node("MatMul", ["f", "real"], ["re"]), node("MatMul", ["f", "imaginary"], ["im"])]  # fmt: skip
+    else:
+        source = info("x", 2, 64)
+        frames = [node("MatMul", ["x", "real"], ["re"]), node("MatMul", ["x", "imaginary"], ["im"])]
+    power = [node("Mul", ["re", "re"], ["a"]), node("Mul", ["im", "im"], ["b"]), node("Add", ["a", "b"], ["p"])]
+    if form == "magnitudes":
+        power = [node("Pow", ["re", "two"], ["a"]), node("Pow", ["im", "two"], ["b"]), node("Add", ["a", "b"], ["m"]),
+                 node("Sqrt", ["m"], ["p"])]  # fmt: skip
+    nodes = [*frames, *power, node("Clip", ["p", "least"], ["l"]), node("Log", ["l"], ["y"])]
+    data = [
+        nh.from_array(real, "real"), nh.from_array(imaginary, "imaginary"), nh.from_array(both, "both"),
+        nh.from_array(np.array([[[0.25, 0.5, 0.25]]], np.float32), "smooth"), scalar("gain", 2.0), scalar("two", 2.0),
+        scalar("one", [1], np.int64), scalar("half", [33, 33], np.int64), scalar("least", 1e-10),
+    ]  # fmt: skip
+    used = {name for entry in nodes for name in entry.input}
+    return model(nodes, [source], [info("y", *[None] * (3 if form == "convolution" else 2))],
+                 [one for one in data if one.name in used], opset=opset)  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("form", ["convolution", "products", "magnitudes", "filtered, then frames"])
+def test_a_weak_band_beside_a_strong_one(form, dtype):
+    """A tone 60 dB below another is far below the rounding of the sum of both, and above it in its band."""
+    source = spectrum(form)
+    at = np.arange(640 if form == "convolution" else 64)
+    tones = 1e3 * np.sin(2 * np.pi * 4 * at / 64) + 0.2 * np.sin(2 * np.pi * 20 * at / 64)
+    feeds = {"x": np.stack([tones, tones[::-1]]).astype(np.float32)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+@BOTH
+def test_a_norm_of_what_a_first_layer_makes_is_no_spectrum(dtype):
+    """Without a logarithm the product stays low."""
+    last, attrs = axes(17, keepdims=1)
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], "first"), node("Mul", ["h", "h"], ["q"]),
+        node("ReduceMean", ["q", *last], ["m"], **attrs), node("Sqrt", ["m"], ["r"]), node("Div", ["h", "r"], ["y"]),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 4, 64)], [info("y", 4, 64)], [weight("w", 64, 64)], opset=17)
+    assert "first" in low_nodes(check(source, dtype))

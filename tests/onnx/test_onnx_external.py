@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -116,9 +119,13 @@ def told(work):
 @pytest.mark.parametrize("name", list(corpus()))
 def test_what_runs_the_models_of_the_corpus(name, tmp_path):
     """Calibration, verification, drawn inputs and the way to FX give the same."""
-    source, batches = built(name)
+    check_runs(*built(name), tmp_path)
+
+
+def check_runs(source, batches, folder):
+    """What runs a model gives the same for both files."""
     results = []
-    for path in both_ways(source, tmp_path):
+    for path in both_ways(source, folder):
         made = path.with_name("made.onnx")
         ranges = told(lambda path=path: calibrate(path, batches))
         done = convert_onnx(path, made, check=False)
@@ -128,6 +135,24 @@ def test_what_runs_the_models_of_the_corpus(name, tmp_path):
         state = module if isinstance(module, tuple) else (module.code, _bits(module.state_dict()))
         results.append((ranges, report, drawn, state, done.plan))
     assert results[0] == results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(29))
+def test_a_real_file(number, tmp_path, monkeypatch):
+    """As the corpus. `python -m benchmarks.onnx_real` fetches them: no test goes to the network."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+    real = importlib.import_module("benchmarks.onnx_real")
+    assert len(real.FILES) == 29
+    file = real.FILES[number]
+    path = real.CACHE / file.package / file.path
+    if not path.exists():
+        pytest.skip(f"python -m benchmarks.onnx_real fetches {path.name}")
+    source = onnx.load(path)
+    for name, options in (("fp16", {}), ("bf16", {"dtype": "bf16", "keep_io_types": False})):
+        (tmp_path / name).mkdir()
+        check_both(source, tmp_path / name, **options)
+    check_runs(source, [file.draw(np.random.default_rng(0))], tmp_path)
 
 
 def test_calibration_measures_values_whose_types_follow_from_numbers_outside(tmp_path):

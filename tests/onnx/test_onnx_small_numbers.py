@@ -242,3 +242,50 @@ def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
     done = check(source, "fp16")
     assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR["fp16"]
     assert "scale" not in low_nodes(done)
+
+
+@pytest.mark.parametrize(("op", "attrs"), [
+    ("Gemm", {"alpha": 1e-7}), ("HardSigmoid", {"alpha": 1e-7, "beta": 0.0}), ("Selu", {"alpha": 1.0, "gamma": -1e-7}),
+])  # fmt: skip
+def test_an_attribute_that_scales_to_subnormal_numbers(op, attrs):
+    """Behind it a stored number scales back."""
+    nodes = [node("MatMul", ["x", "w"], ["h"]), node(op, ["h", "w"] if op == "Gemm" else ["h"], ["a"], "op", **attrs),
+             node("Mul", ["a", "k"], ["y"], "back")]  # fmt: skip
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [weight("w", 16, 16), scalar("k", 1e3)])
+    done = check(source, "fp16")
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR["fp16"]
+    assert not {"op", "back"} & low_nodes(done)
+
+
+# ---- single tiny numbers beside others, which calibration sees by what is made of them
+
+STEEP = {
+    "logarithm": [node("Log", ["h"], ["y"])],
+    "logarithm of magnitudes": [
+        node("Abs", ["h"], ["a"]),
+        node("Reshape", ["a", "flat"], ["r"]),
+        node("Log", ["r"], ["y"]),
+    ],
+    "reciprocal": [node("Reciprocal", ["h"], ["y"])],
+    "reciprocal of a scaled number": [node("Mul", ["k", "h"], ["a"]), node("Reciprocal", ["a"], ["y"])],
+    "quotient": [node("Div", ["one", "h"], ["y"])],
+    "root": [node("Sqrt", ["h"], ["a"]), node("Div", ["one", "a"], ["y"])],
+    "power": [node("Pow", ["h", "p"], ["y"])],
+}
+
+
+@pytest.mark.parametrize("least", [1e-9, 3e-6, 0.01])
+@pytest.mark.parametrize("kind", STEEP)
+def test_a_single_tiny_number_at_which_an_op_is_steep(kind, least):
+    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), *STEEP[kind]]
+    data = [nh.from_array(np.eye(16, dtype=np.float32), "w"), scalar("k", 16.0), scalar("one", 1.0), scalar("p", -0.5),
+            scalar("flat", [-1], np.int64)]  # fmt: skip
+    used = {name for entry in nodes for name in entry.input}
+    source = model(nodes, [info("x", 8, 16)], [info("y", *[None] * (1 if "magnitudes" in kind else 2))],
+                   [one for one in data if one.name in used])  # fmt: skip
+    x = RNG.uniform(0.1, 2, (8, 16)).astype(np.float32)
+    x[3, 5] = least
+    done = check(source, "fp16", calibration=[{"x": x}])
+    assert error(source, done.model, {"x": x}) < NEAR["fp16"]
+    assert ("product" in low_nodes(done)) == (least == 0.01)
+    assert any("subnormal or zero" in note for note in done.notes) == (least < 0.01)

@@ -15,6 +15,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
 from amp_compiler.onnx.check.run import ORT, REFERENCE
 from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
 
 FP16, BF16 = TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = {FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}
@@ -103,6 +104,25 @@ def test_weights_inputs_and_external_data(kind, keep_io, tmp_path):
         error = np.linalg.norm(a - expected) / np.linalg.norm(a)
         assert report.largest_error == pytest.approx(error, rel=0.02)  # the order of summation differs
         assert 0 < error < (1e-3 if kind == FP16 else 8e-3)
+
+
+@BOTH
+@pytest.mark.parametrize("external", [False, True])
+def test_what_16_bit_weights_alone_make_of_an_error(kind, external, tmp_path):
+    """Weights that nearly cancel lose their digits in the file, whatever computes with them."""
+    weights = np.array([[1.003], [-1.0]], np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Tanh", ["a"], ["y"])]
+    source = make_model(nodes, [value("x", [2, 2])], [value("y", [2, 1])], {"w": weights})
+    onnx.save(source, tmp_path / "m.onnx", save_as_external_data=external, location="m.data", size_threshold=0)
+    rules = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
+    dtype = {FP16: "fp16", BF16: "bf16"}[kind]
+    made = convert_onnx(tmp_path / "m.onnx", tmp_path / "made.onnx", dtype=dtype, rules=rules, check=False).path
+    x = np.array([[3.3, 3.3], [0.7, 0.7]], np.float32)
+    report = verify(tmp_path / "m.onnx", made, [{"x": x}])
+    want, stored = (np.tanh(x @ one) for one in (weights, weights.astype(DTYPES[kind]).astype(np.float32)))
+    error = np.linalg.norm(stored - want) / np.linalg.norm(want)
+    assert report.worst.stored == pytest.approx(error, rel=1e-4) and error > 1e-2
+    assert f"is off by {error:.3g}" in str(report).splitlines()[-1]
 
 
 def test_has_low_types():

@@ -73,12 +73,13 @@ def _mentions_low(function: onnx.FunctionProto) -> bool:
     )
 
 
-def emulate(model: onnx.ModelProto, folder: Path | None = None) -> Twin:
+def emulate(model: onnx.ModelProto, folder: Path | None = None, *, rounds: bool = True) -> Twin:
     """Rewrite a model into its FP32 twin.
 
     Args:
         model: a valid model; it is not changed. External weights stay where they are.
         folder: where it is, for weights that are inputs too, and for small data.
+        rounds: round inputs and results of nodes. Without, only stored data are in 16 bits.
 
     Returns:
         The twin. Model-local functions are inlined in it.
@@ -102,9 +103,9 @@ def emulate(model: onnx.ModelProto, folder: Path | None = None) -> Twin:
     low_inputs = {
         value.name: value.type.tensor_type.elem_type
         for value in twin.graph.input
-        if value.type.tensor_type.elem_type in LOW_TYPES
+        if value.type.tensor_type.elem_type in LOW_TYPES and rounds
     }
-    _Writer(opsets, _all_names(twin.graph), folder).rewrite(twin.graph, inferred.graph, {})
+    _Writer(opsets, _all_names(twin.graph), folder, rounds).rewrite(twin.graph, inferred.graph, {})
     return Twin(twin, low_inputs)
 
 
@@ -124,10 +125,11 @@ class _Writer:
         opsets: version by domain.
         names: every value name of the model, so that new ones are new.
         folder: where external data lie.
+        rounds: round results of nodes.
     """
 
-    def __init__(self, opsets: dict[str, int], names: set[str], folder: Path | None) -> None:
-        self.opsets, self.names, self.folder = opsets, names, folder
+    def __init__(self, opsets: dict[str, int], names: set[str], folder: Path | None, rounds: bool) -> None:
+        self.opsets, self.names, self.folder, self.rounds = opsets, names, folder, rounds
 
     def rewrite(self, graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Types) -> None:
         """Rewrite one graph and its bodies; `inferred` is the same graph with its values' types."""
@@ -175,7 +177,9 @@ class _Writer:
                 where=node.name,
                 hint="give the model a value_info for it",
             )
-        if node.op_type in SOURCES and not node.domain and low[0]:
+        if not self.rounds:
+            low = []
+        elif node.op_type in SOURCES and not node.domain and low[0]:
             # Straight to the 16-bit type: from FP64 by way of FP32 it would be rounded twice.
             stored = self._fresh(f"{node.output[0]}/low")
             cast = helper.make_node("Cast", [node.input[0]], [stored], name=node.name, to=low[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -88,9 +89,14 @@ def verify(
         if on_batch is not None:
             on_batch(findings.count)
     outputs = tuple(total.result(name) for name, total in findings.sums.items())
+    worst = findings.worst
+    if worst is not None and math.inf > worst.relative > min(TOLERANCES.values()):
+        alone, (inputs, expected) = _Findings(names), findings.compared
+        alone.add(inputs, "", expected, Side(after, False, engine, as_twin=True, rounds=False).run(inputs))
+        worst = replace(worst, stored=max(total.result(name).relative for name, total in alone.sums.items()))
     engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, findings.count, *traced.result(), engines, findings.worst, untried)
+    return VerifyReport(outputs, findings.count, *traced.result(), engines, worst, untried)
 
 
 class Expected:
@@ -151,6 +157,7 @@ class _Findings:
         self.sums = {name: _Sum() for name in names}
         self.count = 0
         self.worst: WorstBatch | None = None
+        self.compared: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # the worst batch, and what it is to give
 
     def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Add what the two models gave for one batch."""
@@ -158,7 +165,8 @@ class _Findings:
             alone = _Sum()
             alone.add(expected[name], result[name], name)
             total.join(alone)
-            self._judge(batch, label, name, alone.result(name).relative, alone.problem)
+            if self._judge(batch, label, name, alone.result(name).relative, alone.problem):
+                self.compared = dict(batch), {one: expected[one] for one in self.sums}
         self.count += 1
 
     def fail(self, batch: Mapping[str, Any], label: str, problem: str) -> None:
@@ -168,10 +176,13 @@ class _Findings:
             self._judge(batch, label, name, math.inf, problem)
         self.count += 1
 
-    def _judge(self, batch: Mapping[str, Any], label: str, output: str, relative: float, problem: str) -> None:
-        if relative > (0.0 if self.worst is None else self.worst.relative):
-            inputs = tuple(f"{name}: {_described(value)}" for name, value in batch.items())
-            self.worst = WorstBatch(self.count, label, inputs, output, relative, problem)
+    def _judge(self, batch: Mapping[str, Any], label: str, output: str, relative: float, problem: str) -> bool:
+        """Whether no error so far was as large; it is the worst then."""
+        if relative <= (0.0 if self.worst is None else self.worst.relative):
+            return False
+        inputs = tuple(f"{name}: {_described(value)}" for name, value in batch.items())
+        self.worst = WorstBatch(self.count, label, inputs, output, relative, problem)
+        return True
 
 
 def _described(value: Any) -> str:
@@ -203,12 +214,20 @@ class Side:
         engine: execution providers and libraries of ops.
         as_twin: run its twin with true rounding.
         limits: as for `Runner`.
+        rounds: as for `emulate`.
     """
 
     def __init__(
-        self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool, limits: Limits | None = None
+        self,
+        model: OnnxFile,
+        trace: bool,
+        engine: Engine | None,
+        *,
+        as_twin: bool,
+        limits: Limits | None = None,
+        rounds: bool = True,
     ) -> None:
-        self._twin = emulate(model.proto, model.folder) if as_twin else None
+        self._twin = emulate(model.proto, model.folder, rounds=rounds) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
         if trace:
