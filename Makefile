@@ -88,10 +88,12 @@ format: $(STAMP) ## let ruff rewrite what it can
 	$(BIN)/ruff format $(SOURCES)
 
 # passes/ and rules/ become amp_compiler.passes and amp_compiler.rules only when installed, so types are checked there.
-types: $(STAMP) ## mypy --strict on an installed copy
+MYPY := --config-file ../pyproject.toml --cache-dir ../.mypy_cache
+types: $(STAMP) ## mypy --strict on an installed copy, and on what a user writes
 	@rm -rf .types build
 	$(PIP) install --quiet --no-deps --no-build-isolation --target .types .
-	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
+	cd .types && $(BIN)/python -m mypy $(MYPY) -p amp_compiler
+	cd .types && $(BIN)/python -P ../tests/types_of_a_user.py $(MYPY)
 
 test-fast: $(STAMP) ## the tests that compile nothing and take no seconds
 	$(BOTH) -m "not slow and not gpu and not ranks and not compiles and not long and not browser"

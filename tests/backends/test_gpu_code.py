@@ -39,7 +39,7 @@ def with_delayed_scales(x, weight, gradient, way):
 @pytest.mark.parametrize(
     ("made", "way"),
     [
-        (products, Fp8()),
+        pytest.param(products, Fp8(), marks=pytest.mark.slow),
         (products, Fp8("e4m3", "rowwise", True)),
         (with_delayed_scales, Fp8(scaling="delayed", history=16)),
     ],

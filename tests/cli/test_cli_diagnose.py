@@ -88,7 +88,7 @@ def test_no_list_of_commands_is_cut(shell, monkeypatch):
 
 
 @pytest.mark.long
-def test_quiet_and_verbose_set_the_level(model):
+def test_quiet_and_verbose_set_the_level(model, shell):
     command = [Path(sys.executable).with_name("amp-compiler")]
     explain = ["explain", model, "--args", "fp32[2,4]", "--print-after", "apply_plan"]
     said = {
@@ -96,8 +96,8 @@ def test_quiet_and_verbose_set_the_level(model):
         for option in ("--quiet", "--verbose")
     }
     assert said["--quiet"] == "" and "amp_compiler: captured " in said["--verbose"]
-    done = subprocess.run([*command, "-q", "-v", *explain], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "they say the opposite" in done.stderr
+    code, _, err = shell("-q", "-v", *explain)
+    assert code == 2 and "they say the opposite" in err
 
 
 @pytest.mark.long

@@ -106,7 +106,7 @@ def test_builders_repeat(name):
     assert first[0].SerializeToString() == second[0].SerializeToString()
 
 
-@pytest.mark.sweep(42)
+@pytest.mark.sweep(28)
 @EVERY_IN_BOTH
 def test_the_output_is_valid(name, dtype):
     original, made = built(name)[0], converted(name, dtype).model
@@ -120,7 +120,7 @@ def test_the_output_is_valid(name, dtype):
     assert not stored & other or name == "existing_casts"
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize(
     "rules", ["default", *(pytest.param(rules, marks=pytest.mark.slow) for rules in ("fast", "apex-o3", "tensorflow"))]
 )
@@ -145,8 +145,8 @@ def test_converting_again_changes_nothing(name, dtype):
     assert again.SerializeToString() == made.SerializeToString()
 
 
-@pytest.mark.sweep(39)
-@both(lambda case: True, slow=lambda case: case.slow)
+@pytest.mark.sweep(28)
+@both(lambda case: True, slow=lambda case: case.slow or case.name in HEAVY)
 def test_the_error_with_true_rounding(name, dtype):
     case = NAMES[name]
     report = report_of(name, dtype)

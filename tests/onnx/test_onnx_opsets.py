@@ -206,8 +206,18 @@ def each_op(opset):
             break
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rules", ["default", {"version": 1, "rules": [{"match": {}, "precision": "low"}]}])
+ALL_LOW = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ("default", "fp16"),
+        (ALL_LOW, "bf16"),
+        pytest.param("default", "bf16", marks=pytest.mark.slow),
+        pytest.param(ALL_LOW, "fp16", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("opset", [7, *(pytest.param(later, marks=pytest.mark.slow) for later in range(8, 26))])
 def test_each_op_in_each_opset(opset, rules, dtype):
     """Converted or refused in words, and within rounding of what it was."""

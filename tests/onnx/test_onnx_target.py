@@ -86,6 +86,7 @@ def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
     assert missing > 0
 
 
+@pytest.mark.sweep(80)
 @pytest.mark.parametrize(("target", "dtype"), ON_EACH)
 @pytest.mark.parametrize("name", QUICK)
 def test_every_node_has_a_kernel_in_its_type(name, target, dtype):

@@ -181,7 +181,7 @@ def test_readers_that_know_how_memory_lies_read_what_they_did(name):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", ["view", "none"])
+@pytest.mark.parametrize("name", ["view", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_result_lies_in_compiled_memory_as_it_did(name):
     model, x = Read(READERS[name]), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():

@@ -71,11 +71,6 @@ def assert_same_training(steps=5, **options):
     return deferred(step)
 
 
-@pytest.mark.compiles
-def test_a_compiled_training_with_products_is_that_of_the_eager_backend():
-    assert assert_same_training() == WEIGHTS
-
-
 @pytest.mark.parametrize("options", [*({"optimizer": name} for name in OPTIMIZERS), {"loss_scale": 1024.0}], ids=str)
 def test_a_training_with_products_is_that_of_the_eager_backend(options, compiler):
     assert assert_same_training(**options) == WEIGHTS
