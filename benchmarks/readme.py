@@ -153,9 +153,8 @@ def machines_table() -> str:
         "onnx_real",
     ):
         data = _load(name)
-        lines.append(
-            f"| `{name}.json` | {data.get('gpu') or data['cpu']} | {data['threads']} | {data['versions']['torch']} | {data['date']} |"
-        )
+        processor, torch_version = data.get("gpu") or data["cpu"], data["versions"]["torch"]
+        lines.append(f"| `{name}.json` | {processor} | {data['threads']} | {torch_version} | {data['date']} |")
     return "\n".join(lines)
 
 
