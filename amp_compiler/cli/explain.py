@@ -124,7 +124,8 @@ def explain(
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
-        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset, target=target,
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset,
+        target=target,  # type: ignore[arg-type]  # one of the tables', or refused there
     )  # fmt: skip
     if html is not None:
         plan.to_html(html)

@@ -114,7 +114,7 @@ class ModelTrials:
             ) from error
         graphs = subgraphs.made
         if not graphs:
-            raise CaptureError(f"{name} ran {subgraphs.unplanned_call}", hint="call it where torch.compile captures it")
+            raise CaptureError(f"{name} ran {subgraphs.without}", hint="call it where torch.compile captures it")
         plan = plan_of(graphs)
         replay.several = len(graphs) > 1
         return Observed(
@@ -123,7 +123,7 @@ class ModelTrials:
 
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the model returns that is not finite, in words, and no parameters: its backward does not run."""
-        output, _ = subgraphs(self._args, self._kwargs)
+        output = subgraphs(self._args, self._kwargs)
         results = tuple(
             f"{OUTPUT}{pytree.keystr(path)}"
             for path, one in pytree.tree_flatten_with_path(output)[0]

@@ -192,7 +192,9 @@ class ProgramChoice:
             AmpError: one of them was frozen since.
         """
         gathered = self._setup.state.sums.gathered
-        weights = {name: one for name, one in self._setup.module.named_parameters() if id(one) in gathered}
+        weights: dict[str, Tensor] = {
+            name: one for name, one in self._setup.module.named_parameters() if id(one) in gathered
+        }
         if frozen := next((name for name, one in weights.items() if not one.requires_grad), ""):
             raise AmpError(
                 f"'{frozen.partition('.')[2]}' was frozen while batches with gradients of it were gathered"
