@@ -151,7 +151,7 @@ class StepSubgraphTrials(ModelTrials):
     def _spoilt(self, subgraphs: Subgraphs) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The loss where it is not finite, in words, and the parameters whose gradient is not."""
         with torch.enable_grad():
-            (loss, *_), _ = subgraphs(self._args, self._kwargs)
+            loss, *_ = subgraphs(self._args, self._kwargs)
         if not loss.requires_grad:
             raise depends_on_nothing()
         trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
