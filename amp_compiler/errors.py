@@ -1,4 +1,4 @@
-"""The exceptions of the library. Every one says what was wrong, where, and the hint."""
+"""The exceptions of the library. Every one says what is wrong, where, and the hint; a note names where such stand."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class AmpError(Exception):
         text = f"{where}: {what}" if where else what
         self._text = f"{text}; {hint}" if hint else text
         super().__init__(self._text)
+        self.add_note(f"see: docs/errors.md#{self.section()}")
+
+    @classmethod
+    def section(cls) -> str:
+        """The heading of docs/errors.md under which such errors stand; that of a user's own class is its base's."""
+        return next(kind.__name__.lower() for kind in cls.__mro__ if kind.__module__.startswith("amp_compiler."))
 
     def __str__(self) -> str:
         """The text as it was made: Dynamo appends to the arguments of an exception that it lets through."""

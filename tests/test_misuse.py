@@ -5,8 +5,11 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import io
+import re
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 
 X = torch.ones(2, 4)
+ROOT = Path(__file__).parent.parent
 
 
 def compiled(model: nn.Module) -> amp.CompiledModule:
@@ -166,3 +170,17 @@ amp.compile(layer, dtype="bf16", backend="eager")(x)
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[:-1] == ["pip install 'amp_compiler[onnx]'"] * 9
+
+
+def test_a_traceback_names_the_list_of_such_errors():
+    class Mine(amp.RuleError):
+        pass
+
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for kind in (Mine, amp.RuleError, amp.OnnxError, amp.AmpError):
+        note = re.search(
+            r"^see: docs/errors\.md#(\w+)$", "".join(traceback.format_exception(kind("x"))), flags=re.MULTILINE
+        )
+        assert note[1] in {one.lower() for one in headings} and note[1] == kind.section()
+        assert str(kind("it is wrong", hint="use another")) == "it is wrong; use another"
+    assert Mine.section() == "ruleerror"

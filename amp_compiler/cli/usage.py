@@ -137,5 +137,5 @@ def print_error(error: AmpError) -> None:
     lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
     if error.hint:
         lines.append(f"  hint: {error.hint}")
-    lines.append(f"  see:  docs/errors.md#{type(error).__name__.lower()}")
+    lines.append(f"  see:  docs/errors.md#{error.section()}")
     typer.echo("\n".join(lines), err=True)

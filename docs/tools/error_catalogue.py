@@ -27,8 +27,8 @@ Every error that the library raises on purpose is an `AmpError`. Its text says w
 my.yaml:3: the rule matches no op; use 'aten.linear'
 ```
 
-To find a message, search for its fixed words; `…` stands for names and numbers. Commands name
-the section behind the hint: `see:  docs/errors.md#ruleerror`.
+To find a message, search for its fixed words; `…` stands for names and numbers. A traceback and a command
+name the section behind the text: `see: docs/errors.md#ruleerror`.
 `python docs/tools/error_catalogue.py` prints the same table.
 """
 

@@ -16,7 +16,6 @@ PARTS = 8  # each in processes of its own
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.timeout(600),
 ]
 PROGRAM = """
 import json, sys
