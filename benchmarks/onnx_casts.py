@@ -5,7 +5,8 @@
 Each model has two layers and random weights, and is exported by `torch.onnx.export`. Counted are casts between floating
 types in the converted FP16 model, with the bytes that they read and write in a run over the given inputs; the share of
 nodes that make 16-bit values; and the relative error by true rounding after every node. `norms in FP32` is what the
-preset `default` gives with softmax, means and norms in FP32.
+preset `default` gives with softmax, means and norms in FP32; `fused` has opset 23, and norms and GELUs that are written
+out in parts as one op each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.onnx_convert_peers import PROGRAMS, run_peer
 
 RESULT = Path(__file__).parent / "results" / "onnx_casts.json"
 PEER_LIMIT = 120.0  # seconds that a peer may take
-OURS, WIDE = "amp_compiler", "norms in FP32"
+OURS, FUSED, WIDE = "amp_compiler", "amp_compiler, fused", "norms in FP32"
 _NORMS_IN_FP32 = {
     "version": 1,
     "extends": "default",
@@ -160,6 +161,7 @@ def measure(name: str, folder: Path, peers: Path | None) -> dict[str, Any]:
     settings: dict[str, dict[str, Any]] = {
         WIDE: {"rules": _NORMS_IN_FP32},
         OURS: {},
+        FUSED: {"fuse": True, "opset": 23},
     }
     for variant, options in settings.items():
         target = folder / f"{name}.made.onnx"
@@ -193,7 +195,7 @@ def show(rows: list[dict[str, Any]]) -> Table:
     """Casts, their MB a run, error and share of low nodes, for each converter."""
     table = Table(title="FP16: casts, MB that they read and write in a run, relative error, share of 16-bit nodes")
     table.add_column("model")
-    variants = [one for one in (WIDE, OURS, *PROGRAMS) if one in rows[0]]
+    variants = [one for one in (WIDE, OURS, FUSED, *PROGRAMS) if one in rows[0]]
     for variant in variants:
         table.add_column(variant, justify="right")
     for row in rows:

@@ -9,7 +9,7 @@ Times are CPU seconds, ours and the peers' in turns. `convert` is what users get
 inference on the result, and one load in ONNX Runtime of what is not too long (`loads.is_long`), none of which the peers
 do; `unchecked` is without. Casts of the result, what they move in a run, the share of nodes that make 16-bit values and
 the error by true rounding are those of `benchmarks.onnx_casts`, whose exports of transformers are converted too. A
-second table has the casts of each export beside AutoCast's.
+second table has the casts of each export beside AutoCast's: by default, and with `--fuse --opset 23`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ WIDTH = 64
 PEER_LIMIT = 120.0  # seconds that a peer may take
 TOO_SLOW = "stopped on a shorter one"
 CAREFUL = "ModelOpt AutoCast"  # the peer that has casts of its own for what FP16 does not hold
+FUSING_OPSET = 23  # the first that has `RMSNormalization`
 ONE_TURN = 10.0  # CPU seconds from which on a peer has one turn only
 
 
@@ -148,6 +149,9 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         "loaded": is_installed() and not is_long(onnx.load(target, load_external_data=False)),
         **facts(source, target, case.feeds),
     }
+    if case.feeds is not None:
+        convert_onnx(source, target, dtype="fp16", fuse=True, opset=FUSING_OPSET)
+        row["fused"] = facts(source, target, case.feeds)
     if peers is not None:
         slow.update(peer for peer, outcome in theirs.items() if "stopped" in outcome.get("failed", ""))
         row["peers"] = theirs
@@ -199,13 +203,14 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 
 def show_casts(rows: list[dict[str, Any]]) -> Table:
-    """Casts, their MB a run and error of each export beside AutoCast's."""
-    table = Table(title="casts, MB cast, error")
-    for column in ("model", "default", CAREFUL, "default: at most its casts, bytes, error"):
+    """Casts, their MB a run and error of each export beside AutoCast's: by default, and all norms and GELUs fused."""
+    table = Table(title=f"casts, MB cast, error; fused: `--fuse --opset {FUSING_OPSET}`")
+    for column in ("model", "default", CAREFUL, "default: at most its casts, bytes, error", "fused", "fused: at most"):
         table.add_column(column)
     for row in rows:
         theirs = row["peers"][CAREFUL]
-        table.add_row(row["model"], _told(row), _told(theirs), _at_most(row, theirs))
+        cells = [_told(row), _told(theirs), _at_most(row, theirs), _told(row["fused"]), _at_most(row["fused"], theirs)]
+        table.add_row(row["model"], *cells)
     return table
 
 
@@ -250,7 +255,7 @@ def main() -> None:
             rows.append(measure(case, Path(folder), options.repeats, options.peers, slow))
             Console(stderr=True).print(f"{case.name}: done")
     Console(width=240).print(show(rows))
-    beside = [row for row in rows if "error" in row and "casts" in row.get("peers", {}).get(CAREFUL, {})]
+    beside = [row for row in rows if "fused" in row and "casts" in row.get("peers", {}).get(CAREFUL, {})]
     if beside:
         Console(width=240).print(show_casts(beside))
     result = {

@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast": {"rules": "fast"},
     "bf16, low ends": {"dtype": "bf16", "keep_io_types": False},
     "safe": {"dtype": "bf16", "rules": "safe"},
+    "fused": {"fuse": True, "opset": 23},
 }
 
 

@@ -75,6 +75,9 @@ def explain(
     device: Annotated[
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
+    fuse: Annotated[
+        bool, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
+    ] = False,
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
@@ -93,7 +96,7 @@ def explain(
         check_pass(print_after, "--print-after")
     of_stages = {"--loss": loss, "--backend": backend != NODE_BY_NODE}
     of_plan = {
-        "--html": html, "--svg": svg, "--opset": opset is not None, "--device": device != Device.AUTO,
+        "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
         "--target": target is not None,
     }  # fmt: skip
     for option, value in (of_plan if print_after else of_stages).items():
@@ -124,7 +127,7 @@ def explain(
 
     planned_for = None if device == Device.AUTO else device.value
     plan = api.explain(
-        loaded, example, rules=rules, dtype=dtype, device=planned_for, opset=opset,
+        loaded, example, rules=rules, dtype=dtype, device=planned_for, fuse=fuse, opset=opset,
         target=target,  # type: ignore[arg-type]  # one of the tables', or refused there
     )  # fmt: skip
     if html is not None:

@@ -136,6 +136,14 @@ def convert(
             help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
         ),
     ] = None,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse",
+            help="Write norms and GELUs that stand in parts as the one op that the opset has for each. "
+            "By default none. An RMSNorm has an op from opset 23 on.",
+        ),
+    ] = False,
     target: TargetOption = None,
     json_: JsonOption = False,
 ) -> None:
@@ -152,7 +160,7 @@ def convert(
         source, output, dtype=dtype, calibrate=calibrate, verify=verify, verify_memory=verify_memory,
         verify_seconds=verify_seconds, tolerance=tolerance, report=report, providers=provider, custom_ops=custom_ops,
         rules=rules, keep_io_types=keep_io_type or keep_io_types, raise_opset=raise_opset, opset=opset, check=check,
-        as_fp32=tuple(as_fp32 or ()), target=target,
+        as_fp32=tuple(as_fp32 or ()), fuse=fuse, target=target,
     )  # fmt: skip
     if json_:
         typer.echo(summary.to_json(), nl=False)

@@ -201,6 +201,7 @@ def explain(
     dtype: DTypeArgument = "auto",
     dynamic_shapes: Any = None,
     device: str | None = None,
+    fuse: bool = False,
     opset: int | None = None,
     target: Target | None = None,
 ) -> PrecisionPlan:
@@ -216,7 +217,8 @@ def explain(
         dynamic_shapes: as for `torch.export.export`.
         device: `"cuda"` or `"cpu"`: plan for this one, whether it is there or not, wherever the tensors are (on the
             meta device, for one). `"auto"` is BF16 for a GPU that is not there: all have it since capability 8.0.
-        opset: of an ONNX model: the plan that `convert_onnx` has with this.
+        fuse: of an ONNX model: the plan that `convert_onnx` has with this.
+        opset: the same.
         target: the same.
 
     Returns:
@@ -241,8 +243,8 @@ def explain(
         if dtype == AUTO:
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
-    if (opset is not None or target is not None) and not is_onnx(model):
-        option = f"opset={opset!r}" if opset is not None else f"target={target!r}"
+    if (fuse or opset is not None or target is not None) and not is_onnx(model):
+        option = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
         raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
@@ -255,7 +257,7 @@ def explain(
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")
         low = low_type("fp16" if dtype == AUTO else dtype)
-        return _explain_onnx(model, example_args, settings, low, opset=opset, target=target)
+        return _explain_onnx(model, example_args, settings, low, fuse=fuse, opset=opset, target=target)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",

@@ -55,13 +55,14 @@ class Conversion:
         plan: every node's verdict and every cast.
         model: the converted model; `None` where it was written to a file.
         path: the file that was written; `None` where there is none.
-        changed: whether the plan changed anything.
+        changed: whether the plan, or a fusion, changed anything.
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
         notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, or for what
-            calibration has seen, how many products have FP8 operands, that the model is too long to be loaded, and how
-            much stays as it is for types that are not known and for ops of custom domains.
+            calibration has seen, how many products have FP8 operands, what was fused and what a later opset would let
+            be, that the model is too long to be loaded, and how much stays as it is for types that are not known and
+            for ops of custom domains.
     """
 
     plan: PrecisionPlan
@@ -89,6 +90,7 @@ def convert_onnx(
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
     as_fp32: Iterable[str] | str = (),
+    fuse: bool = False,
     target: Target | None = None,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
@@ -122,6 +124,10 @@ def convert_onnx(
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
         as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
             `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
+        fuse: write norms and GELUs that an exporter has left in parts as `LayerNormalization` (from opset 17 on),
+            `RMSNormalization` (23) or `Gelu` (20), where that computes the same. By default all stay in parts: a norm
+            in FP32, with casts around it. No opset is raised for it: name one with `opset`. The plan says of each what
+            was done, or why it stays in parts.
         target: `"cpu"`, `"cuda"`, `"directml"`, `"webgpu"` or `"tensorrt"`: no node gets a type for which this
             execution provider has no kernel. `Conversion.notes` counts the nodes without a kernel and the casts that
             ONNX Runtime inserts, with the target and without. By default a file is to run anywhere.
@@ -167,6 +173,7 @@ def convert_onnx(
             opset=opset,
             sizes=sizes.known,
             as_fp32=as_fp32,
+            fused=fuse,
             target=runners,
             calibrated=calibration is not None,
         )
@@ -204,7 +211,7 @@ def convert_onnx(
         *lowered.notes,
         *(loading.notes if loading is not None else ()),
     )
-    return Conversion(plan, converted, written, changed, report, refusal, notes)
+    return Conversion(plan, converted, written, changed or lowered.fused > 0, report, refusal, notes)
 
 
 def _calibrated(plan: PrecisionPlan) -> Iterator[str]:

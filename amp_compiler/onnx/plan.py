@@ -13,6 +13,8 @@ from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.later_opset import at_opset, raised_for, raised_for_fp8
 from amp_compiler.onnx.lowering.compounds import mark_compounds
+from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
+from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET, fp8_nodes
@@ -41,6 +43,7 @@ def explain_onnx(
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
     opset: int | None = None,
+    fuse: bool = False,
     target: Target | None = None,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
@@ -55,6 +58,7 @@ def explain_onnx(
         sizes: sizes of the dimensions that the model leaves open, by name, and by (input, axis) for those without one.
         as_fp32: types whose parts of the model are made FP32 first: `fp64`, `fp16`, `bf16`.
         opset: as for `convert_onnx`.
+        fuse: as for `convert_onnx`.
         target: as for `convert_onnx`.
 
     Raises:
@@ -64,7 +68,7 @@ def explain_onnx(
     low = low_type(dtype)
     plan, _ = plan_onnx(
         open_model(source), load_rules(rules), low, ranges,
-        stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32,
+        stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
         target=None if target is None else load_target(target, low),
     )  # fmt: skip
     return plan
@@ -83,6 +87,7 @@ def plan_onnx(
     opset: int | None = None,
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
+    fused: bool = False,
     target: Providers | None = None,
     calibrated: bool = True,
 ) -> tuple[PrecisionPlan, Lowered]:
@@ -102,6 +107,7 @@ def plan_onnx(
         opset: raise the model to this opset, and no further.
         sizes: as for `explain_onnx`.
         as_fp32: as for `explain_onnx`.
+        fused: as `fuse` of `convert_onnx`.
         target: the execution provider that is to run the model; `None` where any may. TensorRT builds Q/DQ pairs and
             what stands beside them into kernels of its own, whatever the rules say of them.
         calibrated: whether there are data for the scales of FP8 operands.
@@ -117,39 +123,41 @@ def plan_onnx(
         "keep_quantized": rules.keeps("quantized") or (target is not None and target.name == "tensorrt"),
     }  # fmt: skip
 
-    def lowered_from(file: OnnxFile, checked: bool) -> Lowered:
+    def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
         model = read_model(file, check=checked, sizes=sizes)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
+        fusion = fuse_compounds(model) if fused else None
         result = lower(model, low, pins=file.pins, **options)
         result.graph.model = PurePath(opened.name).name
         result.held = frozenset(name for name, pin in file.pins.items() if pin.precision == "cast")
         if target is not None:
             drop_useless_opsets(result, target)
-        return result
+        return result, fusion
 
     with raised_as_onnx(opened.name, "it cannot be planned"):
-        lowered = lowered_from(opened, check)
+        lowered, fusion = lowered_from(opened, check)
         reshaped = lowered.model.reshaped
         if reshaped:
             opened = replace(opened, proto=lowered.model.proto)
         raised = raised_for(opened, lowered, rules) if raising and opset is None and lowered.late else None
         if raised is not None:
             opened = raised
-            lowered = lowered_from(raised, False)
+            lowered, fusion = lowered_from(raised, False)
         early = not calibrated or lowered.model.opset("") < FIRST_OPSET
         if early and rules.in_fp8:
-            for planned, _ in fp8_nodes(_decide(lowered, rules, ranges, None, target))[:1]:
+            for planned, _ in fp8_nodes(_decide(lowered, fusion, rules, ranges, None, target))[:1]:
                 opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
-            lowered = lowered_from(opened, False)
+            lowered, fusion = lowered_from(opened, False)
         if reshaped:
             named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
             lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")
-        return _decide(lowered, rules, ranges, stages, target), lowered
+        return _decide(lowered, fusion, rules, ranges, stages, target), lowered
 
 
 def _decide(
     lowered: Lowered,
+    fusion: Fusion | None,
     rules: RuleSet,
     ranges: Mapping[str, float] | None,
     stages: Stages | None,
@@ -158,6 +166,8 @@ def _decide(
     """Pin nodes by the pipeline ONNX_PLAN, then let the rules decide. Gives the lowered model the graph of the pins."""
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     mark_compounds(lowered)
+    if fusion is not None:
+        _mark_fused(lowered, fusion)
     if stages is not None:
         stages.note("capture", format_graph(lowered.graph))
     draft = Draft(lowered.graph, rules, Context(lowered.low, lowered.graph.device), ranges=known)
@@ -167,12 +177,32 @@ def _decide(
         return make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages)
 
     if target is None:
-        return planned({}, stages)
-    before = added_by_runtime(lowered, rules.ops, planned({}, None).labels, target)
-    plan = planned({"target": target, "versions": versions_of(lowered)}, stages)
-    after = added_by_runtime(lowered, rules.ops, plan.labels, target)
-    lowered.notes.append(note_of(target, after, before))
-    return plan
+        plan = planned({}, stages)
+    else:
+        before = added_by_runtime(lowered, rules.ops, planned({}, None).labels, target)
+        plan = planned({"target": target, "versions": versions_of(lowered)}, stages)
+        after = added_by_runtime(lowered, rules.ops, plan.labels, target)
+        lowered.notes.append(note_of(target, after, before))
+    return plan if fusion is None else _with_fusion(plan, lowered, fusion)
+
+
+def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
+    """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
+    nodes, kinds = lowered.graph.nodes, {op: kind for kind, (op, _) in OPS.items()}
+    for name, node in lowered.nodes.items() if fusion.fused_nodes else ():
+        if node in fusion.fused_nodes:
+            nodes[name] = replace(nodes[name], part=kinds[node.op_type])
+
+
+def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:
+    """The plan with what was fused, and what was not, in the reasons of its nodes. Fills `lowered`."""
+    lowered.fused = fusion.fused.total()
+    lowered.notes.extend(fusion_messages(fusion, lowered.model.opset("")))
+    reasons = {**fusion.fused_nodes, **fusion.left}
+    by_name = {name: reasons[node] for name, node in lowered.nodes.items() if node in reasons}
+    nodes = (replace(node, reason=f"{node.reason}; {by_name[node.name]}") if node.name in by_name else node
+             for node in plan.nodes)  # fmt: skip
+    return replace(plan, nodes=tuple(nodes))
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:

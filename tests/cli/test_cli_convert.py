@@ -149,6 +149,27 @@ def test_an_older_output_survives_an_error(run, benign, tmp_path):
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
 
 
+def test_fuse_and_what_a_later_opset_would_give(run, tmp_path):
+    nodes = [
+        node("Mul", ["x", "x"], ["s"], "square"),
+        node("ReduceMean", ["s", "axes"], ["m"], "mean"),
+        node("Sqrt", ["m"], ["r"], "root"),
+        node("Div", ["x", "r"], ["q"], "quotient"),
+        node("Mul", ["q", "scale"], ["y"], "scaled"),
+    ]
+    data = [scalar("axes", [-1], np.int64), scalar("scale", np.ones(8))]
+    onnx.save(model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data), tmp_path / "in.onnx")
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--json")
+    (later,) = json.loads(text)["notes"]
+    assert code == 0 and "1 RMSNormalization (opset 23)" in later
+    assert [entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node] == [one.op_type for one in nodes]
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--no-fuse", "--json")
+    assert code == 0 and json.loads(text)["notes"] == []
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--opset", "23")
+    assert code == 0 and "note: fused what was written out in parts: 1 RMSNormalization" in text
+    assert "RMSNormalization" in {entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node}
+
+
 def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, tmp_path):
     out = tmp_path / "out.onnx"
     code, text, err = run(benign, out, "--target", "cpu", "--json")

@@ -1,4 +1,4 @@
-"""Norms and GELUs as exporters write them out, for the tests of what is found and kept whole."""
+"""Norms and GELUs as exporters write them out, for the tests of what is found, kept whole and fused."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Builder:
     def __init__(self, shape=(2, 5, 8), opset=18, kind=T.FLOAT):
         self.shape, self.opset, self.kind = shape, opset, kind
         self.nodes, self.data, self.count = [], {}, 0
+        self.returned = []
 
     def add(self, op, *inputs, name="", **attributes):
         """A node, and the value that it makes."""
@@ -70,12 +71,14 @@ class Builder:
             h.make_model(h.make_graph(first, "g", inputs, [], data), opset_imports=imports), data_prop=True
         )
         known = {entry.name: entry for entry in bare.graph.value_info}
-        return model(first, inputs, [known[last]], data, opset=self.opset, ir_version=11 if self.opset > 22 else 9)
+        outputs = [known[name] for name in (last, *self.returned)]
+        return model(first, inputs, outputs, data, opset=self.opset, ir_version=11 if self.opset > 22 else 9)
 
 
 def norm(
     *, centred=False, square="pow", root="sqrt_div", scale="behind", bias=False, axes=(-1,), epsilon=1e-5,
-    casts=False, shape=(2, 5, 8), opset=18, kind=T.FLOAT, scale_shape=None, twice=False, exponent=2.0, products=True,
+    casts=False, shape=(2, 5, 8), opset=18, kind=T.FLOAT, scale_shape=None, twice=False, exponent=2.0,
+    returned="", products=True,
 ):  # fmt: skip
     """A norm that is written out.
 
@@ -91,6 +94,7 @@ def norm(
         scale_shape: of the stored data; the last dimensions by default.
         twice: the normalized value is read elsewhere too.
         exponent: of the power.
+        returned: `root` or `mean`: an inner value is an output.
     """
     made = Builder(shape, opset, T.FLOAT16 if casts else kind)
     data = made.add("Cast", "x", to=T.FLOAT) if casts else "x"
@@ -127,6 +131,8 @@ def norm(
         result = made.add("Add", result, made.store("bias", RNG.standard_normal(wanted).astype(own)))
     if twice:
         result = made.add("Add", result, made.add("Neg", normalized))
+    if returned:
+        made.returned.append({"root": "root", "mean": "mean_of_squares"}[returned])
     return made.model(result, products)
 
 

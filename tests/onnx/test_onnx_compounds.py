@@ -16,8 +16,6 @@ BOTH = pytest.mark.parametrize("dtype", DTYPES)
 WRITTEN = {
     "rms": lambda: norm(),
     "rms, products": lambda: norm(square="mul", root="reciprocal", scale="before"),
-    "rms, power of a half": lambda: norm(root="pow_half"),
-    "rms, power of minus a half": lambda: norm(root="pow_minus_half"),
     "rms, no weights": lambda: norm(scale=""),
     "layer norm": lambda: norm(centred=True, bias=True),
     "layer norm, products": lambda: norm(centred=True, bias=True, square="mul", root="one_over"),
@@ -32,29 +30,23 @@ def inner(plan):
 
 
 def kinds(source):
-    return [found.kind for found in find_compounds(read_model(open_model(source)).ir.graph)]
+    return [ways[0].kind for ways in find_compounds(read_model(open_model(source)).ir.graph)]
 
 
-CAST = {
-    "rms, between casts": lambda: norm(casts=True),
-    "layer norm, between casts": lambda: norm(casts=True, centred=True),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN | CAST)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_norms_are_found(name):
-    source = (WRITTEN | CAST)[name]()
-    (found,) = find_compounds(read_model(open_model(source)).ir.graph)
-    assert found.kind == ("layer_norm" if "layer" in name else "rms_norm")
-    assert len(found.nodes) == len(source.graph.node) - 2  # all but the products
-    assert found.data.name == "x"
+    source = WRITTEN[name]()
+    (ways,) = find_compounds(read_model(open_model(source)).ir.graph)
+    assert ways[0].kind == ("layer_norm" if "layer" in name else "rms_norm")
+    assert len(ways[0].nodes) == len(source.graph.node) - 2  # all but the products
+    assert set(ways[0].match.values) >= {"x", "epsilon"}
 
 
 @pytest.mark.parametrize("form", [*TANH_FORMS, *ERF_FORMS])
 def test_gelus_are_found(form):
     source = gelu(form)
-    (found,) = find_compounds(read_model(open_model(source)).ir.graph)
-    assert found.kind == "gelu" and len(found.nodes) == len(source.graph.node) - 2
+    (ways,) = find_compounds(read_model(open_model(source)).ir.graph)
+    assert ways[0].kind == "gelu" and len(ways[0].nodes) == len(source.graph.node) - 2
 
 
 @pytest.mark.parametrize("source", [norm(exponent=3.0), gelu("pow", power=2.0), gelu("half_x", half=0.4)])
@@ -65,7 +57,7 @@ def test_what_is_something_else(source):
 @BOTH
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_norm_is_fp32_from_its_input_to_its_result(name, dtype):
-    done = check(WRITTEN[name](), dtype)
+    done = check(WRITTEN[name](), dtype, fuse=False)
     assert set(inner(done.plan).values()) == {"fp32"}
     assert len(casts(done.model)) == 4  # of the input and of the output of the graph, and of those of the norm
     reasons = [entry.reason for entry in done.plan.nodes if entry.precision == "fp32"]
@@ -76,7 +68,7 @@ def test_a_norm_is_fp32_from_its_input_to_its_result(name, dtype):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_so_it_is_under_other_rules(name, rules):
     """ONNX Runtime fuses it to one op of one type: `check` loads the model."""
-    assert set(inner(check(WRITTEN[name](), "fp16", rules).plan).values()) == {"fp32"}
+    assert set(inner(check(WRITTEN[name](), "fp16", rules, fuse=False).plan).values()) == {"fp32"}
 
 
 @BOTH

@@ -36,6 +36,8 @@ NORMS = {
 }
 WAYS = {
     "default": {},
+    "fused": {"fuse": True},
+    "in parts": {"fuse": False},
     "bf16, 16-bit ends": {"dtype": "bf16", "keep_io_types": False},
     "fp64 as fp32": {"as_fp32": "fp64"},
 }

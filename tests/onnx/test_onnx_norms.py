@@ -1,4 +1,4 @@
-"""Norms that are written out in parts: FP32 by default, one kernel to ONNX Runtime, right for all of FP16."""
+"""Norms that are written out in parts: FP32 by default, one op where that is asked for, right for all of FP16."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from compound_models import norm
 from onnx import numpy_helper as nh
 from onnx_models import DTYPES, check, info, model, node, run, scalar
 
+import amp_compiler as amp
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
@@ -18,6 +19,11 @@ from amp_compiler.passes.pipeline import ONNX_PLAN, PLAN, Stages
 
 RNG = np.random.default_rng(7)
 WIDTH = 64
+KINDS = {
+    "rms": ({"opset": 23}, "RMSNormalization"),
+    "layer norm": ({"opset": 18, "centred": True, "bias": True}, "LayerNormalization"),
+    "layer norm, axes as attribute": ({"opset": 17, "centred": True, "bias": True}, "LayerNormalization"),
+}
 
 
 def ops(made):
@@ -25,11 +31,24 @@ def ops(made):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("opset", [17, 18, 23])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cast_stands_around_it(kind, dtype):
+    options, written = KINDS[kind]
+    source = norm(**options)
+    done = check(source, dtype, fuse=True)
+    assert ops(done.model) == ["MatMul", written, "MatMul"]
+    assert [(cast.value, cast.dst) for cast in done.plan.casts if cast.bytes] == [("input", dtype), ("y", "fp32")]
+    (planned,) = [one for one in done.plan.nodes if one.op.endswith("Normalization")]
+    assert planned.precision == "low" and "written out in" in planned.reason
+    assert done.plan == amp.explain(source, dtype=dtype, fuse=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("opset", "fuse"), [(17, False), (18, True), (22, True), (23, False)])
 @pytest.mark.parametrize("root", ["sqrt_div", "reciprocal"])
-def test_an_rms_norm_is_fp32_with_two_casts(root, opset, dtype):
+def test_an_rms_norm_that_is_not_fused_is_fp32_with_two_casts(root, opset, fuse, dtype):
     source = norm(opset=opset, root=root)
-    done = check(source, dtype)
+    done = check(source, dtype, fuse=fuse)
     assert ops(done.model) == ops(source)
     inner = {one.precision for one in done.plan.nodes if one.op != "onnx.MatMul"}
     assert inner == {"fp32"} and len([cast for cast in done.plan.casts if cast.bytes]) == 4  # two are of the products
@@ -86,7 +105,8 @@ def test_an_rms_norm_is_right_for_all_numbers_of_fp16(epsilon, opset):
     data = rows()
     scale = RNG.uniform(0.5, 2, WIDTH).astype(np.float16).astype(np.float32)
     source = between_identities(data, scale, epsilon, opset)
-    made = check(source, "fp16").model
+    made = check(source, "fp16", fuse=True).model
+    assert ("RMSNormalization" in ops(made)) == (opset == 23)
     wide = data.astype(np.float64)
     want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * scale
     for got in (run(made, {"input": data})[0], run(emulate(made).proto, {"input": data})[0]):
@@ -104,12 +124,34 @@ def test_numbers_beyond_fp16_are_read_in_fp32(opset):
     source.graph.input.append(info("ids", 4, kind=7))
     source.graph.initializer.append(nh.from_array(table, "table"))
     feeds = {"ids": np.arange(4)}
-    assert verify(source, check(source, "fp16").model, [feeds]).largest_error < 1e-3
+    assert verify(source, check(source, "fp16", fuse=True).model, [feeds]).largest_error < 1e-3
     calibrated = between_identities(np.zeros((4, WIDTH)), scale, 1e-6, opset)
     feeds = {"input": table[:4] / 10}
     for rows_, limit in ((feeds, 1e-3), ({"input": feeds["input"] / 1e5}, 1e-3)):
-        done = convert_onnx(calibrated, calibration=[rows_], verify=[rows_])
+        done = convert_onnx(calibrated, calibration=[rows_], verify=[rows_], fuse=True)
         assert done.report.largest_error < limit
+
+
+def test_a_rule_that_names_the_part_holds_for_the_one_op():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"part": "rms_norm"}, "precision": "fp32"}]}
+    plan = convert_onnx(norm(opset=23), rules=rules, fuse=True).plan
+    (planned,) = [one for one in plan.nodes if one.op.endswith("Normalization")]
+    assert planned.precision == "fp32"
+
+
+def test_norms_that_share_a_scale_go_on_sharing_it():
+    source = between_identities(np.zeros((4, WIDTH)), np.ones(WIDTH, np.float32), 1e-6, 23)
+    again = [onnx.NodeProto.FromString(entry.SerializeToString()) for entry in source.graph.node]
+    made = {name for entry in again for name in entry.output}
+    for entry in source.graph.node:
+        entry.output[0] = f"{entry.output[0]}_1"
+        entry.input[:] = [f"{name}_1" if name in made else name for name in entry.input]
+        entry.name = entry.output[0]
+    again[0].input[0] = "y_1"
+    source.graph.node.extend(again)
+    converted = check(source, "fp16", fuse=True).model
+    assert ops(converted) == ["MatMul", "RMSNormalization", "MatMul"] * 2
+    assert len([one for one in converted.graph.initializer if one.name.startswith("scale")]) == 1
 
 
 def test_the_stages_of_a_plan_are_told_once():

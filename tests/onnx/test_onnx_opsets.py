@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -22,8 +21,7 @@ from onnx_models import (
 )
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-import amp_compiler as amp
-from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model
@@ -76,11 +74,6 @@ def test_an_opset_that_cannot_be_raised_is_an_error_that_says_so(monkeypatch):
         == convert_onnx(source, dtype="fp16", rules={"version": 1}).model.SerializeToString()
     )
     assert kept.plan.nodes[0].reason == "Conv takes no bf16 before opset 22; the opset is 17"
-
-
-def test_a_torch_model_has_no_opset():
-    with pytest.raises(AmpError, match="opset=23 for a Linear; leave it out"):
-        amp.explain(torch.nn.Linear(2, 2), (torch.ones(1, 2),), opset=23)
 
 
 def test_raising_keeps_names_doc_strings_and_metadata():

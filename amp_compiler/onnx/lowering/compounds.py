@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from amp_compiler.ir.graph import GELU, LAYER_NORM, RMS_NORM
+from amp_compiler.ir.graph import GELU as GELU
+from amp_compiler.ir.graph import LAYER_NORM as LAYER_NORM
+from amp_compiler.ir.graph import RMS_NORM as RMS_NORM
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
 from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
@@ -114,29 +116,35 @@ class Compound:
 
     Args:
         kind: `rms_norm`, `layer_norm` or `gelu`.
-        nodes: its nodes, the last one first.
-        data: what it is taken of.
+        last: the node that makes its result.
+        match: its nodes, with the values `x`, and as far as it has them `epsilon`, `scale` and `bias`.
     """
 
     kind: str
-    nodes: tuple[ir.Node, ...]
-    data: ir.Value
+    last: ir.Node
+    match: Found
+
+    @property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """Its nodes, the last one first."""
+        return self.match.nodes
 
 
-def find_compounds(graph: ir.Graph) -> Iterator[Compound]:
-    """What is written out in a graph and its bodies, each in the way that has most nodes.
+def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
+    """What is written out in a graph and its bodies: the ways in which each may be read, that of most nodes first.
 
     The ways differ in how far it reaches: with the product with stored data or without, with the cast of its input or
     behind it. Inner values may be read by others.
 
     Example:
-        >>> [compound.kind for compound in find_compounds(read_model(open_model(proto)).ir.graph)]
-        ['rms_norm']
+        >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)).ir.graph)]
+        [['rms_norm', 'rms_norm']]
     """
     for node in _anchors(graph):
-        compound = _longest(node) if is_op(node, node.op_type) and _is_likely(node) else None
-        if compound is not None:
-            yield compound
+        if is_op(node, node.op_type) and _is_likely(node):
+            ways = _ways(node)
+            if ways:
+                yield ways
 
 
 def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
@@ -148,16 +156,16 @@ def mark_compounds(lowered: Lowered) -> None:
     """Say of each node which kind of compound it is part of (`Node.part`, `compounds`). Changes `lowered.graph`."""
     names: dict[ir.Node, str] = {}
     order: dict[str, int] = {}
-    for compound in find_compounds(lowered.model.ir.graph):
+    for ways in find_compounds(lowered.model.ir.graph):
         if not names:
             names = {node: name for name, node in lowered.nodes.items()}
             order = {name: index for index, name in enumerate(lowered.graph.nodes)}
         nodes = lowered.graph.nodes
-        parts = (*compound.nodes, *_guard(compound.data))
+        parts = (*ways[0].nodes, *_guard(ways[0].match.values["x"]))
         own = sorted((names[node] for node in parts if node in names), key=order.__getitem__)
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":
-                nodes[name] = replace(nodes[name], part=compound.kind)
+                nodes[name] = replace(nodes[name], part=ways[0].kind)
         lowered.graph.compounds.append(tuple(own))
 
 
@@ -183,16 +191,17 @@ def _is_likely(node: ir.Node) -> bool:
     return False
 
 
-def _longest(anchor: ir.Node) -> Compound | None:
-    """The way of most nodes, of equal ones the first, to read what stands around an anchor."""
-    ways: list[Compound] = []
+def _ways(anchor: ir.Node) -> list[Compound]:
+    ways: dict[tuple[frozenset[ir.Node], frozenset[tuple[str, ir.Value]]], Compound] = {}
     for last in _behind(anchor):
         for kind in _ANCHORS[anchor.op_type]:
             for term in _KINDS[kind]:
                 for way in itertools.islice(term.match(last.outputs[0], Found()), _WAYS):
-                    if anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes):
-                        ways.append(Compound(kind, way.nodes, way.values["x"]))
-    return max(ways, key=lambda one: len(one.nodes), default=None)
+                    whole = anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes)
+                    if whole and last.op_type != "Cast":
+                        key = frozenset(way.nodes), frozenset(way.values.items())
+                        ways.setdefault(key, Compound(kind, last, way))
+    return sorted(ways.values(), key=lambda way: -len(way.nodes))  # stable: among equals the first found stays first
 
 
 def _behind(anchor: ir.Node) -> list[ir.Node]:

@@ -39,7 +39,8 @@ class Lowered:
         returned: for each output of the neutral graph, its index among the outputs of the model.
         owners: by body, the node that holds it.
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
-        notes: what else there is to say, in a sentence each.
+        fused: how many norms and GELUs were made one op each before the model was lowered.
+        notes: what there is to say of that, in a sentence each.
         renamed: whether a node has another name here, since an earlier one has its own.
         held: casts of FP32 to FP32 that an export has kept for the plan; those go that come to nothing.
     """
@@ -53,6 +54,7 @@ class Lowered:
     returned: list[int] = field(default_factory=list)
     owners: dict[ir.Graph, ir.Node] = field(default_factory=dict)
     late: dict[str, int] = field(default_factory=dict)
+    fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
     held: frozenset[str] = frozenset()

@@ -2,7 +2,7 @@
 
 `onnxscript.rewriter` has patterns too. It takes another order of operands for another pattern, so that a GELU by tanh
 is 64 of them, knows no alternatives at the root, and tells nothing of a match whose inner values are read elsewhere;
-such a one is planned as a whole here.
+such a one is planned as a whole here, though it cannot be fused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import onnx_ir as ir
 
 from amp_compiler.onnx.model.data import array_of, tensor_of
 
+MOST = 16
+"""Elements up to which stored data are looked at: axes, and single numbers."""
 _NUMPY = {int(kind): kind.numpy() for kind in (
     ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE, ir.DataType.INT32,
     ir.DataType.INT64,
@@ -168,18 +170,18 @@ def is_stored(value: ir.Value) -> bool:
     return is_op(maker, "Constant") and tensor_of(value) is not None
 
 
-def scalar_of(value: ir.Value | None, steps: int = 4) -> np.ndarray | None:
-    """The one number that a value holds, without dimensions; `None` where it is not stored, or more than one.
+def numbers_of(value: ir.Value | None, steps: int = 4) -> np.ndarray | None:
+    """A few stored numbers in a row, casts and other shapes of them looked through; `None` where they are not stored.
 
     Args:
-        value: a value.
+        value: a value, of at most `MOST` elements.
         steps: casts and changes of shape that are looked through.
     """
     if value is None or steps < 0:
         return None
     maker = value.producer()
     if maker is not None and maker.op_type in (*_COPIES, *_SHAPES) and is_op(maker, maker.op_type):
-        held = scalar_of(maker.inputs[0], steps - 1) if maker.inputs else None
+        held = numbers_of(maker.inputs[0], steps - 1) if maker.inputs else None
         to = maker.attributes.get("to")
         if held is None or to is None:
             return held
@@ -187,10 +189,15 @@ def scalar_of(value: ir.Value | None, steps: int = 4) -> np.ndarray | None:
     if maker is not None and is_op(maker, "Constant"):
         for name in ("value_int", "value_ints"):
             if name in maker.attributes:
-                held = np.asarray(maker.attributes[name].value, np.int64)
-                return held.reshape(()) if held.size == 1 else None
+                return np.asarray(maker.attributes[name].value, np.int64).reshape(-1)
     tensor = tensor_of(value) if is_stored(value) else None
-    if tensor is None or tensor.size != 1:
+    if tensor is None or not 0 < tensor.size <= MOST:
         return None
-    held = np.asarray(array_of(tensor)).reshape(())
+    held = np.asarray(array_of(tensor)).reshape(-1)
     return held if held.dtype.kind in "fiuV" else None
+
+
+def scalar_of(value: ir.Value | None) -> np.ndarray | None:
+    """The one number that a value holds, without dimensions; `None` where it is not stored, or more than one."""
+    held = numbers_of(value)
+    return held.reshape(()) if held is not None and held.size == 1 else None
