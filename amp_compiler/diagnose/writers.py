@@ -160,9 +160,9 @@ def _last_step(file: int) -> int:
     """The number of the step in the last line of a file of whole lines; 0 where there is none."""
     size = os.fstat(file).st_size
     os.lseek(file, max(0, size - _BLOCK), os.SEEK_SET)
-    lines = os.read(file, _BLOCK).decode("utf-8", "replace").splitlines()
+    text = os.read(file, _BLOCK).decode("utf-8", "replace").rstrip("\n")
     try:
-        return StepRecord.from_json(lines[-1]).step if lines else 0
+        return StepRecord.from_json(text.rpartition("\n")[2]).step
     except ValueError:
         return 0
 

@@ -167,10 +167,8 @@ def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
 
 def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     whole = record(1).to_json()
-    wrong = [
-        whole.replace('"step": 1,', f'"step": {step},') for step in ('"Infinity"', '"NaN"', "1e999", "true", "null")
-    ]
-    wrong += [whole.replace('"time": ', f'"time": {"9" * 400}'), "[" * 100_000]
+    wrong = [whole.replace('"step":1,', f'"step":{step},') for step in ('"Infinity"', '"NaN"', "1e999", "true", "null")]
+    wrong += [whole.replace('"time":', f'"time":{"9" * 400}'), "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join([*wrong, whole, ""]))
     found = read_run(tmp_path / "a.jsonl")
     assert [one.step for one in found.records] == [1] and len(found.notes) == len(wrong)
@@ -272,7 +270,7 @@ def test_a_terminal_that_has_gone_stops_no_training(
 def test_a_long_run_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     line = record(1).to_json()
-    lines = [line.replace('"step": 1,', f'"step": {step},') for step in range(1, 20_001)]
+    lines = [line.replace('"step":1,', f'"step":{step},') for step in range(1, 20_001)]
     path.write_text("\n".join(lines) + "\n")
     run = read_run(path)  # in a time that grows with its length alone
     assert len(run.records) == 20_000 and JSONLines(path)._last == 20_000
