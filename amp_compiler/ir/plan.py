@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.files import write_atomically
@@ -245,6 +243,8 @@ class PrecisionPlan:
                 f"this is a plan of version {data.get('version')!r}, not {FORMAT_VERSION}",
                 hint="make it again with amp.explain",
             )
+        from pydantic import TypeAdapter, ValidationError  # what imports the package alone does without
+
         try:
             return TypeAdapter(cls).validate_python(data)
         except ValidationError as cause:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import bisect
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from amp_compiler.errors import AmpError
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # JSON has no numbers for them
+
+def _number(value: Any) -> Any:
+    """Neither a truth value nor a text of digits is a number, as pydantic has it."""
+    if isinstance(value, bool) or (isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity")):
+        raise ValueError(f"{value!r} is no number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_number)]
+Number = Annotated[float, BeforeValidator(_number)]
 
 
 @dataclass(frozen=True)
@@ -38,32 +47,31 @@ class StepRecord:
         aux: single numbers that the loss function returned beside the loss in a dict.
     """
 
-    step: int
-    time: float
-    loss: float
-    loss_scale: float
-    skipped_steps: int
-    grad_norm: float
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="strings")  # JSON has no numbers for them
+
+    step: Whole
+    time: Number
+    loss: Number
+    loss_scale: Number
+    skipped_steps: Whole
+    grad_norm: Number
     dtype: str
-    zero: float
-    subnormal: float
-    infinite: float
-    milliseconds: float | None = None
-    memory: int | None = None
-    aux: Mapping[str, float] = field(default_factory=dict)
+    zero: Number
+    subnormal: Number
+    infinite: Number
+    milliseconds: Number | None = None
+    memory: Whole | None = None
+    aux: Mapping[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line of JSON, without the end of the line; infinity and NaN are words.
 
         Example:
-            >>> record = StepRecord(1, 0.0, math.inf, 2.0, 0, 1.0, "fp16", 0.0, 0.0, 0.0)
+            >>> record = StepRecord(1, 0.0, float("inf"), 2.0, 0, 1.0, "fp16", 0.0, 0.0, 0.0)
             >>> StepRecord.from_json(record.to_json()).loss
             inf
         """
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        aux = {name: _as_json(value) for name, value in self.aux.items()}
-        plain = {name: _as_json(value) for name, value in values.items() if value is not None and name != "aux"}
-        return json.dumps(plain | ({"aux": aux} if aux else {}), allow_nan=False)
+        return _RECORDS.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
@@ -72,40 +80,10 @@ class StepRecord:
         Raises:
             ValueError: the line is none.
         """
-        try:
-            data = json.loads(line)
-        except RecursionError as cause:
-            raise ValueError("it is nested too deep") from cause
-        if not isinstance(data, dict):
-            raise ValueError("no mapping")
-        try:
-            numbers = {name: _number(data[name]) for name in _NUMBERS}
-            times = {name: _number(data[name]) for name in ("milliseconds", "memory") if name in data}
-            aux = {str(name): _number(value) for name, value in dict(data.get("aux", {})).items()}
-            for name in _WHOLE & (numbers.keys() | times.keys()):
-                into = numbers if name in numbers else times
-                into[name] = int(into[name])
-        except (KeyError, TypeError, OverflowError) as cause:
-            raise ValueError(f"{cause!r}") from cause
-        return cls(dtype=str(data.get("dtype", "")), aux=aux, **numbers, **times)  # type: ignore[arg-type]
+        return _RECORDS.validate_json(line)
 
 
-_NUMBERS = ("step", "time", "loss", "loss_scale", "skipped_steps", "grad_norm", "zero", "subnormal", "infinite")
-_WHOLE = {"step", "skipped_steps", "memory"}
-
-
-def _as_json(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)
+_RECORDS = TypeAdapter(StepRecord)
 
 
 @dataclass(frozen=True)
@@ -146,8 +124,8 @@ def read_run(path: str | Path) -> Run:
             continue
         try:
             record = StepRecord.from_json(line)
-        except ValueError as cause:
-            notes.append(f"line {number} is no record and is left out ({cause})")
+        except ValidationError as cause:
+            notes.append(f"line {number} is no record and is left out ({cause.errors()[0]['msg']})")
             continue
         if records and records[-1].step >= record.step:
             kept = bisect.bisect_left(records, record.step, key=lambda one: one.step)

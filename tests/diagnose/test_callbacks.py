@@ -149,10 +149,8 @@ def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
 
 def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     whole = record(1).to_json()
-    wrong = [
-        whole.replace('"step": 1,', f'"step": {step},') for step in ('"Infinity"', '"NaN"', "1e999", "true", "null")
-    ]
-    wrong += [whole.replace('"time": ', f'"time": {"9" * 400}'), "[" * 100_000]
+    wrong = [whole.replace('"step":1,', f'"step":{step},') for step in ('"Infinity"', '"NaN"', "1e999", "true", "null")]
+    wrong += [whole.replace('"time":', f'"time":{"9" * 400}'), "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join([*wrong, whole, ""]))
     found = read_run(tmp_path / "a.jsonl")
     assert [one.step for one in found.records] == [1] and len(found.notes) == len(wrong)
