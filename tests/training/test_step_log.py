@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import own_memory
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_compiler as amp
 from amp_compiler.ops import exponents
-from amp_compiler.training.reporting import log
 from amp_compiler.training.reporting.log import shares
 
 
@@ -254,16 +251,6 @@ def test_what_is_no_callback_is_refused(callbacks: Any, message: str) -> None:
 def test_every_is_a_whole_number_of_steps(every: Any) -> None:
     with pytest.raises(amp.AmpError, match="every="):
         Kept(every=every)
-
-
-def test_the_memory_is_what_the_process_itself_has_held(monkeypatch):
-    """`resource` would tell what the process had held that started this one, where that is more."""
-    largest = {"ru_maxrss": 1 << 40}
-    monkeypatch.setattr(
-        log, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: SimpleNamespace(**largest))
-    )
-    told, held = log._memory(torch.device("cpu")), own_memory.peak()
-    assert held - (16 << 20) <= told <= held
 
 
 def test_a_flush_is_told_the_mean_loss_of_the_batches_that_it_uses(tmp_path):
