@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
@@ -45,16 +44,6 @@ def test_a_pass_prints_its_whole_docstring(shell):
     assert out.startswith(
         "simplify_casts: `passes/step/simplify_casts.py` · in place · changes no number · may be skipped"
     )
-
-
-def test_the_page_tells_every_pass_once():
-    out = (Path(__file__).parents[2] / "passes" / "README.md").read_text(encoding="utf-8")
-    for name in PASSES:
-        assert out.count(f"\n### {name}\n") == 1
-    for pipeline in PIPELINES:
-        assert not pipeline.names or f"| {pipeline.name} | [{pipeline.names[0]}]" in out
-    assert "```text\n" in out
-    assert "- gives: Every node has a decision" in out
 
 
 def test_an_unknown_pass_is_an_error_with_the_nearest(shell):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import logging
 import math
@@ -226,17 +225,3 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     keys = set(re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     told = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
     assert told | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
-
-
-def test_a_terminal_that_has_gone_stops_no_training(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(sys, "stdout", Gone())
-    view = Terminal()
-    view.on_step(record(1))
-    view.on_step(record(2))
-    assert caplog.text.count("the terminal cannot be written: Broken pipe") == 1

@@ -274,38 +274,6 @@ def test_a_run_that_is_interrupted_says_where_its_journal_is(tmp_path, monkeypat
         assert (f"{tmp_path / 'tuned.yaml.journal'}, and the same command goes on" in caplog.text) == said
 
 
-@pytest.mark.parametrize("other", ["targets", "loss", "buffer"])
-def test_a_journal_is_not_taken_for_another_loss_or_for_what_no_state_dict_holds(other, tmp_path):
-    class Scaled(Many):
-        def __init__(self, scale):
-            super().__init__({1, 3})
-            self.register_buffer("scale", torch.tensor(scale), persistent=False)
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-    def distance(model, x, y):
-        return (model(x).float() - y).square().mean()
-
-    def shorter(model, x, y):
-        return (model(x).float() - y).abs().mean()
-
-    path, zeros = tmp_path / "tuned.yaml", torch.zeros(())
-    journal = path.with_name("tuned.yaml.journal")
-    line = {"kept": 1, "error": "x"}
-    amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", tolerance=2e-3, output=path, loss_fn=distance, budget=1e-9)
-    made = {
-        "targets": (Scaled(1.0), torch.ones(()), distance), "loss": (Scaled(1.0), zeros, shorter),
-        "buffer": (Scaled(3.0), zeros, distance),
-    }  # fmt: skip
-    model, target, loss = made[other]
-    with pytest.raises(AmpError, match=r"journal is of another model.*delete it"):
-        amp.tune(model, [(X, target)], dtype="fp16", output=path, loss_fn=loss)
-    journal.write_text("\n".join([journal.read_text().splitlines()[0], json.dumps(line)]))
-    with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
-        amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", output=path, loss_fn=distance)
-
-
 def test_batches_that_go_different_ways_are_refused():
     class Ways(nn.Module):
         def __init__(self):
@@ -333,19 +301,31 @@ def test_classes_that_differ_count_by_their_share():
     assert found.result() == Measured(0.01, "classes")
 
 
+class Scaled(Many):
+    """By a number that no `state_dict` holds."""
+
+    def __init__(self, wide: set[int], scale: float = 1.0) -> None:
+        super().__init__(wide)
+        self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def test_a_journal_of_something_else_is_refused(tmp_path):
     path = tmp_path / "tuned.yaml"
     journal = tmp_path / "tuned.yaml.journal"
-    stopped = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path, budget=1e-9)
+    stopped = amp.tune(Scaled({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path, budget=1e-9)
     assert stopped.stopped == "the time was up" and journal.exists() and stopped.error <= 2e-3
     for model, x, rules in (
-        (Many({1}), X * 8, "default"), (Many({1, 3}), X * 7, "default"), (Many({1, 3}), X * 8, "safe"),
+        (Scaled({1}), X * 8, "default"), (Scaled({1, 3}), X * 7, "default"), (Scaled({1, 3}), X * 8, "safe"),
+        (Scaled({1, 3}, 3.0), X * 8, "default"),
     ):  # fmt: skip
         with pytest.raises(AmpError, match=r"of another model, other rules or other batches; delete it, or name"):
             amp.tune(model, [x], rules=rules, dtype="fp16", tolerance=2e-3, output=path)
     journal.write_text("nonsense")
     with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
-        amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+        amp.tune(Scaled({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
 
 
 def test_budgets_stop_with_nodes_that_meet_the_tolerance():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import own_memory
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_compiler as amp
 from amp_compiler.ops import exponents
-from amp_compiler.training.reporting import log
 from amp_compiler.training.reporting.log import shares
 
 

@@ -14,7 +14,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
-from amp_compiler.ops.update.operators import FUSED
+from amp_compiler.ops.update.operators import FUSED, FUSED_NAMES
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.ranks.parts import UNSPLIT, Parts
@@ -271,10 +271,9 @@ def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> Non
     """
     for one in optimizers if low else ():
         if type(one) not in KINDS:
-            known = ", ".join(kind.__name__ for kind in KINDS)
             raise AmpError(
                 f"{type(one).__name__} updates FP32 masters only, and the rules say weights: {{master: low}}",
-                hint=f"use one of {known}, or weights: {{master: fp32}}",
+                hint=f"use {FUSED_NAMES}, or weights: {{master: fp32}}",
             )
 
 
@@ -296,11 +295,10 @@ def check_split(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
         )
     for one in optimizers:
         if type(one) not in KINDS:
-            known = ", ".join(kind.__name__ for kind in KINDS)
             raise AmpError(
                 f"the update of {type(one).__name__} may need whole weights (its own code is traced), and the rules say"
                 " reduce: {shard: update}",
-                hint=f"use one of {known}, or {UNSPLIT}",
+                hint=f"use {FUSED_NAMES}, or {UNSPLIT}",
             )
 
 
