@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import own_memory
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_compiler as amp
 from amp_compiler.ops import exponents
+from amp_compiler.training.reporting import log
 from amp_compiler.training.reporting.log import shares
 
 

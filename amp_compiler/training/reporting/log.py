@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -222,4 +224,10 @@ def _memory(device: torch.device) -> int | None:
         return int(torch.cuda.max_memory_allocated(device))
     if device.type != "cpu":
         return None
+    try:  # on Linux `resource` tells at least what the process held that started this one
+        peak = _PEAK.search(Path("/proc/self/status").read_bytes())
+    except OSError:
+        peak = None
+    if peak is not None:
+        return 1024 * int(peak[1])
     return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * _UNIT
