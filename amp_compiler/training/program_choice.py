@@ -288,6 +288,7 @@ class ProgramChoice:
             course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
             program = build_step(self._setup.module, loss, options, self._setup.state, stages)
             course.plan = program.plan
+        stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
         graph.programs[key] = program
         if coordinator is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from fx_reader import parse_fx
 from torch import fx
 
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import format_fx
+from amp_compiler.fx.text import Lines, format_fx
 
 EVERYTHING = """in w: fp32[4, 4]
 in x: bf16[4, 8]{1, 4}  # low=w:bf16
@@ -31,6 +32,30 @@ in getitem: fp32[4]
 neg: fp32[4] = aten.neg.default(getitem)
 return neg
 """
+
+
+CHANGES = {
+    "a name": lambda w, m: w._rename("v"),
+    "an argument": lambda w, m: m.update_arg(1, 2.0),
+    "a target": lambda w, m: setattr(m, "target", torch.ops.aten.add.Tensor),
+    "a keyword": lambda w, m: m.update_kwarg("out", w),
+    "an example": lambda w, m: m.meta.update(val=m.meta["val"].half()),
+    "a mark": lambda w, m: m.meta.update({Key.MASTER: "w"}),
+    "a mark less": lambda w, m: m.meta.pop(Key.PHASE),
+    "a module": lambda w, m: m.meta.update(nn_module_stack={"fc2": ("fc2", "Linear")}),
+    "a node more": lambda w, m: m.append(m.graph.node_copy(m)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_lines_that_are_kept_are_those_that_would_be_written(change) -> None:
+    module, lines = parse_fx(EVERYTHING), Lines()
+    for graph_module in (module, module.inner):
+        before = lines.format(graph_module)
+        assert before == lines.format(graph_module) == format_fx(graph_module)
+    before = lines.format(module)
+    change(*list(module.graph.nodes)[:1], next(node for node in module.graph.nodes if node.name == "mul"))
+    assert lines.format(module) == format_fx(module) != before
 
 
 def test_everything_reads_back_as_itself() -> None:
