@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from fx_reader import parse_fx
-from torch import fx
+from torch import fx, nn
 
+import amp_compiler as amp
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.text import Lines, format_fx
 
@@ -71,3 +72,17 @@ def test_everything_reads_back_as_itself() -> None:
 def test_marks_are_the_keys_of_the_enum() -> None:
     assert Key.PHASE == "amp_phase" and {Key.PHASE: 1}["amp_phase"] == 1  # type: ignore[index]
     assert len({key.value for key in Key}) == len(Key)
+
+
+def test_a_size_that_torch_settles_while_a_pass_runs_is_no_change_of_that_pass() -> None:
+    """The rows that a mask takes of a second batch size: tracing anew replaces their symbol in the graph before."""
+    model = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.masked_select(model(x)[:, :1], mask).sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = amp.training_step(model, loss, optimizer, enabled=False, backend="eager")
+    for rows in (2, 3):
+        x, mask = torch.randn(rows, 4), torch.rand(rows, 6) > 0.1
+        torch.testing.assert_close(step(x, mask), loss(model, x, mask).detach())
