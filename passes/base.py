@@ -38,16 +38,32 @@ class PassResult(Generic[Subject]):
 
 def text_of(subject: Any) -> str:
     """The text by which a change is seen: of a draft or an FX graph."""
-    if hasattr(subject, "to_text"):
-        return str(subject.to_text())
-    from amp_compiler.fx.text import format_fx  # here, because the neutral passes do without torch
-
-    return format_fx(subject)
+    return Texts().of(subject)
 
 
-def state_of(subject: Any, *, kept: bool = True) -> Any:
-    """That by which a change is seen: what a draft holds, and of all else the text; `kept` as for `Draft.state`."""
-    return subject.state(kept=kept) if hasattr(type(subject), "state") else text_of(subject)
+class Texts:
+    """The texts of one subject after another; of a graph, only what changed is written anew."""
+
+    def __init__(self) -> None:
+        self._lines: Any = None
+
+    def of(self, subject: Any) -> str:
+        """The text by which a change is seen, see `text_of`."""
+        if hasattr(subject, "to_text"):
+            return str(subject.to_text())
+        if self._lines is None:
+            from amp_compiler.fx.text import Lines  # here, because the neutral passes do without torch
+
+            self._lines = Lines()
+        return str(self._lines.format(subject))
+
+    def state(self, subject: Any, *, kept: bool = True) -> Any:
+        """That by which a change is seen: what a draft holds, and of all else the text; `kept` as for `Draft.state`."""
+        return subject.state(kept=kept) if hasattr(type(subject), "state") else self.of(subject)
+
+    def clear(self) -> None:
+        """Forget the graphs that were written."""
+        self._lines = None
 
 
 class Pass(ABC, Generic[Subject]):
@@ -89,7 +105,7 @@ class Pass(ABC, Generic[Subject]):
         """Do the work. Call the pass object itself, which checks the contract around this."""
 
     @abstractmethod
-    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject]) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         """What is wrong where an in-place pass returned another object, or a functional one changed its input."""
 
     def __call__(self, subject: Subject) -> PassResult[Subject]:
@@ -99,12 +115,13 @@ class Pass(ABC, Generic[Subject]):
             PassError: the input is not what the pass requires, the output not what it ensures, it changed what it must
                 not, or `modified` is untrue. An error that is no `AmpError` becomes one that names the pass.
         """
-        return self.checked(subject, state_of(subject))[0]
+        texts = Texts()
+        return self.checked(subject, texts.state(subject), texts)[0]
 
-    def checked(self, subject: Subject, before: Any) -> tuple[PassResult[Subject], Any]:
+    def checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         """As `__call__`, for those who have the state of the subject already; returns that of the result as well."""
         with self._named():
-            return self._run_checked(subject, before)
+            return self._run_checked(subject, before, texts)
 
     def unchecked(self, subject: Subject) -> PassResult[Subject]:
         """Run the pass where nobody asks for its contract, or the text behind it; an error still names the pass."""
@@ -127,7 +144,7 @@ class Pass(ABC, Generic[Subject]):
                 ) from cause
             raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", hint=_BUG) from cause
 
-    def _run_checked(self, subject: Subject, before: Any) -> tuple[PassResult[Subject], Any]:
+    def _run_checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         wrong = self.requires(subject)
         if wrong is not None:
             raise PassError(wrong, where=f"before pass '{self.name}'", hint=_ORDER)
@@ -136,8 +153,8 @@ class Pass(ABC, Generic[Subject]):
         if not isinstance(result, PassResult):
             wrong = f"it returned a {type(result).__name__}, not a PassResult"
             raise PassError(wrong, where=f"after pass '{self.name}'", hint=_BUG)
-        after = state_of(result.subject)
-        wrong = self._kept_its_kind(subject, before, result) or self.ensures(result.subject, remembered)
+        after = texts.state(result.subject)
+        wrong = self._kept_its_kind(subject, before, result, texts) or self.ensures(result.subject, remembered)
         if wrong is None and result.modified != (before != after):
             change = "changed" if before != after else "did not change"
             wrong = f"it says modified={result.modified}, and the text {change}"
@@ -149,10 +166,10 @@ class Pass(ABC, Generic[Subject]):
 class FunctionalPass(Pass[Subject]):
     """Base of the passes that leave their subject as it is; where nothing is to be done they return it itself."""
 
-    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject]) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         if result.subject is not subject and not result.modified:
             return "nothing was modified, and it returned another object"
-        changed = state_of(subject, kept=False) != before
+        changed = texts.state(subject, kept=False) != before
         return "it changed its input, which a functional pass leaves as it is" if changed else None
 
 
@@ -171,7 +188,7 @@ class InPlacePass(Pass[Any]):
         bare = next((node for node in subject.graph.nodes if lacks_example(node)), None)
         return None if bare is None else f"node '{bare.name}' carries no example value in meta['val']"
 
-    def _kept_its_kind(self, subject: Any, before: Any, result: PassResult[Any]) -> str | None:
+    def _kept_its_kind(self, subject: Any, before: Any, result: PassResult[Any], texts: Texts) -> str | None:
         if result.subject is not subject:
             return "it returned another graph, where an in-place pass returns the one it was given"
         try:

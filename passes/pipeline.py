@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from amp_compiler.errors import PassError
 from amp_compiler.passes import PASSES, find_pass
-from amp_compiler.passes.base import Pass, state_of, text_of
+from amp_compiler.passes.base import Pass, Texts
 
 
 class Stage(NamedTuple):
@@ -36,6 +36,7 @@ class Stages(Sequence[Stage]):
         self._last = ""
         self._subgraphs: dict[int, bytes] = {}
         self.captured = self.compiling = 0.0  # when it was captured, when a backend first compiled
+        self.texts = Texts()  # what writes them while they are made
 
     @property
     def last(self) -> str:
@@ -210,6 +211,7 @@ class Pipeline:
             PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
         verifies = os.environ.get("AMP_VERIFY") == "1"
+        texts = Texts() if stages is None else stages.texts
         state = None  # of the subject, as long as it is known
         for step in self.steps:
             run = self._made(step, options, subject)
@@ -218,13 +220,13 @@ class Pipeline:
                 continue
             whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
-                result, state = run.checked(subject, state_of(subject) if state is None else state)
+                result, state = run.checked(subject, texts.state(subject) if state is None else state, texts)
             except PassError as error:
                 error.stages = stages
                 raise
             subject = result.subject
             if stages is not None:
-                stages.note(run.name, state if isinstance(state, str) else text_of(subject))
+                stages.note(run.name, state if isinstance(state, str) else texts.of(subject))
             if not isinstance(step, str):
                 self._verify(subject, run.name, whole)
         if verifies:

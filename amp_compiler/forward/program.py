@@ -19,7 +19,6 @@ from amp_compiler.fx.torch_private.breaks import reads_values
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.passes.base import text_of
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
@@ -69,7 +68,7 @@ def normalize(
     Without `low` nothing is planned.
     """
     if stages is not None:
-        stages.note("capture", text_of(graph_module))
+        stages.note("capture", stages.texts.of(graph_module))
     settings.pipelines["CAPTURE"].run(graph_module, {"root": root, "low": low and torch_dtype(low)}, stages)
 
 
@@ -129,7 +128,7 @@ def build_run(
     if not backend.compiled:
         return settings.builder(graph_module, examples, round_exactly)
     compiled = copy_graph(graph_module)
-    stages.begin_subgraph(text_of(compiled))
+    stages.begin_subgraph(stages.texts.of(compiled))
     settings.pipelines["SUBGRAPH"].run(compiled, {}, stages)
     try:
         return settings.builder(compiled, examples, round_exactly)

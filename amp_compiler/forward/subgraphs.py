@@ -42,7 +42,6 @@ from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_
 from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.passes.base import text_of
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.place_weights import PlaceWeights
 from amp_compiler.passes.step.separate_buffers import written_placeholders
@@ -132,7 +131,7 @@ def build_subgraph(
             )
         if stored:
             PlaceWeights(stored, ()).run(captured.graph_module)
-            stages.note(PlaceWeights.name, text_of(captured.graph_module))
+            stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]

@@ -20,6 +20,7 @@ import functools
 import json
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,18 +51,65 @@ def format_fx(graph_module: fx.GraphModule) -> str:
     Args:
         graph_module: a graph whose nodes carry their fake tensors in `meta["val"]`.
     """
-    return "".join(_blocks(graph_module, ""))
+    return Lines().format(graph_module)
 
 
-def _blocks(graph_module: fx.GraphModule, path: str) -> Iterator[str]:
-    lines = [_line(node) for node in graph_module.graph.nodes]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What a node's line was written from, and the line. What is immutable is compared by its identity."""
+
+    name: str
+    call: tuple[Any, ...]  # target, arguments, keywords
+    meta: list[Any]  # keys, and what stands under them
+    sources: list[str]
+    line: str
+
+
+class Lines:
+    """Writes graphs as `format_fx` does, again and again: of a node that stayed as it was, the line is kept.
+
+    A pass changes a few nodes of hundreds, and its contract asks for the text behind every pass. An example whose sizes
+    are changed in place keeps the line that it had.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[fx.Node, _Seen] = {}
+
+    def format(self, graph_module: fx.GraphModule) -> str:
+        """The graph as text, see `format_fx`."""
+        return "".join(_blocks(graph_module, "", self._line))
+
+    def clear(self) -> None:
+        """Forget the nodes."""
+        self._seen.clear()
+
+    def _line(self, node: fx.Node) -> str:
+        call = (node.target, node.args, node.kwargs)
+        meta, sources = [*node.meta, *node.meta.values()], [source.name for source in node.all_input_nodes]
+        seen = self._seen.get(node)
+        if (
+            seen is not None
+            and seen.name == node.name
+            and seen.sources == sources
+            and all(map(operator.is_, seen.call, call))
+            and len(seen.meta) == len(meta)
+            and all(map(operator.is_, seen.meta, meta))
+        ):
+            return seen.line
+        line = _line(node)
+        self._seen[node] = _Seen(node.name, call, meta, sources, line)
+        return line
+
+
+def _blocks(graph_module: fx.GraphModule, path: str, written: Callable[[fx.Node], str]) -> Iterator[str]:
+    lines = [written(node) for node in graph_module.graph.nodes]
     yield "\n".join(lines) + "\n"
     named = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op in ("get_attr", "call_module"))
     for name in named:
         inner = graph_module.get_submodule(name) if _has_module(graph_module, name) else None
         if isinstance(inner, fx.GraphModule):
             yield f"graph {path}{name}\n"
-            yield from _blocks(inner, f"{path}{name}.")
+            yield from _blocks(inner, f"{path}{name}.", written)
 
 
 def _has_module(module: torch.nn.Module, name: str) -> bool:

@@ -312,6 +312,7 @@ class ProgramChoice:
             course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
             program = build_step(loss, options, stages)
             course.plan = program.plan
+        stages.texts.clear()  # it would keep every graph that was made on the way
         detector.settle()
         graph.programs[key] = program
         if coordinator is not None:

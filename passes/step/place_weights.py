@@ -11,7 +11,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, upcast_behind_inputs
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult, text_of
+from amp_compiler.passes.base import InPlacePass, PassResult, Texts
 from amp_compiler.policy.rules import OpTable
 
 
@@ -56,8 +56,8 @@ class PlaceWeights(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        graph, count = subject.graph, 0
-        before = text_of(subject)
+        graph, count, texts = subject.graph, 0, Texts()
+        before = texts.of(subject)
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
         for name, dtype in self.stored.items():
             node = placeholders[name]
@@ -69,7 +69,7 @@ class PlaceWeights(InPlacePass):
                     _stand_in(graph, Key.WIDE, node, wide)
             elif name in self.trained:
                 count = _hoist_copies(graph, node, dtype, count)
-        modified = text_of(subject) != before
+        modified = texts.of(subject) != before
         if modified:
             subject.recompile()
         return PassResult(subject, modified)

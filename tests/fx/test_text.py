@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from fx_reader import parse_fx
-from torch import fx
+from torch import fx, nn
 
+import amp_compiler as amp
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.text import format_fx
+from amp_compiler.fx.text import Lines, format_fx
 
 EVERYTHING = """in w: fp32[4, 4]
 in x: bf16[4, 8]{1, 4}  # low=w:bf16
@@ -33,6 +35,30 @@ return neg
 """
 
 
+CHANGES = {
+    "a name": lambda w, m: w._rename("v"),
+    "an argument": lambda w, m: m.update_arg(1, 2.0),
+    "a target": lambda w, m: setattr(m, "target", torch.ops.aten.add.Tensor),
+    "a keyword": lambda w, m: m.update_kwarg("out", w),
+    "an example": lambda w, m: m.meta.update(val=m.meta["val"].half()),
+    "a mark": lambda w, m: m.meta.update({Key.MASTER: "w"}),
+    "a mark less": lambda w, m: m.meta.pop(Key.PHASE),
+    "a module": lambda w, m: m.meta.update(nn_module_stack={"fc2": ("fc2", "Linear")}),
+    "a node more": lambda w, m: m.append(m.graph.node_copy(m)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_lines_that_are_kept_are_those_that_would_be_written(change) -> None:
+    module, lines = parse_fx(EVERYTHING), Lines()
+    for graph_module in (module, module.inner):
+        before = lines.format(graph_module)
+        assert before == lines.format(graph_module) == format_fx(graph_module)
+    before = lines.format(module)
+    change(*list(module.graph.nodes)[:1], next(node for node in module.graph.nodes if node.name == "mul"))
+    assert lines.format(module) == format_fx(module) != before
+
+
 def test_everything_reads_back_as_itself() -> None:
     module = parse_fx(EVERYTHING)
     assert format_fx(module) == EVERYTHING
@@ -46,3 +72,17 @@ def test_everything_reads_back_as_itself() -> None:
 def test_marks_are_the_keys_of_the_enum() -> None:
     assert Key.PHASE == "amp_phase" and {Key.PHASE: 1}["amp_phase"] == 1  # type: ignore[index]
     assert len({key.value for key in Key}) == len(Key)
+
+
+def test_a_size_that_torch_settles_while_a_pass_runs_is_no_change_of_that_pass() -> None:
+    """The rows that a mask takes of a second batch size: tracing anew replaces their symbol in the graph before."""
+    model = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.masked_select(model(x)[:, :1], mask).sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = amp.training_step(model, loss, optimizer, enabled=False, backend="eager")
+    for rows in (2, 3):
+        x, mask = torch.randn(rows, 4), torch.rand(rows, 6) > 0.1
+        torch.testing.assert_close(step(x, mask), loss(model, x, mask).detach())
