@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture.hooks import MODULE_HOOKS
 from amp_compiler.fx.capture.spread import spread_over, spread_tensors
 from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
 _OF_FABRIC = "_forward_module"  # where Lightning's Fabric keeps it, which then enters torch.autocast around it
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def unwrapped_model(model: Any, hint: str) -> Any:
@@ -90,6 +90,6 @@ def _inside(model: nn.Module) -> Any:
 
 def _added(wrapper: nn.Module) -> str:
     """What was added to a wrapper itself, in words; empty where nothing was."""
-    if any(vars(wrapper).get(table) for table in _HOOKS):
+    if any(vars(wrapper).get(table) for table in MODULE_HOOKS):
         return "hooks"
     return "a forward" if isinstance(wrapper, StandIn) and "forward" in vars(wrapper) else ""
