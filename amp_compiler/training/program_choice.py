@@ -33,7 +33,7 @@ from amp_compiler.training.capture import NAME, CapturedLoss, around_capture, lo
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.subgraphs.step import Decide, SubgraphStep
+from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
 
@@ -142,7 +142,7 @@ class ProgramChoice:
                 step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
-        computed = self._computed(step, spec, gather, leaves)
+        computed = self._computed(step, spec)
         output = self._guarded(lambda: step.finish(computed))
         return step, replace(output, inputs=leaves)
 
@@ -163,6 +163,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         setup, sums = self._setup, self._setup.state.sums
+        self._gather, self._leaves = f"step.flush() of {count}", []
         weights = self._gathered()
         if self._flushing is None:
             cause = CaptureError("gathered gradients are used up")
@@ -173,7 +174,7 @@ class ProgramChoice:
         options = replace(options, divisor=options.divisor // setup.accumulate * count)
         if setup.coordinator is not None and options.reduction is not None:
             options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
-            computed = self._flushing.shared(computed, self._decide([], f"step.flush() of {count}"), "")
+            computed = self._flushing.shared(computed, self._decide, "")
         if not count:
             return None
         with building():
@@ -203,14 +204,10 @@ class ProgramChoice:
             )
         return weights
 
-    def _decide(self, leaves: list[Any], gather: str) -> Decide:
+    def _decide(self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
         """As for `SubgraphStep.shared`."""
-
-        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
-            coordinator, state = self._setup.coordinator, self._rank_state(gradients, buffers, leaves, gather)
-            return gradients if coordinator is None else coordinator.decide(state)
-
-        return decide
+        coordinator = self._setup.coordinator
+        return gradients if coordinator is None else coordinator.decide(self._rank_state(gradients, buffers))
 
     def _step_apart(self, hooked: bool) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
@@ -301,7 +298,7 @@ class ProgramChoice:
         beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
         key = (graph.trained, detector.owners, detector.hooked, *beside)
         program = graph.programs.get(key)
-        if program is not None and not program.flags_changed and self._may_run(program, self._leaves, gather):
+        if program is not None and not program.flags_changed and self._may_run(program):
             return program
         coordinator, stages = self._setup.coordinator, Stages()
         options = self.options(gather, self._leaves)
@@ -316,48 +313,43 @@ class ProgramChoice:
         detector.settle()
         graph.programs[key] = program
         if coordinator is not None:
-            coordinator.settle(self._state_with(program, self._leaves, gather), program.agreement.shared)
+            coordinator.settle(self._state_with(program), program.agreement.shared)
         return program
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
         """Of which parameters the update that is built finds gradients of batches before its own."""
         return self._setup.state.sums.gathered if gather == "use" else frozenset()
 
-    def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
+    def _may_run(self, program: StepProgram) -> bool:
         """Whether the other ranks have what goes with a program."""
         coordinator = self._setup.coordinator
         if coordinator is None:
             return True
-        state = self._state_with(program, leaves, gather)
-        if not coordinator.keeps(state, program.agreement.shared):
+        state, shared = self._state_with(program), program.agreement.shared
+        if not coordinator.keeps(state, shared):
             return False
-        coordinator.settle(state, program.agreement.shared)
+        coordinator.settle(state, shared)
         return True
 
-    def _state_with(self, program: StepProgram, leaves: list[Any], gather: str) -> RankState:
+    def _state_with(self, program: StepProgram) -> RankState:
         agreement = program.agreement
-        return self._rank_state(agreement.offered, agreement.written, leaves, gather, agreement.norms)
+        return self._rank_state(agreement.offered, agreement.written, agreement.norms)
 
     def _rank_state(
-        self,
-        gradients: tuple[SharedGradient, ...],
-        buffers: tuple[str, ...],
-        leaves: list[Any],
-        gather: str,
-        norms: tuple[str, ...] = (),
+        self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...], norms: tuple[str, ...] = ()
     ) -> RankState:
-        coordinator, reduction = self._setup.coordinator, self._setup.reduction
+        """What this rank has at this call."""
+        coordinator, reduction, state = self._setup.coordinator, self._setup.reduction, self._setup.state
         shown = buffers if reduction is not None and reduction.broadcast_buffers else ()
         settings = settings_of(self._setup.optimizers)
         held = () if coordinator is None else coordinator.values.parameters
-        state = self._setup.state
-        batch, parts = batch_form(leaves, state.samples is not None), state.parts.names
-        return RankState(gradients, shown, batch, gather, settings, parts, norms, held)
+        batch = batch_form(self._leaves, state.samples is not None)
+        return RankState(gradients, shown, batch, self._gather, settings, state.parts.names, norms, held)
 
-    def _computed(self, step: SubgraphStep, spec: Any, gather: str, leaves: list[Any]) -> Made:
+    def _computed(self, step: SubgraphStep, spec: Any) -> Made:
         """What forward and backward give in subgraphs; with several ranks, of all that any of them has."""
-        options, coordinator = self.options(gather, leaves), self._setup.coordinator
-        if coordinator is None or options.reduction is None:
+        leaves, options = self._leaves, self.options(self._gather, self._leaves)
+        if options.reduction is None:
             return step.prepare(leaves, spec, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
@@ -368,7 +360,7 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        return step.prepare(leaves, spec, options, self._detector.owners, self._decide(leaves, gather))
+        return step.prepare(leaves, spec, options, self._detector.owners, self._decide)
 
     def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup
@@ -401,10 +393,8 @@ class ProgramChoice:
         if coordinator is None or reduction is None or leaves is None:
             return options
 
-        def agree(
-            gradients: tuple[SharedGradient, ...], norms: tuple[str, ...], buffers: tuple[str, ...]
-        ) -> tuple[SharedGradient, ...]:
-            return coordinator.agree(self._rank_state(gradients, buffers, leaves, gather, norms))
+        def agree(gradients: Any, norms: tuple[str, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            return coordinator.agree(self._rank_state(gradients, buffers, norms))
 
         reduction = replace(reduction, agree=agree, agree_on_parts=coordinator.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
