@@ -22,7 +22,7 @@ from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleArgument, NoLossScale, make_loss_scale
 from amp_compiler.ops.loss_scale.held import HeldScale
-from amp_compiler.ops.update.rounding import RoundingState, WeightStorage
+from amp_compiler.ops.update.rounding import RoundingState
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PLAN, STEP, SUBGRAPH, UPDATE
 from amp_compiler.ranks.group import ranks_of
 from amp_compiler.ranks.joining import join_ranks
@@ -149,8 +149,8 @@ def training_step(
         check_loss_function(loss_fn)
         device = device_of(module.parameters())
         scale = HeldScale.of(_chosen_scale(loss_scale, settings, device, enabled), loss_scale, device)
-        storage = weight_storage(settings.rules.weights) if enabled else WeightStorage()
-        check_storage(optimizers, storage.low)
+        storage = weight_storage(settings.rules.weights) if enabled else None
+        check_storage(optimizers, storage is not None)
         rounding, parts = RoundingState(storage, device), Parts(ranks)
         low = settings.low(device)
         check_parameters(module, optimizers, torch_dtype(low), enabled)
@@ -158,7 +158,7 @@ def training_step(
         if ranks is not None:
             shards = enabled and settings.rules.reduce.get("shard") == "update"
             if shards:
-                check_split(optimizers, storage.low)
+                check_split(optimizers, storage is not None)
             options = {
                 "enabled": enabled,
                 "dtype": low.short,

@@ -210,7 +210,7 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
-    exact = begun.emulated or state.storage.rounding is Storage.KAHAN
+    exact = begun.emulated or state.storage is Storage.KAHAN
     compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
@@ -255,9 +255,7 @@ def run_step_passes(begun: Begun, options: StepOptions, pipeline: Pipeline) -> t
     Returns:
         The graph, and what says where its inputs come from.
     """
-    storage = options.setup.state.storage
-    inputs = converted_inputs(begun, options)
-    weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
+    weights = TrainedWeights(converted_inputs(begun, options), options.setup.state.storage, options.gathered)
     pass_options = _step_options(weights, begun, options)
     return pipeline.run(begun.captured.graph_module, pass_options, begun.stages), weights
 
@@ -267,7 +265,7 @@ def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     setup, captured = options.setup, begun.captured
     graph, inputs = captured.graph_module.graph, StepInputs(setup.module, captured, setup.optimizers, begun.held)
     low, ops = torch_dtype(setup.low), options.settings.rules.ops
-    if setup.state.storage.low:
+    if setup.state.storage is not None:
         inputs.store_low(graph, low, ops)
     if options.reduction is not None and options.reduction.shards:
         inputs.split(graph, low, ops, setup.state, options.reduction.agree_on_parts)

@@ -65,7 +65,7 @@ class StepContents:
             for one in self._optimizers
         ]
         return {
-            "master": "low" if self._state.storage.low else "fp32",
+            "master": "fp32" if self._state.storage is None else "low",
             "optimizers": optimizers,
         }
 
@@ -128,7 +128,7 @@ class StepContents:
         return tensor.detach().float() if self._has_master(tensor) else tensor.detach()
 
     def _has_master(self, parameter: Tensor) -> bool:
-        return parameter.dtype in LOW_TYPES and not self._state.storage.low
+        return parameter.dtype in LOW_TYPES and self._state.storage is None
 
     def _shared(self, value: Tensor, parameter: Tensor, state: dict[str, Any], column: str) -> Tensor:
         """A state; where the ranks share it, this one's part."""
@@ -201,7 +201,7 @@ class StepContents:
         if own.shape != shape:
             return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]
         wanted = torch.float32 if self._is_made_of_master(own) else own.dtype
-        widened = self._state.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
+        widened = self._state.storage is not None and saved.dtype in LOW_TYPES and wanted is torch.float32
         if wanted != saved.dtype and not widened:  # before the first call all weights are FP32
             return [f"{key} is {_short(saved.dtype)} there and {_short(wanted)} here"]
         return []

@@ -274,7 +274,7 @@ class ProgramChoice:
         splits = options.reduction is not None and options.reduction.shards
         if splits and coordinator is not None:
             coordinator.builds()
-        if splits or setup.state.storage.low:
+        if splits or setup.state.storage is not None:
             begun, options = begin(loss, options, Stages())
             converted_inputs(begun, options)
 

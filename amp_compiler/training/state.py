@@ -15,7 +15,7 @@ from amp_compiler.ops.cpu.arena import ArenaMemory
 from amp_compiler.ops.fp8 import no_amaxes
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 from amp_compiler.ops.loss_scale.held import HeldScale
-from amp_compiler.ops.update.rounding import RoundingState, WeightStorage
+from amp_compiler.ops.update.rounding import RoundingState, Storage
 from amp_compiler.passes.precision.scale_products import AMAXES
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.reporting.events import Events
@@ -161,7 +161,7 @@ class StepState:
 
     Args:
         scale: the loss scale.
-        storage: how weights are stored.
+        storage: how weights without a master are stored; `None` where there are masters.
         rounding: the random state of stochastic rounding.
         parts: which weights are split over the ranks.
         masters: FP32 masters of 16-bit parameters.
@@ -175,7 +175,7 @@ class StepState:
     """
 
     scale: HeldScale
-    storage: WeightStorage
+    storage: Storage | None
     rounding: RoundingState
     parts: Parts
     masters: MasterWeights

@@ -22,7 +22,6 @@ from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import INPUT, LOSS, SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
-from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
 from amp_compiler.policy.rules import RuleSet
@@ -50,7 +49,7 @@ class StepTrials:
         self._falls = options.scale.constant is None
         self._model, self._batch = options.setup.module, batch
         # Weights that are stored low stay as they are: rounded FP32 copies of them have their values.
-        self._state = replace(options.setup.state, storage=WeightStorage(), low_weights=LowWeights())
+        self._state = replace(options.setup.state, storage=None, low_weights=LowWeights())
         setup = replace(options.setup, state=self._state)
         # The scale is an input of every trial, so that one graph serves for many.
         options = replace(options, setup=setup, scale=DynamicLossScale(), gather="", divisor=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.ops.update.rounding import Storage, WeightStorage, saturated
+from amp_compiler.ops.update.rounding import Storage, saturated
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.optimizers.state import laid_out, narrowed, told_beyond
 
@@ -28,8 +28,8 @@ OWN_KEY = "amp_compiler"  # of a step's state_dict: what GradScaler has no key f
 _STORED_LOW = "amp_stored_low"  # attribute of a parameter that was FP32 and is stored in 16 bits since
 
 
-def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
-    """Read the `weights` section of a rule set.
+def weight_storage(section: Mapping[str, Any]) -> Storage | None:
+    """How the `weights` section of a rule set stores weights without a master; `None` where there are masters.
 
     Args:
         section: `RuleSet.weights`.
@@ -38,7 +38,7 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
         AmpError: a rounding is asked for where there are FP32 masters, which it would not touch.
 
     Example:
-        >>> weight_storage({"master": "low", "rounding": "kahan"}).rounding.name
+        >>> weight_storage({"master": "low", "rounding": "kahan"}).name
         'KAHAN'
     """
     low = section.get("master", "fp32") == "low"
@@ -48,7 +48,7 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
             f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
             hint="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
         )
-    return WeightStorage(low, rounding)
+    return rounding if low else None
 
 
 def store_alone(named: Mapping[str, Tensor], low: torch.dtype) -> bool:

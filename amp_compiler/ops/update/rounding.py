@@ -7,7 +7,6 @@ a key and a counter only: the same key, update number, tensor and element always
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -34,31 +33,18 @@ class Storage(IntEnum):
     KAHAN = 2
 
 
-@dataclass(frozen=True)
-class WeightStorage:
-    """The `weights` section of the rules.
-
-    Args:
-        low: whether the weights have no FP32 masters.
-        rounding: how a new value is stored where they have none.
-    """
-
-    low: bool = False
-    rounding: Storage = Storage.NEAREST
-
-
 class RoundingState:
     """The random state of stochastic rounding: int64 [2] on the device, a key and the number of updates made.
 
     The key is drawn from torch's default generator, so `torch.manual_seed` decides it; nothing is drawn in other modes.
 
     Args:
-        storage: how weights are stored.
+        storage: how weights without a master are stored; `None` where there are masters.
         device: where the state lives.
     """
 
-    def __init__(self, storage: WeightStorage, device: torch.device) -> None:
-        self.used = storage.rounding is Storage.STOCHASTIC
+    def __init__(self, storage: Storage | None, device: torch.device) -> None:
+        self.used = storage is Storage.STOCHASTIC
         key = int(torch.randint(2**63 - 1, ())) if self.used else 0
         self.tensor = torch.tensor([key, 0], dtype=torch.int64, device=device)
 

@@ -58,7 +58,7 @@ class SubgraphStep:
             one.__traceback__ = None  # its frames hold the first batch and its gradients
         self._settings, self._device = setup.settings, setup.device
         low, ops = torch_dtype(setup.low), setup.settings.rules.ops
-        self._low_reads = LowReads(low, ops) if setup.state.storage.low else None
+        self._low_reads = LowReads(low, ops) if setup.state.storage is not None else None
         self.subgraphs = self._new_subgraphs() if setup.enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(self.model)
