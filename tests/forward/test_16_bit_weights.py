@@ -47,7 +47,11 @@ def rounded(model: nn.Module, names: set[str], low: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("low", "backend"),
-    [("bf16", "eager"), ("fp16", "eager"), pytest.param("bf16", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow])],
+    [
+        ("bf16", "eager"),
+        ("fp16", "eager"),
+        pytest.param("bf16", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),
+    ],
 )
 def test_weights_are_stored_in_16_bits_but_for_what_rules_keep(low, backend):
     dtype = torch.bfloat16 if low == "bf16" else torch.float16
