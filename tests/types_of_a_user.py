@@ -54,7 +54,7 @@ amp.complie(net)  # error
 """
 
 
-def told(code: str, options: list[str]) -> tuple[dict[int, str], str]:
+def errors_and_types(code: str, options: list[str]) -> tuple[dict[int, str], str]:
     """By line, `error` or the type that is revealed; and all that mypy said."""
     said, failed, _ = api.run([*options, "-c", code])
     found = {}
@@ -65,5 +65,5 @@ def told(code: str, options: list[str]) -> tuple[dict[int, str], str]:
 
 if __name__ == "__main__":
     expected = {number: line.partition("  # ")[2] for number, line in enumerate(USER.splitlines(), 1) if "  # " in line}
-    found, said = told(USER, sys.argv[1:])
+    found, said = errors_and_types(USER, sys.argv[1:])
     sys.exit(0 if found == expected else f"of the code of a user mypy says otherwise than expected:\n{said}")

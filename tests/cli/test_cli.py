@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -310,11 +309,3 @@ def test_demo_passes_its_options_on(run, monkeypatch):
     monkeypatch.setattr(amp_compiler.cli.demo, "run_demo", lambda **options: seen.update(options))
     assert run("demo", "--epochs", "2", "--device", "cpu", "--backend", "eager")[0] == 0
     assert seen == {"epochs": 2, "device": "cpu", "backend": "eager"}
-
-
-@pytest.mark.long
-def test_the_installed_command(model_file):
-    command = Path(sys.executable).with_name("amp-compiler")
-    done = subprocess.run([command, "explain", f"{model_file}:Tny"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")

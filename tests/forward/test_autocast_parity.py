@@ -14,7 +14,6 @@ SLOW = ("gpt2", "bert", "llama", "t5", "resnet50", "segformer")  # seconds each
 QUICK = (
     ("gpt2", 1),
     ("lstm", 2),
-    pytest.param("llama", 1, marks=pytest.mark.long),
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW),
 )
 

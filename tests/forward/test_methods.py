@@ -160,7 +160,10 @@ def test_a_lightning_module_is_refused():
         amp.compile(type("Lit", (made,), {})())
 
 
-@pytest.mark.parametrize(("cache", "weights"), [("dynamic", "fp32"), ("static", "fp32"), ("dynamic", "low")])
+@pytest.mark.parametrize(
+    ("cache", "weights"),
+    [pytest.param("dynamic", "fp32", marks=pytest.mark.slow), ("static", "fp32"), ("dynamic", "low")],
+)
 def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

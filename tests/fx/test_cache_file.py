@@ -47,6 +47,7 @@ def run(folder, what, backend):
     settings = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / what / "torch"),
         "AMP_COMPILER_CACHE": str(folder / what / "ours"),
+        "PYTHONHASHSEED": {"save": "7", "load": "8"}[what],
     }
     command = [sys.executable, "-P", "-c", RUN, str(folder / "model.cache"), what, backend]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)

@@ -333,7 +333,7 @@ def test_a_step_from_a_kept_graph_trains_as_the_first(traces):
         assert torch.equal(value, second[2][name])
 
 
-@pytest.mark.long
+@pytest.mark.slow  # tests/fx/test_cache_file.py starts another one for a smaller model
 def test_another_process_finds_it_under_another_hash_seed(folder):
     mine, (name,) = trained()[0], kept(folder)
     run = "import sys; sys.path[:0] = [{0!r}, {1!r}]; import test_kept_graphs as t; print(t.trained()[0])"

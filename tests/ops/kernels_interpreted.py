@@ -137,13 +137,6 @@ def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.flo
     return [weights, grads, buffers, extra, started, *rng, *scalars, *([] if mode is None else [int(mode)]), *flags]
 
 
-@pytest.mark.parametrize(
-    ("amsgrad", "maximize", "decoupled", "lows"), crossed(FLAGS, FLAGS, FLAGS, (None, torch.float16, torch.bfloat16))
-)
-def test_adam(amsgrad, maximize, decoupled, lows):
-    assert_both_agree("adam_update", adam_arguments(lows=lows, amsgrad=amsgrad, maximize=maximize, decoupled=decoupled))
-
-
 @pytest.mark.parametrize("decoupled", FLAGS)
 @pytest.mark.parametrize(("beta1", "decay"), [(0.3, 0.0), (0.5, 0.1), (0.0, 0.1)])
 def test_adam_with_other_numbers(beta1, decay, decoupled):
@@ -153,13 +146,12 @@ def test_adam_with_other_numbers(beta1, decay, decoupled):
 MOMENTA = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
 
 
-@pytest.mark.parametrize(("kind", "decay", "maximize", "started"), crossed(MOMENTA, (0.0, 0.1), FLAGS, (0.0, 1.0)))
-def test_sgd(kind, decay, maximize, started):
+@pytest.mark.parametrize(("kind", "decay", "started"), crossed(MOMENTA, (0.0, 0.1), (0.0, 1.0)))
+def test_sgd(kind, decay, started):
     momentum, dampening, nesterov = kind
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    lows = torch.float16 if maximize else None
     assert_both_agree(
-        "sgd_update", sgd_arguments(decay=decay, maximize=maximize, started=started, lows=lows, **options)
+        "sgd_update", sgd_arguments(decay=decay, maximize=bool(decay), started=started, lows=torch.float16, **options)
     )
 
 
@@ -344,9 +336,11 @@ def test_what_the_kernels_refuse():
     exponent=st.integers(-30, 30),
     options=st.fixed_dictionaries({name: st.booleans() for name in ("amsgrad", "maximize", "decoupled")}),
     decay=st.sampled_from([0.0, 1e-3, 0.5]),
+    lows=st.sampled_from([None, torch.float16, torch.bfloat16]),
 )
-def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay):
-    arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, lows=torch.bfloat16, **options)
+def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay, lows):
+    """Every flag, storage and gradients of each type are met by `test_every_fused_optimizer`."""
+    arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, lows=lows, **options)
     arguments[1] = [grad * 2.0**exponent for grad in arguments[1]]
     assert_both_agree("adam_update", arguments)
 
