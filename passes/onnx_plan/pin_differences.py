@@ -232,9 +232,11 @@ class _Finder(Squares):
         }
         seen = set(linear)
         for node in self.graph.nodes.values():
+            if linear.keys().isdisjoint(one.value for one in node.inputs):
+                continue
             floats = [one.value for one in node.inputs if self.graph.values[one.value].dtype.is_float]
             computed = [name for name in floats if not self.holds_data(name)]
-            if not computed or not all(name in linear for name in computed):
+            if not all(name in linear for name in computed):
                 continue
             weighted = any(linear[name] for name in computed)
             if weighted and self.squares(node) and (end := self._logarithm(node)) is not None:
