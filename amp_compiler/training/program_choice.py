@@ -267,6 +267,8 @@ class ProgramChoice:
         graph = StepGraph(replace(loss, inputs=()))  # which are a batch of the user's
         self._convert_weights(loss)
         self._graphs.append(graph)
+        if loss.is_dynamic and self._setup.coordinator is None:
+            self._program(graph, loss.inputs)  # Dynamo guards a size that only one value of fits, while it captures
         return lambda *inputs: self._run_graph(graph, inputs)
 
     def _convert_weights(self, loss: CapturedLoss) -> None:

@@ -181,3 +181,20 @@ def test_dynamic_shapes_of_a_step_that_do_not_hold_say_why(caplog):
     step = amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes={"x": {0: size}})
     step(torch.randn(1, 8), torch.tensor([2]))
     assert "no size of the training step is dynamic, whatever dynamic_shapes= says" in caplog.text
+
+
+def test_a_size_that_a_backward_reads_as_a_number_is_captured_anew():
+    """The backward of masked_select does, whose graph is right for one size alone."""
+
+    def loss_fn(model, x, mask):
+        return torch.masked_select(model(x)[:, :1], mask).float().square().mean()
+
+    model, theirs = small(), small()
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, theirs)]
+    step = amp.training_step(model, loss_fn, optimizers[0], dtype="bf16", enabled=False, backend="eager")
+    for count in (2, 3, 5, 3, 4):
+        batch = torch.randn(count, 8, generator=GENERATOR), torch.rand(count, 6, generator=GENERATOR) > 0.1
+        torch.testing.assert_close(step(*batch), plain_step(theirs, loss_fn, optimizers[1], *batch))
+    assert step.execution.startswith("as one graph")
+    for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
