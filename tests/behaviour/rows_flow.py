@@ -156,9 +156,13 @@ for name, sizes in {
     "growing length": ((2, 3), (2, 4), (2, 5)),
     "other batches and lengths": ((2, 8), (3, 9), (4, 11), (5, 7)),
 }.items():
-    row(f"attention with {name}", calls=tuple((torch.randn(*one, 4),) for one in sizes), builds=2)(
-        lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True)
-    )
+    takes_sizes = torch.__version__ >= "2.12"  # before, torch traces attention for the sizes that it sees
+    row(
+        f"attention with {name}",
+        calls=tuple((torch.randn(*one, 4),) for one in sizes),
+        builds=2 if takes_sizes else len(sizes),
+        today={} if takes_sizes else {"step": "RuntimeError at the third sizes"},
+    )(lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True))
 row("sizes of a model that breaks", calls=SIZES, builds=4, broken="compile step backend")(
     lambda m, x: m.out(y) / len(y) if (y := m.fc(x)).sum() < 1e9 else y
 )

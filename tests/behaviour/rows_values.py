@@ -184,9 +184,12 @@ row(
     builds=2,
 )(lambda m, x: m.part(m.fc(x)))
 row("global", change=set_global, builds=2)(lambda m, x: m.fc(x) * FACTOR)
-row("context variable", change=lambda m, n: CONTEXT.set(1.0 + 2 * n), builds=5, broken="compile step backend")(
-    lambda m, x: m.fc(x) * CONTEXT.get()
-)
+row(
+    "context variable",
+    change=lambda m, n: CONTEXT.set(1.0 + 2 * n),
+    builds=5,
+    broken="compile step backend" if torch.__version__ < "2.14" else "",
+)(lambda m, x: m.fc(x) * CONTEXT.get())
 row("environment", change=lambda m, n: os.environ.update(AMP_TEST_SCALE=str(1 + 2 * n)), builds=3)(
     lambda m, x: m.fc(x) * float(os.environ["AMP_TEST_SCALE"])
 )
@@ -228,9 +231,13 @@ row(
     builds={"compile": 3, "step": 5, "backend": 3},
     broken="compile step backend",
 )(lambda m, x: m.fc(x) * (1.0 + torch.initial_seed() % 7))
-row("default of an argument", change=lambda m, n: setattr(type(m).forward, "__defaults__", (1.0 + 2 * n,)), builds=2)(
-    lambda m, x, k=1.0: m.fc(x) * k
-)
+row(
+    "default of an argument",
+    change=lambda m, n: setattr(type(m).forward, "__defaults__", (1.0 + 2 * n,)),
+    builds=2,
+    # Before torch 2.12 Dynamo guards no default of a function that another one calls.
+    today={} if torch.__version__ >= "2.12" else dict.fromkeys(("compile", "step"), "the first default"),
+)(lambda m, x, k=1.0: m.fc(x) * k)
 row("what no code reads", {"unread": 1.0}, quiet=True, change=setting("unread", 1.0, 3.0, 9.0))(lambda m, x: m.fc(x))
 row(
     "other objects of the same value",
