@@ -116,7 +116,7 @@ def test_a_weight_that_is_not_finite_is_named():
 
 def test_a_node_that_makes_the_gradient_is_named_where_nothing_can_be_repeated():
     _, step = make(loss_scale=None)
-    step._held.config = type(step._scale_config)(check_finite=False)
+    step._state.scale.config = type(step._scale_config)(check_finite=False)
     step(X, 1e3 * ONE, TARGET)
     report = step.nonfinite_report()
     assert report.parameters and not report.repeated
