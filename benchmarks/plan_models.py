@@ -10,9 +10,9 @@ from typing import Any
 
 import cases
 
+from amp_compiler.forward.capture import capture_model
 from amp_compiler.forward.program import normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
-from amp_compiler.fx.capture.export import capture_module
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.rules import RuleSet
@@ -43,7 +43,7 @@ def measure_model(name: str, rules: RuleSet, dtype: str, device: str, repeats: i
         repeats: runs of each, of which the best counts.
     """
     model, batch = cases.build_for_inference(name, cases.LARGE, device)
-    captured = capture_module(model, (), batch, None)
+    captured = capture_model(model, (), batch, None).captured
     settings = Settings(rules, dtype)
     normalize(captured.graph_module, settings)
     nodes = sum(node.op == "call_function" for node in captured.graph_module.graph.nodes)

@@ -7,7 +7,7 @@ eager torch.autocast. Random numbers are drawn from the same seed everywhere.
 
 python tests/opinfo_sweep.py compile linear --ops add,matmul     # prints one line of JSON for each op
 
-AMP_SWEEP_DEVICE says on which device; without it on the CPU.
+SWEEP_DEVICE says on which device; without it on the CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import amp_compiler as amp
 
-DEVICE = os.environ.get("AMP_SWEEP_DEVICE", "cpu")
+DEVICE = os.environ.get("SWEEP_DEVICE", "cpu")
 WAYS = ("compile", "step")
 FORMS = ("plain", "linear", "strided")
 OUTCOMES = ("right", "refused", "raw", "wrong", "not run")

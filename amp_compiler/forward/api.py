@@ -28,6 +28,7 @@ from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, check
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
+from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.capture.frontend import as_backend
 from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
@@ -285,7 +286,7 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
     args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
     try:
-        captured = capture_model(module_of(model), args, kwargs, None).captured
+        captured = captured_from_program(export_module(module_of(model), args, kwargs))
         plan_captured(captured, settings, low)  # by which it is in normal form
     except AmpError as cause:  # of the import and its own plan alone: the file's plan stands
         logger.warning("what torch.autocast casts is not counted: %s", cause)

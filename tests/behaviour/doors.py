@@ -104,7 +104,7 @@ def total(value: Any) -> Tensor:
 
 def leaves(value: Any) -> list[Any]:
     """Tensors, numbers and texts in what a model returns or holds, with the names of its types."""
-    if isinstance(value, dict) or (hasattr(value, "items") and not isinstance(value, nn.Module)):
+    if isinstance(value, dict) or (hasattr(type(value), "items") and not isinstance(value, nn.Module)):
         return [len(value), *(leaf for key, one in value.items() for leaf in (str(key), *leaves(one)))]
     if isinstance(value, (list, tuple)):
         return [len(value), *(leaf for one in value for leaf in leaves(one))]

@@ -31,7 +31,7 @@ print(json.dumps([opinfo_sweep.totals(found), [[one.op, one.outcome, one.note] f
 @pytest.mark.parametrize("way", ["compile", "step"])
 def test_ops_give_what_eager_torch_gives(way, part, record_property):
     program = PROGRAM.format(folder=str(SWEEP.parent), way=way, part=part, parts=PARTS)
-    environment = {**os.environ, "AMP_SWEEP_DEVICE": "cuda"}
+    environment = {**os.environ, "SWEEP_DEVICE": "cuda"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     totals, found = json.loads(done.stdout.splitlines()[-1])
