@@ -161,7 +161,6 @@ for name, sizes in {
         f"attention with {name}",
         calls=tuple((torch.randn(*one, 4),) for one in sizes),
         builds=2 if takes_sizes else len(sizes),
-        today={} if takes_sizes else {"step": "RuntimeError at the third sizes"},
     )(lambda m, x: F.scaled_dot_product_attention(m.fc(x), m.out(x), x, is_causal=True))
 row("sizes of a model that breaks", calls=SIZES, builds=4, broken="compile step backend")(
     lambda m, x: m.out(y) / len(y) if (y := m.fc(x)).sum() < 1e9 else y
