@@ -284,11 +284,11 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     example = split_example(example_args)
     sizes = sizes_of(opened, *example)
     plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
-    args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
     try:
+        args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
         captured = captured_from_program(export_module(module_of(model), args, kwargs))
         plan_captured(captured, settings, low)  # by which it is in normal form
-    except AmpError as cause:  # of the import and its own plan alone: the file's plan stands
+    except (AmpError, TypeError, ValueError) as cause:  # of texts, the import or its own plan: the file's plan stands
         logger.warning("what torch.autocast casts is not counted: %s", cause)
         return plan
     return replace(plan, autocast=autocast_totals(captured, low, "cpu"))

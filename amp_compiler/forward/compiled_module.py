@@ -198,7 +198,7 @@ class CompiledModule(StandIn):
 
     @property
     def plan(self) -> PrecisionPlan:
-        """The plan of the last forward; where its graph broke, that of all subgraphs together.
+        """The plan of the last forward that ran a graph; where that broke, of all its subgraphs together.
 
         Raises:
             AmpError: before the first call.
@@ -229,12 +229,12 @@ class CompiledModule(StandIn):
         return self._subgraphs.without if self.settings.enabled else "as it is written: enabled=False"
 
     def _called(self) -> tuple[Subgraph, ...]:
+        if self._subgraphs.last:
+            return self._subgraphs.last
         if how := self._without_graph():
             hint = "amp.explain names the line" if self.settings.enabled else "leave enabled at True"
             raise AmpError(f"the model has no plan: it ran {how}", hint=hint)
-        if not self._subgraphs.last:
-            raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
-        return self._subgraphs.last
+        raise AmpError("the model has no plan: it has not been called yet", hint="call it, or use amp.explain")
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks for it.

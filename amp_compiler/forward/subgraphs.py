@@ -273,7 +273,7 @@ class Subgraphs:
                 result = frontend(*args, **kwargs)
         finally:
             self._called.graphs = before
-        self.last = tuple(graphs)
+        self.last = tuple(graphs) or self.last
         self.without = "" if graphs else f"as it is written: {self._unplanned or 'Dynamo captured nothing of it'}"
         if functions_given_up() > skipped or not (graphs or self.made or self._unplanned):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))

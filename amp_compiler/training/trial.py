@@ -30,7 +30,7 @@ from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.reporting.nonfinite import described, in_order
 from amp_compiler.training.reporting.saturation import saturated
 from amp_compiler.training.state import LowWeights
-from amp_compiler.training.weights import widened
+from amp_compiler.training.weights import MasterWeights, widened
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
 _NO_POWER_OF_TWO, _IN_PROPORTION = 1.37, 0.05  # a gradient with another loss scale, and how near it has to be
@@ -50,7 +50,9 @@ class StepTrials:
         self._falls = options.scale.constant is None
         self._model, self._batch = options.setup.module, batch
         # Weights that are stored low stay as they are: rounded FP32 copies of them have their values.
-        self._state = replace(options.setup.state, storage=WeightStorage(), low_weights=LowWeights())
+        state = options.setup.state
+        masters = MasterWeights(state.parts)
+        self._state = replace(state, storage=WeightStorage(), low_weights=LowWeights(), masters=masters)
         setup = replace(options.setup, state=self._state)
         # The scale is an input of every trial, so that one graph serves for many.
         options = replace(options, setup=setup, scale=DynamicLossScale(), gather="", divisor=1)
@@ -219,11 +221,15 @@ class StepTrials:
             leaves, scales = begun.leaves, _scales(joint.graph)
             pairs = zip(joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state), strict=True)
             resolve = {node: one for node, one in pairs if node not in scales}
-            known = [(one.state, {*one.state}) for one in options.setup.optimizers]
+            every = [one.state for one in options.setup.optimizers]
+            known = [(states, {key: {**held} for key, held in states.items()}) for states in every]
             values = {node: one.get(leaves) for node, one in resolve.items()}
             for states, before in known:  # a first call makes masters of 16-bit parameters
-                for parameter in states.keys() - before:
-                    del states[parameter]
+                for parameter in [*states]:
+                    if parameter not in before:
+                        del states[parameter]
+                    elif states[parameter].keys() != before[parameter].keys():
+                        states[parameter] = before[parameter]
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
         return _Joint(joint, values, behind, begun.plan, weights.names(), _names(begun.captured))
 

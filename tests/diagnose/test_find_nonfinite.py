@@ -256,6 +256,18 @@ def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, t
     assert all(torch.equal(one, two) for one, two in zip(asked.parameters(), other.parameters(), strict=True))
 
 
+def test_a_search_leaves_no_masters_in_the_state_of_an_optimizer():
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    rules = {"version": 1, "extends": "default", "weights": {"master": "low"}}
+    step = amp.training_step(model, loss_fn, optimizer, rules=rules, dtype="fp16", loss_scale=None, backend="eager")
+    step(X.half())
+    before = {key: {**held} for key, held in optimizer.state.items()}
+    amp.find_nonfinite(step, X.half() * 6e4)
+    assert optimizer.state.keys() == before.keys()
+    assert all(held.keys() == before[key].keys() for key, held in optimizer.state.items())
+
+
 def test_a_gradient_that_is_errors_of_rounding_in_fp32_is_not_lost():
     """The bias of the keys has no other gradient, as a softmax takes no note of it: in FP16 here it is zero."""
     report = amp.find_nonfinite(step_of(nn.Sequential(linear(4, 4), nn.LayerNorm(4), Logits()), "default"), X)

@@ -1,5 +1,8 @@
 """Every matcher by itself, the order of rules, and the sizes of reductions."""
 
+import copy
+import pickle
+
 import pytest
 
 from amp_compiler.ir.dtypes import DType
@@ -235,3 +238,9 @@ def test_output_is_what_the_graph_returns():
         rules = load_rules({"version": 1, "rules": [{"match": {"output": asked}, "precision": "fp32"}]})
         decision = RuleMatcher(rules, graph, Context(DType.FLOAT16)).decide(node)
         assert (decision is not None) == matches
+
+
+def test_rules_are_equal_to_their_copies_and_read_alike_in_every_process():
+    rules = load_rules({"version": 1, "rules": [{"match": {"op": "aten.mm", "module": "a*"}, "precision": "fp32"}]})
+    assert copy.deepcopy(rules) == pickle.loads(pickle.dumps(rules)) == rules
+    assert " at 0x" not in repr(rules.rules)

@@ -139,7 +139,7 @@ def exporting() -> Iterator[None]:
             yield
         finally:
             _CAPTURING.depth = depth
-            del trace["print"]
+            trace.pop("print", None)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
-from amp_compiler.forward.subgraphs import Subgraphs, plan_of, stages_of
+from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
@@ -99,14 +99,18 @@ class SubgraphStep:
     @property
     def plan(self) -> PrecisionPlan | None:
         """The plans of all subgraphs of the last call together; `None` where there is none."""
-        subgraphs = () if self.subgraphs is None else self.subgraphs.last
+        subgraphs = self._ran()
         return replace(plan_of(subgraphs), notes=self.update.report.notes) if subgraphs else None
+
+    def _ran(self) -> tuple[Subgraph, ...]:
+        """The subgraphs of the last call."""
+        return () if self.subgraphs is None or self.subgraphs.without else self.subgraphs.last
 
     @property
     def stages(self) -> Stages:
         """The text of every subgraph, and of the update, behind each pass."""
         stages = Stages()
-        for stage in [*stages_of(() if self.subgraphs is None else self.subgraphs.last), *self.update.stages]:
+        for stage in [*stages_of(self._ran()), *self.update.stages]:
             stages.note(stage.name, stage.text)
         return stages
 
@@ -119,9 +123,9 @@ class SubgraphStep:
         else:
             how = subgraphs.without or f"in {len(subgraphs.last)} subgraph{'s' * (len(subgraphs.last) > 1)}"
         where = f" ({cause.where})" if cause.where else ""
-        low = self.state.storage.low
-        kept = ", with FP32 weights, as master: low is for one graph" if low else ""
-        return f"forward and backward {how}, the update as one graph{kept}, because: {cause.what}{where}"
+        kept = self.state.storage.low and any(one.dtype is torch.float32 for one in self.model.parameters())
+        weights = ", with FP32 weights, as master: low is for one graph" if kept else ""
+        return f"forward and backward {how}, the update as one graph{weights}, because: {cause.what}{where}"
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
