@@ -19,7 +19,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 BUDGET = {
     "errors": 190,
     "ir": 1_760,  # to come to 1,700: FP8 as a word of rules came, and what people are shown of a plan
-    "policy": 3_540,  # to come to 3,400: tables of execution providers came
+    "policy": 3_550,  # to come to 3,400: tables of execution providers came
     "planner": 1_950,
     "fx": 5_640,  # to come to 3,900: compiled code in one file for other machines came
     "forward": 3_130,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came

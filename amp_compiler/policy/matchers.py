@@ -6,6 +6,7 @@ here with what it asks, the schema made anew (`amp-compiler rules schema`) and a
 
 from __future__ import annotations
 
+import copyreg
 import re
 from collections.abc import Callable
 from functools import partial
@@ -233,6 +234,13 @@ _KINDS = (  # in the order in which they are asked about a node, the cheap ones 
     Kind("dtype", "low type that is planned for", forms.LowTypes, possible=_in_low, item=_type, contextual=True),
 )  # fmt: skip
 MATCHERS: dict[str, Kind] = {kind.key: kind for kind in _KINDS}
+
+
+def _kind(key: str) -> Kind:
+    return MATCHERS[key]
+
+
+copyreg.pickle(Kind, lambda kind: (_kind, (kind.key,)))  # type: ignore[arg-type]  # one of each key in a process
 
 
 def _attribute_is(attrs: dict[str, Attr], name: str, wanted: Attr) -> bool:

@@ -253,18 +253,8 @@ class Kind:
         """The same in every process, as a journal needs it: functions have addresses."""
         return f"Kind({self.key!r})"
 
-    def __reduce__(self) -> Any:
-        """There is one of each key: a copy is the same one."""
-        return _kind, (self.key,)
-
     def __deepcopy__(self, memo: Any) -> Kind:
         return self
-
-
-def _kind(key: str) -> Kind:
-    from amp_compiler.policy.matchers import MATCHERS  # here, as these are made of what stands in this module
-
-    return MATCHERS[key]
 
 
 @dataclass(frozen=True, slots=True)
