@@ -238,9 +238,10 @@ class PrecisionPlan:
         Raises:
             AmpError: where the data is not a plan of this version.
         """
-        if data.get("version") != FORMAT_VERSION:
+        version = data.get("version") if isinstance(data, dict) else type(data)
+        if version != FORMAT_VERSION:
             raise AmpError(
-                f"this is a plan of version {data.get('version')!r}, not {FORMAT_VERSION}",
+                f"this is a plan of version {version!r}, not {FORMAT_VERSION}",
                 hint="make it again with amp.explain",
             )
         from pydantic import TypeAdapter, ValidationError  # what imports the package alone does without

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,9 @@ def test_equality_and_difference() -> None:
     assert len(changed) == 3  # the cast, and the sum in the head, before and after
 
 
-@pytest.mark.parametrize("data", [{}, {"version": 0}, {"version": 1, "nodes": []}, {**PLAN.to_dict(), "nodes": [{}]}])
-def test_what_is_no_plan_is_refused(data: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "data", [[1], {}, {"version": 0}, {"version": 1, "nodes": []}, {**PLAN.to_dict(), "nodes": [{}]}]
+)
+def test_what_is_no_plan_is_refused(data: Any) -> None:
     with pytest.raises(AmpError, match=r"make it again with amp\.explain"):
         PrecisionPlan.from_dict(data)
