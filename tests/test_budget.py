@@ -35,8 +35,8 @@ BUDGET = {
     "passes": 9_310,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 63_700  # of all rooms together; to come to 58,400
-TESTS = 57_450  # to come to 50,000; 4,000 are tests/behaviour
+SOURCES = 63_700  # of all rooms together; to come to 59,400
+TESTS = 57_450  # to come to 45,000; 4,000 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

@@ -74,7 +74,7 @@ def test_what_is_declared_is_what_is_taken():
     assert get_args(get_args(BackendArgument)[0]) == tuple(BACKENDS)
     assert set(get_args(Mode)) == {DEFAULT}.union(*(backend.modes for backend in BACKENDS.values()))
     assert get_args(make.LossScaleMode) == tuple(make._KINDS)
-    assert get_args(TargetOption)[1].metavar == f"[{'|'.join(TARGETS)}]"
+    assert get_args(TargetOption)[1].metavar == f"<{'|'.join(TARGETS)}>"
     assert get_args(LossScaleModel.model_fields["mode"].annotation) == get_args(make.LossScaleMode)
 
 

@@ -38,7 +38,7 @@ TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        metavar="[cpu|cuda|directml|webgpu|tensorrt]",
+        metavar="<cpu|cuda|directml|webgpu|tensorrt>",
         help="Execution provider that is to run the file: what it has no 16-bit kernel for stays FP32.",
     ),
 ]

@@ -100,17 +100,17 @@ def assert_both_agree(name, arguments):
     return given_
 
 
-def extras(weights, lows, mode):
+def extras(weights, low_dtype, mode):
     if mode is None:
-        return [weight.to(lows) for weight in weights] if lows else []
+        return [weight.to(low_dtype) for weight in weights] if low_dtype else []
     return [weight * 2**-9 for weight in weights] if mode == Storage.KAHAN else []
 
 
-def adam_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.float32, **options):
+def adam_arguments(sizes=SIZES, low_dtype=None, weight=torch.float32, moment=torch.float32, **options):
     amsgrad, mode = options.get("amsgrad", False), options.get("mode")
     weights = tensors(sizes, [weight])
     largest = tensors(sizes, [moment], torch.rand) if amsgrad else []
-    extra = extras(weights, lows, mode)
+    extra = extras(weights, low_dtype, mode)
     steps = [torch.tensor(float(i * i)) for i in range(len(sizes))]
     rng = [] if mode is None else [torch.tensor([2**40 + 17, 5])]
     rest = [0.999, 1e-8, options.get("decay", 0.1), options.get("l1", 0.0)]
@@ -122,10 +122,10 @@ def adam_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.fl
     return [weights, grads, *moments, extra, steps, *rng, *scalars, *([] if mode is None else [int(mode)]), *flags]
 
 
-def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.float32, **options):
+def sgd_arguments(sizes=SIZES, low_dtype=None, weight=torch.float32, moment=torch.float32, **options):
     mode, momentum = options.get("mode"), options.get("momentum", 0.9)
     weights = tensors(sizes, [weight])
-    extra = extras(weights, lows, mode)
+    extra = extras(weights, low_dtype, mode)
     rng = [] if mode is None else [torch.tensor([-3, 2**33 + 1])]
     rest = [options.get("dampening", 0.0), options.get("decay", 0.0), options.get("l1", 0.0)]
     hyper = torch.tensor([1e-2, momentum, *rest], dtype=torch.float64)
@@ -151,7 +151,8 @@ def test_sgd(kind, decay, started):
     momentum, dampening, nesterov = kind
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     assert_both_agree(
-        "sgd_update", sgd_arguments(decay=decay, maximize=bool(decay), started=started, lows=torch.float16, **options)
+        "sgd_update",
+        sgd_arguments(decay=decay, maximize=bool(decay), started=started, low_dtype=torch.float16, **options),
     )
 
 
@@ -215,7 +216,7 @@ def test_a_skipped_step_changes_nothing(bad, mode):
     weight = torch.float32 if mode is None else torch.bfloat16
     suffix = "" if mode is None else "_low"
     for name, make in (("adam_update", adam_arguments), ("sgd_update", sgd_arguments)):
-        arguments = make((3, BLOCK + 1), weight=weight, mode=mode, skip=1.0, lows=torch.float16, amsgrad=True)
+        arguments = make((3, BLOCK + 1), weight=weight, mode=mode, skip=1.0, low_dtype=torch.float16, amsgrad=True)
         arguments[1][1][:] = bad
         before = copies(arguments)
         by_kernel(name + suffix, arguments)
@@ -336,11 +337,11 @@ def test_what_the_kernels_refuse():
     exponent=st.integers(-30, 30),
     options=st.fixed_dictionaries({name: st.booleans() for name in ("amsgrad", "maximize", "decoupled")}),
     decay=st.sampled_from([0.0, 1e-3, 0.5]),
-    lows=st.sampled_from([None, torch.float16, torch.bfloat16]),
+    low_dtype=st.sampled_from([None, torch.float16, torch.bfloat16]),
 )
-def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay, lows):
+def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay, low_dtype):
     """Every flag, storage and gradients of each type are met by `test_every_fused_optimizer`."""
-    arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, lows=lows, **options)
+    arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, low_dtype=low_dtype, **options)
     arguments[1] = [grad * 2.0**exponent for grad in arguments[1]]
     assert_both_agree("adam_update", arguments)
 

@@ -76,7 +76,7 @@ def clone_all(arguments):
     amsgrad=FLAGS,
     maximize=FLAGS,
     decoupled=FLAGS,
-    lows=st.booleans(),
+    low_weights=st.booleans(),
     step=st.sampled_from([0.0, 1.0, 999.0]),
     beta1=st.sampled_from([0.0, 0.5, 0.9]),
     decay=st.sampled_from([0.0, 0.1]),
@@ -84,12 +84,14 @@ def clone_all(arguments):
     skip=st.sampled_from([0.0, 0.0, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_adam_is_bit_equal_to_its_reference(amsgrad, maximize, decoupled, lows, step, beta1, decay, l1, skip, seed):
+def test_adam_is_bit_equal_to_its_reference(
+    amsgrad, maximize, decoupled, low_weights, step, beta1, decay, l1, skip, seed
+):
     torch.manual_seed(seed)
     weights, seconds = tensors(), [tensor.square() for tensor in tensors()]
     arguments = [
         weights, tensors(FLOATS, 100.0), tensors(), seconds, [s * 1.1 for s in seconds] if amsgrad else [],
-        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if lows else [],
+        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if low_weights else [],
         [number(step) for _ in weights], hyper(1e-2, beta1, 0.999, 1e-8, decay, l1), number(0.013), number(skip),
         amsgrad, maximize, decoupled,
     ]  # fmt: skip
@@ -135,19 +137,19 @@ def test_parameters_of_different_ages_are_updated_as_in_the_reference(amsgrad):
     l1=st.sampled_from([0.0, 0.01]),
     started=st.sampled_from([0.0, 1.0]),
     skip=st.sampled_from([0.0, 0.0, 1.0]),
-    lows=st.booleans(),
+    low_weights=st.booleans(),
     nesterov=FLAGS,
     maximize=FLAGS,
     seed=st.integers(0, 99),
 )
 def test_sgd_is_bit_equal_to_its_reference(
-    momentum, dampening, decay, l1, started, skip, lows, nesterov, maximize, seed
+    momentum, dampening, decay, l1, started, skip, low_weights, nesterov, maximize, seed
 ):
     torch.manual_seed(seed)
     weights = tensors()
     arguments = [
         weights, tensors(FLOATS, 100.0), tensors() if momentum else [],
-        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if lows else [], number(started),
+        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if low_weights else [], number(started),
         hyper(1e-2, momentum or 0.0, dampening, decay, l1), number(0.013), number(skip),
         bool(momentum) and nesterov, maximize,
     ]  # fmt: skip
@@ -257,19 +259,19 @@ def test_without_a_compiler_the_reason_is_logged(fresh_build, monkeypatch, caplo
 def test_memory_that_comes_back_as_another_type_or_layout_is_not_taken_for_the_old():
     weights, memory = [torch.randn(4, 6)], torch.zeros(4, 6, dtype=torch.int16)
     for low in (torch.float16, torch.bfloat16):
-        lows = [memory.view(low)]
+        low_weights = [memory.view(low)]
         arguments = (
             weights,
             [torch.ones(4, 6)],
             [],
-            lows,
+            low_weights,
             number(1.0),
             hyper(0.1, 0, 0, 0, 0),
             number(1.0),
             number(0.0),
         )
         cpu_update.FUNCTIONS["sgd_update"](*arguments, False, False)
-        assert torch.equal(lows[0], weights[0].to(low))
+        assert torch.equal(low_weights[0], weights[0].to(low))
     turned = [weights[0].as_strided((4, 6), (1, 4))]
     with pytest.raises(LoweringError, match="strides"):
         cpu_update.FUNCTIONS["sgd_update"](turned, *arguments[1:], False, False)

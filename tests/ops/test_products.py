@@ -131,7 +131,7 @@ def test_products_of_several_batches_are_those_made_one_by_one():
     assert all(torch.equal(gradient, made([one])[0][0]) for one, gradient in zip(products, together, strict=True))
 
 
-def group(transposed, lows):
+def group(transposed, low_weights):
     """Products and other gradients in turns, their weights, and 16-bit copies."""
     products = [product(*shape, layouts) for shape, layouts in zip(MIXED, ALL_LAYOUTS[::5], strict=False)]
     others = [torch.randn(3, 7), random(700), torch.randn(5, 4).half(), torch.randn(()), random(1, 9)]
@@ -139,22 +139,26 @@ def group(transposed, lows):
     weights = [torch.randn(grad.shape) for grad in grads]
     weights = [weight.t().contiguous().t() if transposed and weight.dim() == 2 else weight for weight in weights]
     types = itertools.cycle((torch.bfloat16, torch.float16))
-    return grads, weights, [weight.to(kind) for weight, kind in zip(weights, types, strict=False)] if lows else []
+    return (
+        grads,
+        weights,
+        [weight.to(kind) for weight, kind in zip(weights, types, strict=False)] if low_weights else [],
+    )
 
 
 def adam(group, l2=0.1, l1=0.01, skip=0.0, maximize=True, amsgrad=True, decoupled=False, _=False):
-    grads, weights, lows = group
+    grads, weights, low_weights = group
     firsts, seconds = [torch.randn_like(w) for w in weights], [torch.randn_like(w).square() for w in weights]
     largests, steps = [second * 1.1 for second in seconds] if amsgrad else [], [number(3.0) for _ in weights]
     numbers = (hyper(1e-2, 0.9, 0.999, 1e-8, l2, l1), number(COEF), number(skip))
-    return [weights, grads, firsts, seconds, largests, lows, steps, *numbers, amsgrad, maximize, decoupled]
+    return [weights, grads, firsts, seconds, largests, low_weights, steps, *numbers, amsgrad, maximize, decoupled]
 
 
 def sgd(group, l2=0.1, l1=0.01, skip=0.0, maximize=True, momentum=True, nesterov=False, started=False):
-    grads, weights, lows = group
+    grads, weights, low_weights = group
     numbers = (number(float(started)), hyper(1e-2, 0.9 * momentum, 0.3, l2, l1), number(COEF), number(skip))
     momenta = [torch.randn_like(w) for w in weights] if momentum else []
-    return [weights, grads, momenta, lows, *numbers, momentum and nesterov, maximize]
+    return [weights, grads, momenta, low_weights, *numbers, momentum and nesterov, maximize]
 
 
 UPDATES = {"adam_update": adam, "sgd_update": sgd}
@@ -177,9 +181,9 @@ def equal(first, second):
 @EACH
 @QUICK
 @given(st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.01]), FLAGS, FLAGS, st.tuples(FLAGS, FLAGS, FLAGS, FLAGS))
-def test_updates_are_the_references_of_the_gradients_made_first(name, l2, l1, transposed, lows, flags):
+def test_updates_are_the_references_of_the_gradients_made_first(name, l2, l1, transposed, low_weights, flags):
     torch.manual_seed(0)
-    weights, grads, *rest = UPDATES[name](group(transposed, lows), l2, l1, 0.0, *flags)
+    weights, grads, *rest = UPDATES[name](group(transposed, low_weights), l2, l1, 0.0, *flags)
     given = [made([grad])[0][0].bfloat16() if isinstance(grad, Product) else grad for grad in grads]
     mine, theirs = clones([weights, grads, *rest]), clones([weights, given, *rest])
     squares = cpu_update.FUNCTIONS[name](*mine)
@@ -211,7 +215,7 @@ def test_moments_differ_from_those_of_torchs_gradient_by_its_last_bit():
 @pytest.mark.parametrize("skip", [0.0, 1.0])
 def test_the_norm_is_that_of_check_and_update_and_a_skipped_update_changes_nothing(name, skip):
     torch.manual_seed(0)
-    arguments = UPDATES[name](group(transposed=True, lows=True), skip=skip)
+    arguments = UPDATES[name](group(transposed=True, low_weights=True), skip=skip)
     norm, nonfinite, flags = cpu_update.grad_check(arguments[1], number(COEF))
     before = clones(arguments)
     complete = cpu_update.complete_norm(norm, cpu_update.FUNCTIONS[name](*arguments))
@@ -273,7 +277,7 @@ def test_results_are_the_same_for_any_number_of_threads():
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             torch.manual_seed(0)
-            grads, weights, _ = group(transposed=False, lows=True)
+            grads, weights, _ = group(transposed=False, low_weights=True)
             grads += [product(70, 33, 3000) for _ in range(4)]
             weights += [torch.randn(33, 3000) for _ in range(4)]
             grads[0].left.fill_(3e38)

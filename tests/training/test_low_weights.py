@@ -17,20 +17,20 @@ def master(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_copy_lies_as_its_master_and_stays_where_it_is(layout):
-    lows, weight = LowWeights(), master(layout)
-    copy = lows.get(weight, torch.bfloat16)
+    low_weights, weight = LowWeights(), master(layout)
+    copy = low_weights.get(weight, torch.bfloat16)
     assert copy.stride() == weight.stride() and torch.equal(copy, weight.bfloat16())
-    assert lows.get(weight, torch.bfloat16) is copy
+    assert low_weights.get(weight, torch.bfloat16) is copy
     with torch.no_grad():
         weight.mul_(3)
-    lows.follow(weight)
-    assert torch.equal(copy, weight.bfloat16()) and lows.get(weight, torch.bfloat16) is copy
+    low_weights.follow(weight)
+    assert torch.equal(copy, weight.bfloat16()) and low_weights.get(weight, torch.bfloat16) is copy
 
 
 def test_it_is_made_anew_where_its_master_is_laid_out_anew():
-    lows, weight = LowWeights(), master(torch.contiguous_format)
-    before = lows.get(weight, torch.bfloat16)
+    low_weights, weight = LowWeights(), master(torch.contiguous_format)
+    before = low_weights.get(weight, torch.bfloat16)
     weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-    after = lows.get(weight, torch.bfloat16)
+    after = low_weights.get(weight, torch.bfloat16)
     assert before.is_contiguous() and after.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(before, after)

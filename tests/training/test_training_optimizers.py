@@ -158,5 +158,5 @@ def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name, co
     step(bad, Y)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(model, optimizer), strict=True))
     weights = {id(parameter): parameter.detach().half() for parameter in model.parameters()}
-    lows = {key: copies[torch.float16] for key, copies in step._state.low_weights._copies.items()}
-    assert lows and all(torch.equal(low, weights[key]) for key, low in lows.items())
+    low_weights = {key: copies[torch.float16] for key, copies in step._state.low_weights._copies.items()}
+    assert low_weights and all(torch.equal(low, weights[key]) for key, low in low_weights.items())
