@@ -269,8 +269,13 @@ class Subgraphs:
         alone = self._breaks or not self.made or self._low_weights is not None
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
+            # Of one graph the pass `protect_buffers` does so; how many there are shows behind the first call.
+            skips = self._settings.rules.buffers == "skip_nonfinite" and len(self.last) != 1
+            buffers = [(one, one.detach().clone()) for one in self._model.buffers()] if skips else []
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
+            if buffers:
+                _keep_finite(buffers, result)
         finally:
             self._called.graphs = before
         self.last = tuple(graphs) or self.last
@@ -345,6 +350,15 @@ class Subgraphs:
                 return inner(*subgraph.inputs(values))
 
         return run
+
+
+def _keep_finite(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], result: Any) -> None:
+    """Give buffers what they held before where a result or a buffer is not finite; their versions stay."""
+    read = [one for one in (*pytree.tree_leaves(result), *(now for now, _ in buffers)) if isinstance(one, torch.Tensor)]
+    with torch.no_grad():
+        finite = torch.stack([torch.isfinite(one.detach()).all().to(read[0].device) for one in read]).all()
+        for now, before in buffers:
+            now.data.copy_(torch.where(finite.to(now.device), now, before))
 
 
 def _has_dynamic_size(node: fx.Node) -> bool:

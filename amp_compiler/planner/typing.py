@@ -273,7 +273,7 @@ class TypingRules:
         if value.dtype not in self.flexible:
             return Role.OTHER
         # A 16-bit parameter of a norm goes with the data: no kernel takes FP32 data beside 16-bit parameters.
-        kept = _in_slots(operand.slot, info.keep) and (value.dtype is DType.FLOAT32 or value.volatile)
+        kept = _in_slots(operand.slot, info.keep) and value.dtype is DType.FLOAT32
         kept = kept and not operand.tied
         if kept or (operand.allowed is not None and not self.flexible <= operand.allowed):
             return Role.FIXED

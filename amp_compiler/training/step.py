@@ -165,14 +165,15 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         # Only now: a call that failed decides nothing.
         if isinstance(program, SubgraphStep) and self._choice.note(program) and self._setup.speaks:
             logger.warning("the training step runs %s", program.execution)
-        if torch.is_anomaly_enabled() and isinstance(program, StepProgram) and not self._told_of_anomalies:
+        if torch.is_anomaly_enabled() and not self._told_of_anomalies:
             self._told_of_anomalies = True
             logger.warning(
-                "anomaly mode sees nothing of the training step, which is one graph without autograd:"
+                "anomaly mode sees nothing of the training step, which skips what is not finite:"
                 " step.nonfinite_report() names the node that made an inf or NaN"
             )
         self._gathered = (self._gathered + 1) % self._accumulate
         state = self._state
+        self._hidden.note(program.update.compiled.groups)
         if program.update.found_anew:
             program.update.settle(state.low_weights)
         if self._gathered:

@@ -50,12 +50,17 @@ def test_a_batch_that_is_not_finite_leaves_the_buffers(grad, backend):
         assert torch.equal(plain.fc.weight.grad, model.fc.weight.grad)
 
 
-def test_each_subgraph_looks_at_what_it_makes_itself():
-    model = amp.compile(Net(broken=True), rules=SKIP, dtype="fp16", backend="eager")
-    model(X, 1e6)
-    assert "subgraphs" in model.execution and int(model.norm.num_batches_tracked) == 1
-    model(X * 1e6)
-    assert int(model.norm.num_batches_tracked) == 1
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_call_in_subgraphs_is_looked_at_whole(momentum):
+    """An average of all batches breaks the graph itself: it reads how many there were."""
+    net = Net(broken=momentum is not None)
+    net.norm.momentum = momentum
+    model = amp.compile(net, rules=SKIP, dtype="fp16", backend="eager")
+    for x, large, count in ((X, 1e6, 0), (X, 1.0, 1), (X * 1e6, 1.0, 1), (X, 1e6, 1), (-X, 1.0, 2)):
+        before = [one.clone() for one in model.buffers()]
+        model(x, large)
+        assert int(model.norm.num_batches_tracked) == count and len(model._subgraphs.last) > 1
+        assert all(map(torch.equal, before, model.buffers())) == (count == int(before[2]))
 
 
 def test_the_word_is_inherited_and_another_is_refused():

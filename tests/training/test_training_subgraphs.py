@@ -430,3 +430,29 @@ def test_an_overflow_of_the_scaled_gradient_in_subgraphs_is_found_in_the_backwar
     report = amp.find_nonfinite(exploding(loss_scale=2.0**30), (X, ONE))
     assert report.repeated and report.parameters
     assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
+
+
+def test_under_anomaly_mode_a_step_is_skipped_and_the_report_named(caplog):
+    step = exploding()
+    with torch.autograd.set_detect_anomaly(True):
+        for _ in range(2):
+            step(X, 1e3 * ONE)
+        assert torch.is_anomaly_enabled()
+    assert int(step.skipped_steps) == 2 and "head.weight" in step.nonfinite_report().parameters
+    (said,) = [one.message for one in caplog.records if "anomaly mode" in one.message]
+    assert "step.nonfinite_report()" in said
+
+
+def test_statistics_that_a_batch_leaves_as_they_are_are_known_to_be_written():
+    """The average of a batch and itself; then a batch that is skipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=None))
+    amp.compile(model, dtype="fp16", backend="eager")(X)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), optimizer, dtype="fp16", loss_scale=1024.0, backend="eager"
+    )
+    step(X)
+    before = [one.clone() for one in model.buffers()]
+    step(X * 1e6)
+    assert int(step.skipped_steps) == 1 and all(map(torch.equal, before, model.buffers()))

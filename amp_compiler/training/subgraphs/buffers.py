@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class WrittenBuffers:
     """Which buffers a model's forward writes, and what they held before.
 
-    BatchNorm writes its buffers without telling autograd: which ones it writes is found by their values, in the first
-    call in each mode.
+    BatchNorm writes its buffers without telling autograd. Those of torch's modules are taken to be written in training;
+    which others are is found by their values, in the first call in each mode.
 
     Args:
         model: the model.
@@ -37,7 +38,7 @@ class WrittenBuffers:
                 module._buffers,
                 name,
                 buffer,
-                buffer._version,
+                -1 if module.training and isinstance(module, _NormBase) else buffer._version,
                 buffer.detach().clone(),
             )
             for path, module in self._model.named_modules()

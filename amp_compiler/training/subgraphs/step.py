@@ -165,6 +165,7 @@ class SubgraphStep:
         scale = scale if samples is None else scale * samples.weight
         with (
             torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),  # a step that is not finite is skipped, as that of one graph is
             self._buffers.watched() as take_written,
             _without_gradients(self.model),
             widened(self.model.parameters()),
