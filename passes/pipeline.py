@@ -300,6 +300,7 @@ ONNX_PLAN = Pipeline(
     "ONNX_PLAN",
     (
         "find_masks",
+        "pin_masks",
         "pin_stored_numbers",
         "pin_overflows",
         "pin_differences",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onnx import TensorProto as T
-from onnx_models import check, info, model, node, scalar, weight
+from onnx_models import DTYPES, check, info, low_nodes, model, node, scalar, weight
 
 from amp_compiler.onnx.check.run import open_to_run
 from amp_compiler.onnx.check.verify import Side
@@ -62,3 +62,41 @@ def test_a_row_that_is_masked_whole_is_finite(form, number, rules):
     got = outputs(check(source, "fp16", rules).model, {"x": x, "mask": mask}, rounded=True)
     assert np.isfinite(got[np.isfinite(want)]).all()
     np.testing.assert_allclose(got[1:], want[1:], atol=0.13)  # scores of -128 to -256 are rounded to eighths
+
+
+# ---- masks that are inputs of the model: the nodes between the scores `s` and what the softmax reads
+GIVEN = {
+    "alone": [node("Add", ["s", "given"], ["m"])],
+    "taken apart": [node("Slice", ["given", "start", "end"], ["part"]), node("Add", ["s", "part"], ["m"])],
+    "behind a stored one": [node("Add", ["s", "stored"], ["a"]), node("Add", ["a", "given"], ["m"])],
+    "before a stored one": [node("Add", ["s", "given"], ["a"]), node("Add", ["a", "stored"], ["m"])],
+    "with a stored one": [node("Add", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
+    "less than a stored one": [node("Min", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
+    "selected": [KEPT, node("Where", ["kept", "s", "given"], ["m"])],
+}
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("floor", [LOWEST, -1e9, -65504.0, -np.inf])
+@pytest.mark.parametrize("form", GIVEN)
+def test_a_mask_that_is_an_input_gives_what_it_gives_in_fp32(form, floor, dtype, calibrated):
+    """Beside a stored one too, with which it masks a whole row."""
+    stored = np.triu(np.full((8, 8), LOWEST if np.isinf(floor) else floor), 1)
+    stored[:, 0] = stored[0, 1]  # what the other leaves over
+    data = [scalar("w", -np.eye(8)), scalar("start", [0], np.int64), scalar("end", [4], np.int64)]
+    nodes = [node("MatMul", ["x", "w"], ["s"], "scores"), *GIVEN[form], node("Softmax", ["m"], ["p"], axis=-1),
+             node("MatMul", ["p", "w"], ["y"], "mixed")]  # fmt: skip
+    source = model(
+        nodes, [info("x", 4, 8, 8), info("given", 4, 1, 8), *([info("mask", 4, 1, 8)] * (form == "selected"))],
+        [info("y", 4, 8, 8)], data + [scalar("stored", stored)] * ("stored" in form),
+    )  # fmt: skip
+    given = np.zeros((4, 1, 8), np.float32)
+    given[0], given[1, :, 1:] = floor, floor
+    batch = {"x": np.random.default_rng(0).uniform(0.5, 1, (4, 8, 8)).astype(np.float32), "given": given}
+    if form == "selected":
+        batch["mask"] = (given == 0).astype(np.float32)
+    done = check(source, dtype, **({"calibration": [batch]} if calibrated else {}))
+    want, got = outputs(source, batch, rounded=False), outputs(done.model, batch, rounded=True)
+    np.testing.assert_allclose(got, want, atol={"fp16": 2e-3, "bf16": 1.6e-2}[dtype])
+    assert {"scores", "mixed"} - low_nodes(done) <= ({"mixed"} if calibrated and np.isnan(want).any() else set())
