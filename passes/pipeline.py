@@ -300,7 +300,6 @@ ONNX_PLAN = Pipeline(
     "ONNX_PLAN",
     (
         "find_masks",
-        "pin_masks",
         "pin_stored_numbers",
         "pin_overflows",
         "pin_differences",

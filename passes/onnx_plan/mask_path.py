@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from amp_compiler.ir.graph import Node
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import Mask
+from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
@@ -33,6 +35,19 @@ def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
                 path[node.name] = behind
                 pending += [] if ends else [(output, behind) for output in node.outputs]
     return tuple(path), max(path.values(), default=1.0)
+
+
+def given_masks(walker: Walker) -> dict[str, Mask]:
+    """The FP32 inputs that reach nothing but a softmax, and meet something computed on their way."""
+    graph, masks = walker.graph, dict[str, Mask]()
+    for name, value in graph.values.items():
+        if value.kind is ValueKind.INPUT and value.dtype is DType.FLOAT32:
+            path, terms = mask_path(walker, name)
+            nodes = [graph.nodes[one] for one in path]
+            makers = [walker.behind(node, index) for node in nodes for index in range(len(node.inputs))]
+            if any(maker is not None and maker.name not in path for maker in makers):
+                masks[name] = Mask(path, terms)
+    return masks
 
 
 def _keeps_mask(walker: Walker, node: Node, index: int) -> bool:

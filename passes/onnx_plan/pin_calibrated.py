@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node
-from amp_compiler.passes.onnx_plan.mask_path import mask_path
+from amp_compiler.passes.onnx_plan.mask_path import given_masks, mask_path
 from amp_compiler.passes.onnx_plan.pinning import MARGIN, PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
@@ -103,10 +103,11 @@ def _reason(name: str, largest: float, low: DType) -> str:
 
 
 def _masked(draft: Draft) -> set[str]:
-    """What masks make: those of the graph, and infinite numbers that hide scores and fit as they are."""
+    """What stored masks make, and infinite numbers that hide scores and fit as they are, before a given one joins."""
     walker = Walker(draft.graph, draft.context.low)
     paths = [mask.path for mask in draft.graph.masks.values()]
     for name, numbers in walker.stored():
         if numbers.infinite and not numbers.lost and numbers.largest <= walker.low.format.max / MARGIN:
             paths.append(mask_path(walker, name)[0])
-    return {name for path in paths for node in path for name in draft.graph.nodes[node].outputs}
+    given = {node for mask in given_masks(walker).values() for node in mask.path}
+    return {name for path in paths for node in path if node not in given for name in draft.graph.nodes[node].outputs}
