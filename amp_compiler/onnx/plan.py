@@ -17,7 +17,8 @@ from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.mask_bounds import BROADCASTING_MAX, bound_masks
+from amp_compiler.onnx.lowering.mask_bounds import FIRST_OPSET as BOUNDING_OPSET
+from amp_compiler.onnx.lowering.mask_bounds import bound_masks
 from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET, fp8_nodes
 from amp_compiler.onnx.model.edit import KeptTypes
 from amp_compiler.onnx.model.infer import Sizes
@@ -155,7 +156,7 @@ def plan_onnx(
                 opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
             lowered, fusion = lowered_from(opened, False)
         plan = _decide(lowered, fusion, rules, ranges, stages, target)
-        floors = mask_floors(lowered.graph, plan.labels, low) if lowered.model.opset("") >= BROADCASTING_MAX else {}
+        floors = mask_floors(lowered.graph, plan.labels, low) if lowered.model.opset("") >= BOUNDING_OPSET else {}
         if bounds := unbounded_inputs(lowered.graph, floors, low):
             lowered, fusion = lowered_from(opened, False, bounds)
             plan = _decide(lowered, fusion, rules, ranges, None, target)

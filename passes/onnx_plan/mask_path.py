@@ -15,7 +15,7 @@ _MOST = 8.0  # terms of a sum: a smaller share of FP16's range (65504 / 8) may b
 def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
     """The nodes from a mask to its softmax, and how many terms of a size its sum has there.
 
-    None where its elements reach anything else, or it is added to too much.
+    None where its elements reach anything else, or it is added to too much. An input of the model may be compared too.
     """
     path: dict[str, float] = {}  # terms by node
     returned = set(walker.graph.outputs)
@@ -25,6 +25,8 @@ def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
         if value in returned:
             return (), 1.0
         for node, index in walker.graph.users(value):
+            if node.op == "onnx.Less" and walker.graph.values[name].kind is ValueKind.INPUT:
+                continue
             ends = node.inputs[index].slot in walker.info(node).masks
             if not ends and not _keeps_mask(walker, node, index):
                 return (), 1.0

@@ -11,28 +11,44 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.edit import names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
 
-BROADCASTING_MAX = 8  # the first opset in which `Max` broadcasts
+FIRST_OPSET = 9  # in which `Where` is
 
 
 def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
-    """Let a `Max` stand behind inputs of a model, for all that reads them. Changes the model, before it is lowered.
+    """Raise inputs of a model to a least number, but for minus infinity. Changes the model, before it is lowered.
+
+    A row that minus infinity masks whole is no number in FP32, or zeros by fused attention: it stays so. Which elements
+    are minus infinity is asked in FP32, where the lowest number is not. What compares an input reads it as it is.
 
     Args:
-        model: the model, of opset 8 at least.
+        model: the model, of opset 9 at least.
         floors: by name of an input of the graph, its least number.
     """
     graph = model.ir.graph
     values, nodes = names_of(model.graphs())
+
+    def stored(name: str, number: float) -> ir.Value:
+        data = ir.tensor(np.array(number, np.float32), name=unique(name, values))
+        value = ir.Value(name=data.name, const_value=data, type=ir.TensorType(data.dtype), shape=data.shape)
+        graph.register_initializer(value)
+        model.types[value] = ValueType(DType.FLOAT32, ())
+        return value
+
+    def add(op: str, reads: list[ir.Value], name: str, like: ir.Value, dtype: DType) -> ir.Value:
+        kind = ir.TensorType(ir.DataType.BOOL if dtype is DType.BOOL else ir.DataType.FLOAT)
+        result = ir.Value(name=unique(name, values), type=kind, shape=like.shape)
+        model.types[result] = ValueType(dtype, model.type_of(like).shape)
+        added.append(ir.Node("", op, reads, outputs=[result], name=unique(name, nodes)))
+        return result
+
     for value in graph.inputs:
         if value.name not in floors:
             continue
-        title = unique(f"{value.name}_floor", values)
-        data = ir.tensor(np.array(floors[value.name], np.float32), name=title)
-        floor = ir.Value(name=title, const_value=data, type=ir.TensorType(data.dtype), shape=data.shape)
-        graph.register_initializer(floor)
-        bounded = ir.Value(name=unique(f"{value.name}_bounded", values), type=value.type, shape=value.shape)
-        model.types[floor] = ValueType(DType.FLOAT32, ())
-        model.types[bounded] = model.type_of(value)
-        ir.convenience.replace_all_uses_with(value, bounded)
-        name = unique(bounded.name or "", nodes)
-        graph.insert_before(graph[0], ir.Node("", "Max", [value, floor], outputs=[bounded], name=name))
+        uses, added = [use for use in value.uses() if use.node.op_type != "Less"], list[ir.Node]()
+        lowest, floor = stored(f"{value.name}_lowest", float(np.finfo(np.float32).min)), floors[value.name]
+        infinite = add("Less", [value, lowest], f"{value.name}_infinite", value, DType.BOOL)
+        raised = add("Max", [value, stored(f"{value.name}_floor", floor)], f"{value.name}_raised", value, DType.FLOAT32)
+        bounded = add("Where", [infinite, value, raised], f"{value.name}_bounded", value, DType.FLOAT32)
+        for use in uses:
+            use.node.replace_input_with(use.idx, bounded)
+        graph.insert_before(graph[0], added)
