@@ -10,7 +10,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Mask, StoredNumbers
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.onnx_plan.mask_path import given_masks, mask_path
+from amp_compiler.passes.onnx_plan.mask_path import input_masks, mask_path
 from amp_compiler.passes.onnx_plan.pinning import MARGIN, Walker
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.typing import LOW
@@ -73,14 +73,14 @@ def mask_floors(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) ->
         labels: by name of the node, what it runs in.
         low: the 16-bit type.
     """
-    masks = {**graph.masks, **given_masks(Walker(graph, low))}
+    masks = {**graph.masks, **input_masks(Walker(graph, low))}
     floor = -low.format.max / max((mask.terms for mask in masks.values()), default=1.0)
     return {name: floor for name, mask in masks.items() if any(labels.get(node) == LOW for node in mask.path)}
 
 
 def unbounded_inputs(graph: PrecisionGraph, floors: Mapping[str, float], low: DType) -> dict[str, float]:
     """Those of `mask_floors` that are inputs, and that no `Max` with a stored number bounds on their way."""
-    walker, masks = Walker(graph, low), given_masks(Walker(graph, low))
+    walker, masks = Walker(graph, low), input_masks(Walker(graph, low))
 
     def bounds(name: str, mask: Mask) -> bool:
         nodes = [graph.nodes[one] for one in mask.path if graph.nodes[one].op == "onnx.Max"]

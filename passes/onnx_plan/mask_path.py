@@ -39,7 +39,7 @@ def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
     return tuple(path), max(path.values(), default=1.0)
 
 
-def given_masks(walker: Walker) -> dict[str, Mask]:
+def input_masks(walker: Walker) -> dict[str, Mask]:
     """The FP32 inputs that reach nothing but a softmax, and meet something computed on their way."""
     graph, masks = walker.graph, dict[str, Mask]()
     for name, value in graph.values.items():
