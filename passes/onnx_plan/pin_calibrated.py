@@ -117,7 +117,7 @@ def _reason(name: str, largest: float, low: DType) -> str:
 
 
 def _masked(draft: Draft) -> set[str]:
-    """What stored masks make, and infinite numbers that hide scores and fit as they are, before one that is an input joins."""
+    """What stored masks make, and infinite numbers that hide scores and fit, where no mask that is an input joins."""
     walker = Walker(draft.graph, draft.context.low)
     paths = [mask.path for mask in draft.graph.masks.values()]
     for name, numbers in walker.stored():
