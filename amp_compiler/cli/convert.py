@@ -121,6 +121,12 @@ class Summary:
             console.print(f"not tried: {'; '.join(report.untried)}", markup=False, highlight=False)
         if self.verification is not None and (self.failed or self.verification.first_bad is not None):
             console.print(str(self.verification), markup=False, highlight=False, end="")
+        if self.failed:
+            data = "DATA.npz" if self.calibrate is None else self.calibrate
+            hint = f"amp-compiler tune IN.onnx tuned.yaml --data {data} finds the nodes that have to stay in FP32"
+            if self.calibrate is None:
+                hint = f"verify on data of the model's own kind, --calibrate {data}; if that fails too, {hint}"
+            console.print(f"hint: {hint}; convert with --rules tuned.yaml", markup=False, highlight=False)
 
 
 def run_convert(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from amp_compiler.ir.value_class import value_class
@@ -78,3 +79,29 @@ class Mask:
 
     path: tuple[str, ...]
     terms: float
+
+
+class Magnitudes(float):
+    """The largest magnitude that a value was seen to have, with the least but zero where that was looked for.
+
+    Args:
+        largest: the largest; infinite where an element was not finite.
+        least: the least one but zero; infinite where all are zero, or it was not looked for.
+
+    Example:
+        >>> seen = Magnitudes(3.0, 1e-9)
+        >>> seen > 2.0, seen.least
+        (True, 1e-09)
+    """
+
+    least: float
+
+    def __new__(cls, largest: float, least: float = math.inf) -> Magnitudes:
+        """See the class."""
+        seen = super().__new__(cls, largest)
+        seen.least = least
+        return seen
+
+    def joined(self, other: Magnitudes) -> Magnitudes:
+        """Those of two batches."""
+        return Magnitudes(max(self, other), min(self.least, other.least))

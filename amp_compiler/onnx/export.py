@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.targets import Target, load_target
 
+logger = logging.getLogger("amp_compiler")
+_EVAL = "call model.eval() before the export"
 DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
 
 
@@ -114,6 +117,8 @@ def export_onnx(
     program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
     _refuse_changes(program)
     _prepare(program)
+    if any(map(_drops, program.graph.nodes)):
+        logger.warning("in train mode its dropout drops in the file too, as with torch.onnx.export; %s", _EVAL)
     exported, pins = run_exporter(program, version, input_names, output_names or _output_names(program))
     if (least := exported.opset_imports[""]) > version:
         raise OnnxError(
@@ -167,8 +172,13 @@ def _refuse_changes(program: torch.export.ExportedProgram) -> None:
                 raise CaptureError(
                     f"the model changes '{stored[operand.name]}' when it runs, which a model file cannot hold",
                     where=node.name,
-                    hint="call model.eval() before the export",
+                    hint=_EVAL,
                 )
+
+
+def _drops(node: fx.Node) -> bool:
+    """True for a dropout that drops elements."""
+    return "dropout" in str(node.target) and bool(schema_argument(node, "train") and schema_argument(node, "p"))
 
 
 def _prepare(program: torch.export.ExportedProgram) -> None:

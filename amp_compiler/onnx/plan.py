@@ -17,6 +17,8 @@ from amp_compiler.onnx.lowering.fuse import OPS, Fusion, fusion_messages
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.lowering.mask_bounds import FIRST_OPSET as BOUNDING_OPSET
+from amp_compiler.onnx.lowering.mask_bounds import bound_masks
 from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET, fp8_nodes
 from amp_compiler.onnx.model.edit import KeptTypes
 from amp_compiler.onnx.model.infer import Sizes
@@ -24,6 +26,7 @@ from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_mod
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.target import added_by_runtime, drop_useless_opsets, note_of, versions_of
+from amp_compiler.passes.onnx_plan.find_masks import mask_floors, unbounded_inputs
 from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.draft import Draft
@@ -123,8 +126,11 @@ def plan_onnx(
         "keep_quantized": rules.keeps("quantized") or (target is not None and target.name == "tensorrt"),
     }  # fmt: skip
 
-    def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
+    def lowered_from(
+        file: OnnxFile, checked: bool, bounds: Mapping[str, float] | None = None
+    ) -> tuple[Lowered, Fusion | None]:
         model = read_model(file, check=checked, sizes=sizes)
+        bound_masks(model, bounds or {})
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
@@ -149,10 +155,15 @@ def plan_onnx(
             for planned, _ in fp8_nodes(_decide(lowered, fusion, rules, ranges, None, target))[:1]:
                 opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
             lowered, fusion = lowered_from(opened, False)
+        plan = _decide(lowered, fusion, rules, ranges, stages, target)
+        floors = mask_floors(lowered.graph, plan.labels, low) if lowered.model.opset("") >= BOUNDING_OPSET else {}
+        if bounds := unbounded_inputs(lowered.graph, floors, low):
+            lowered, fusion = lowered_from(opened, False, bounds)
+            plan = _decide(lowered, fusion, rules, ranges, None, target)
         if reshaped:
             named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
             lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")
-        return _decide(lowered, fusion, rules, ranges, stages, target), lowered
+        return plan, lowered
 
 
 def _decide(

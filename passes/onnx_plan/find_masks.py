@@ -10,10 +10,12 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Mask, StoredNumbers
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.onnx_plan.mask_path import mask_path
+from amp_compiler.passes.onnx_plan.mask_path import input_masks, mask_path
 from amp_compiler.passes.onnx_plan.pinning import MARGIN, Walker
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.typing import LOW
+
+_ROUNDED = 1.01  # a stored bound is rounded to the low type
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,26 @@ def mask_floors(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) ->
     """By stored value, what its elements are raised to, for masks of which some node runs in the low type.
 
     It is the mask's share of the low type's range, so that its sum with scores and other masks stays finite: a row
-    that is masked whole would else be minus infinity throughout, and its softmax not a number.
+    that is masked whole would else be minus infinity throughout, and its softmax not a number. Inputs of the model that
+    are added to scores are among them: nothing says how low these go.
 
     Args:
         graph: behind `find_masks`.
         labels: by name of the node, what it runs in.
         low: the 16-bit type.
     """
-    floor = -low.format.max / max((mask.terms for mask in graph.masks.values()), default=1.0)
-    return {name: floor for name, mask in graph.masks.items() if any(labels.get(node) == LOW for node in mask.path)}
+    masks = {**graph.masks, **input_masks(Walker(graph, low))}
+    floor = -low.format.max / max((mask.terms for mask in masks.values()), default=1.0)
+    return {name: floor for name, mask in masks.items() if any(labels.get(node) == LOW for node in mask.path)}
+
+
+def unbounded_inputs(graph: PrecisionGraph, floors: Mapping[str, float], low: DType) -> dict[str, float]:
+    """Those of `mask_floors` that are inputs, and that no `Max` with a stored number bounds on their way."""
+    walker, masks = Walker(graph, low), input_masks(Walker(graph, low))
+
+    def bounds(name: str, mask: Mask) -> bool:
+        nodes = [graph.nodes[one] for one in mask.path if graph.nodes[one].op == "onnx.Max"]
+        least = [number for node in nodes for index in (0, 1) if (number := walker.scalar(node, index)) is not None]
+        return any(number >= floors[name] * _ROUNDED for number in least)
+
+    return {name: floors[name] for name, mask in masks.items() if name in floors and not bounds(name, mask)}

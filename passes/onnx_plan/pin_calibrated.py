@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.ir.graph import Node
-from amp_compiler.passes.onnx_plan.mask_path import mask_path
+from amp_compiler.passes.onnx_plan.mask_path import input_masks, mask_path
 from amp_compiler.passes.onnx_plan.pinning import MARGIN, PinPass, Walker
 from amp_compiler.planner.draft import Draft
+
+_COMPARING = frozenset({"onnx.Greater", "onnx.GreaterOrEqual", "onnx.Less", "onnx.LessOrEqual", "onnx.Equal"})
+STEEP: Mapping[str, tuple[int, ...]] = {  # operands at which an op tells tiny numbers apart, or from zero
+    "onnx.Log": (0,),
+    "onnx.Reciprocal": (0,),
+    "onnx.Div": (1,),
+    "onnx.Pow": (0,),
+    "onnx.Sign": (0,),
+    "onnx.Cast": (0,),
+    **dict.fromkeys(_COMPARING, (0, 1)),
+}
+PRODUCTS = frozenset(f"onnx.{op}" for op in ("Mul", "Div", "Abs", "Neg", "Sqrt", "Pow", "ReduceProd"))
+_FLAT = 0.5  # a power of at least this makes a number that FP16 loses as small as the rounding of others
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,9 @@ class PinCalibrated(PinPass):
 
     Calibration saw only some inputs, hence the half. Tiny is a value whose largest number is less than twice the least
     normal one of fp16, 6.1e-05: below that digits are lost, and below 6e-08 all is zero. Where the largest is a normal
-    number, what is lost of the others is below its rounding. But a quotient, reciprocal, logarithm or negative power is
-    steep at zero: where its result tells that a single number is as tiny, what makes that is pinned too.
+    number, what is lost of the others is below its rounding. But a quotient, reciprocal, logarithm or power below half
+    is steep at zero, and a sign or a comparison with zero jumps there: where a single number is as tiny (for a jump,
+    one that fp16 makes zero), what reads and makes it is pinned too, back through products.
 
     Before (`y` reached 40000 in calibration):
 
@@ -53,43 +67,43 @@ class PinCalibrated(PinPass):
             maker = graph.producer(name)
             for node in ([maker] if maker is not None else []) + [user for user, _ in graph.users(name)]:
                 walker.pin(node, reason)
+        seen = {name: one for name, one in draft.ranges.items() if isinstance(one, Magnitudes)}
         for node in graph.nodes.values():
-            _pin_steep(walker, node, draft.ranges)
+            for index in STEEP.get(node.op, ()) if seen else ():
+                _pin_steep(walker, node, index, seen)
         return walker.pins
 
 
-def _pin_steep(walker: Walker, node: Node, ranges: Mapping[str, float]) -> None:
-    """Pin a node that is steep at zero where one number of its operand is tiny, back to what makes that number."""
-    index, least = _least(walker, node, ranges)
-    normal, chain = walker.low.format.smallest_normal, [node]
-    while least < math.inf and (maker := walker.graph.producer(chain[-1].inputs[index].value)) is not None:
-        chain.append(maker)
-        index = 0
-        if maker.op == "onnx.Sqrt":
-            least *= least
-        elif walker.scales(maker):
-            index = int(walker.scalar(maker, 0) is not None)
-            least /= abs(walker.scalar(maker, 1 - index) or 1.0)
-        elif maker.op != "onnx.Abs" and not walker.passes(maker):
-            break
-    for one in chain if least < normal * MARGIN else ():
-        reads = f"'{node.name}' is steep at zero, which numbers come as near as {least:.3g} in calibration"
-        walker.pin(one, f"{reads}; the normal numbers of fp16 begin at {normal:.2g}")
+def _pin_steep(walker: Walker, node: Node, index: int, ranges: Mapping[str, Magnitudes]) -> None:
+    """Pin what reads and makes tiny numbers, from an operand at which a node is steep back through products."""
+    limit, normal = _limit(walker, node, index), walker.low.format.smallest_normal
+    pending, seen = [(node, index)], set[str]()
+    while pending and limit:
+        reader, place = pending.pop()
+        name = reader.inputs[place].value
+        maker = walker.graph.producer(name)
+        if name in seen or name not in ranges:
+            continue
+        seen.add(name)
+        if (least := ranges[name].least) < limit:
+            near = f"'{node.name}' is steep at zero, which numbers come as near as {least:.3g} in calibration"
+            for one in filter(None, (reader, maker)):
+                walker.pin(one, f"{near}; the normal numbers of fp16 begin at {normal:.2g}")
+        if maker is not None and (maker.op in PRODUCTS or walker.passes(maker)):
+            pending += [(maker, operand) for operand in range(len(maker.inputs))]
 
 
-def _least(walker: Walker, node: Node, ranges: Mapping[str, float]) -> tuple[int, float]:
-    """Which operand a node is steep at, and what the least magnitude of that is below, as the largest result tells."""
-    largest = ranges.get(node.outputs[0], 0.0) if node.outputs else 0.0
-    if not 0 < largest < math.inf:
-        return 0, math.inf
-    if node.op == "onnx.Reciprocal":
-        return 0, 1 / largest
-    if node.op == "onnx.Div":
-        return 1, (walker.largest(node.inputs[0].value, ranges) or math.inf) / largest
-    if node.op == "onnx.Log" and largest > math.log(max(ranges.get(node.inputs[0].value, math.inf), 1.0)):
-        return 0, math.exp(-largest)
-    power = walker.scalar(node, 1) if node.op == "onnx.Pow" else None
-    return 0, largest ** (1 / power) if power is not None and power < 0 and largest > 1 else math.inf
+def _limit(walker: Walker, node: Node, index: int) -> float:
+    """The magnitude below which a single number of an operand changes what a node gives; 0 where none does."""
+    fmt, power = walker.low.format, walker.scalar(node, 1) if node.op == "onnx.Pow" else None
+    if node.op in _COMPARING and walker.scalar(node, 1 - index) != 0:
+        return 0.0
+    if node.op == "onnx.Pow" and (power is None or not (power < 0 or 0 < power < _FLAT)):
+        return 0.0
+    if node.op == "onnx.Cast" and walker.graph.values[node.outputs[0]].dtype is not DType.BOOL:
+        return 0.0
+    tells_zero = node.op in _COMPARING or node.op in ("onnx.Sign", "onnx.Cast")
+    return fmt.smallest_subnormal / 2 if tells_zero else fmt.smallest_normal * MARGIN
 
 
 def _reason(name: str, largest: float, low: DType) -> str:
@@ -103,10 +117,11 @@ def _reason(name: str, largest: float, low: DType) -> str:
 
 
 def _masked(draft: Draft) -> set[str]:
-    """What masks make: those of the graph, and infinite numbers that hide scores and fit as they are."""
+    """What stored masks make, and infinite numbers that hide scores and fit, where no mask that is an input joins."""
     walker = Walker(draft.graph, draft.context.low)
     paths = [mask.path for mask in draft.graph.masks.values()]
     for name, numbers in walker.stored():
         if numbers.infinite and not numbers.lost and numbers.largest <= walker.low.format.max / MARGIN:
             paths.append(mask_path(walker, name)[0])
-    return {name for path in paths for node in path for name in draft.graph.nodes[node].outputs}
+    joined = {node for mask in input_masks(walker).values() for node in mask.path}
+    return {name for path in paths for node in path if node not in joined for name in draft.graph.nodes[node].outputs}

@@ -108,7 +108,7 @@ class _Finder(Walker):
         """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""
         for node in (*moves, *sinks):
             self.pin(node, reason)
-        pending, casts = list(sinks), set[str]()
+        pending, casts = list(filter(self.makes_floats, sinks)), set[str]()  # a comparison hands on no numbers
         while pending:
             pinned_value = pending.pop()
             for node, index in [user for value in pinned_value.outputs for user in self.graph.users(value)]:

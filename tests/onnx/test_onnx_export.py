@@ -245,6 +245,13 @@ def test_a_model_in_train_mode_that_moves_its_statistics_is_refused():
         amp.export_onnx(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (torch.randn(2, 3, 8, 8),))
 
 
+@pytest.mark.parametrize(("rate", "training", "said"), [(0.5, True, True), (0.0, True, False), (0.5, False, False)])
+def test_a_dropout_in_train_mode_drops_in_the_file_and_is_said(caplog, rate, training, said):
+    done = amp.export_onnx(nn.Sequential(nn.Linear(8, 4), nn.Dropout(rate)).train(training), (torch.randn(2, 8),))
+    assert ("Dropout" in {node.op_type for node in done.model.graph.node}) is said
+    assert ("dropout drops in the file too, as with torch.onnx.export; call model.eval()" in caplog.text) is said
+
+
 def test_what_is_no_module_is_refused():
     with pytest.raises(amp.CaptureError, match=r"takes an nn\.Module, not a str"):
         amp.export_onnx("m.onnx", (torch.ones(1),))

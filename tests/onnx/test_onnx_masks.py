@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onnx import TensorProto as T
-from onnx_models import check, info, model, node, scalar, weight
+from onnx_models import DTYPES, check, info, model, node, scalar, weight
 
 from amp_compiler.onnx.check.run import open_to_run
 from amp_compiler.onnx.check.verify import Side
@@ -62,3 +62,57 @@ def test_a_row_that_is_masked_whole_is_finite(form, number, rules):
     got = outputs(check(source, "fp16", rules).model, {"x": x, "mask": mask}, rounded=True)
     assert np.isfinite(got[np.isfinite(want)]).all()
     np.testing.assert_allclose(got[1:], want[1:], atol=0.13)  # scores of -128 to -256 are rounded to eighths
+
+
+# ---- masks that are inputs of the model: the nodes between the scores `s` and what the softmax reads
+GIVEN = {
+    "alone": [node("Add", ["s", "given"], ["m"])],
+    "taken apart": [node("Slice", ["given", "start", "end"], ["part"]), node("Add", ["s", "part"], ["m"])],
+    "behind a stored one": [node("Add", ["s", "stored"], ["a"]), node("Add", ["a", "given"], ["m"])],
+    "before a stored one": [node("Add", ["s", "given"], ["a"]), node("Add", ["a", "stored"], ["m"])],
+    "with a stored one": [node("Add", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
+    "less than a stored one": [node("Min", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
+    "selected": [KEPT, node("Where", ["kept", "s", "given"], ["m"])],
+}
+
+
+@pytest.mark.parametrize("rules", ["default", "apex-o3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("floor", [LOWEST, -1e9, -65504.0, -np.inf])
+@pytest.mark.parametrize("form", GIVEN)
+def test_a_mask_that_is_an_input_is_bounded_once(form, floor, dtype, rules):
+    """Rows that it masks whole, alone or with a stored one, are finite; the others are what they were."""
+    stored = np.triu(np.full((8, 8), max(floor, LOWEST)), 1)
+    data = [scalar("w", -np.eye(8)), scalar("start", [0], np.int64), scalar("end", [4], np.int64)]
+    nodes = [node("MatMul", ["x", "w"], ["s"], "scores"), *GIVEN[form], node("Softmax", ["m"], ["p"], axis=-1),
+             node("MatMul", ["p", "w"], ["y"])]  # fmt: skip
+    source = model(
+        nodes, [info("x", 4, 8, 8), info("given", 4, 1, 8), *([info("mask", 4, 1, 8)] * (form == "selected"))],
+        [info("y", 4, 8, 8)], data + [scalar("stored", stored)] * ("stored" in form),
+    )  # fmt: skip
+    given = np.zeros((4, 1, 8), np.float32)
+    given[0], given[1, :, :3] = floor, floor  # with the stored one all of the first rows
+    batch = {"x": np.random.default_rng(0).uniform(0.5, 1, (4, 8, 8)).astype(np.float32), "given": given}
+    if form == "selected":
+        batch["mask"] = (given == 0).astype(np.float32)
+    done = check(source, dtype, rules)  # converted again, nothing changes
+    want, got = outputs(source, batch, rounded=False), outputs(done.model, batch, rounded=True)
+    assert (np.isfinite(got) == np.isfinite(want)).all()
+    np.testing.assert_allclose(got[1:, 3:], want[1:, 3:], atol={"fp16": 2e-3, "bf16": 1.6e-2}[dtype])
+    assert [entry.op_type for entry in done.model.graph.node].count("Max") == 1
+    check(source, dtype, rules, calibration=[batch])
+
+
+def test_what_is_no_mask_gets_no_bound():
+    """Sums of inputs alone, what is read elsewhere too, and where all is FP32."""
+    nodes = [node("Add", ["x", "z"], ["a"]), node("Softmax", ["a"], ["p"]), node("MatMul", ["p", "w"], ["s"]),
+             node("Add", ["s", "r"], ["d"]), node("Softmax", ["d"], ["q"]), node("Add", ["q", "r"], ["y"])]  # fmt: skip
+    plain = model(nodes, [info(name, 4, 8) for name in "xzr"], [info("y", 4, 8)], [weight("w", 8, 8)])
+    masked = model(
+        [*nodes[:4], node("Softmax", ["d"], ["y"])],
+        *[[info(name, 4, 8) for name in names] for names in ("xzr", "y")],
+        [weight("w", 8, 8)],
+    )
+    wide = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}
+    for source, rules in ((plain, "apex-o3"), (masked, wide)):
+        assert "Max" not in {entry.op_type for entry in check(source, "fp16", rules).model.graph.node}

@@ -10,6 +10,7 @@ from onnx import parser
 
 import amp_compiler as amp
 
+SELU = {1: (1.6732, 1.0507), 6: (1.67326319217681884765625, 1.05070102214813232421875)}  # defaults by opset
 FORMS = {  # opset, inputs of the graph, its body
     "softmax over all later axes": (11, "float[2,3,4] x", "float[2,3,4] y", "y = Softmax<axis=1>(x)"),
     "log-softmax by default": (11, "float[2,3,4] x", "float[2,3,4] y", "y = LogSoftmax(x)"),
@@ -55,3 +56,15 @@ def test_older_forms(form):
     np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-5, atol=1e-6)
     found.square().sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("attributes", ["", "<alpha=0.5, gamma=3.0>"])
+@pytest.mark.parametrize("opset", SELU)
+def test_selu(opset, attributes):
+    """That of opset 1 has no function body, and none of ONNX Runtime's kernels."""
+    head = f'<ir_version: 7, opset_import: ["" : {opset}]> g (float[3] x) => (float[3] y)'
+    found = amp.onnx_to_fx(parser.parse_model(f"{head} {{ y = Selu{attributes}(x) }}"))(
+        torch.tensor([-1.0, 0.0, 200.0])
+    )
+    alpha, gamma = (0.5, 3.0) if attributes else SELU[opset]
+    np.testing.assert_allclose(found.numpy(), [gamma * alpha * np.expm1(-1.0), 0, gamma * 200], rtol=1e-6)

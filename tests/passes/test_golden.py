@@ -18,6 +18,7 @@ from graph_reading import parse_graph
 from planning import FP16, draft_of, finish
 from ruamel.yaml import YAML
 
+from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.pipeline import ONNX_PLAN
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
@@ -61,7 +62,8 @@ def pin(name: str, text: str, _: dict[str, str]) -> str:
     """The graph behind a pass of ONNX_PLAN, for FP16 and the preset `default`; magnitudes stand behind the graph."""
     text, _, target = text.partition(TARGET)
     graph, _, lines = text.partition(RANGES)
-    ranges = {key: float(largest) for key, largest in (line.split(": ") for line in lines.splitlines())}
+    rows = (line.split(": ") for line in lines.splitlines())
+    ranges = {key: Magnitudes(*map(float, numbers.split())) for key, numbers in rows}
     draft = Draft(parse_graph(graph), load_rules("default"), Context(FP16, "onnx"), ranges=ranges)
     assert draft.to_text() == graph, "the text does not read back as itself"
     options: dict[str, Any] = {}

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import onnx
+from onnx import TensorProto
+
 from amp_compiler.errors import OnnxError
+from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.onnx.check.batches import NAMES, Batches, iterate_batches
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import add_taps
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import Source
+from amp_compiler.passes.onnx_plan.pin_calibrated import PRODUCTS, STEEP
 from amp_compiler.policy.marks import nearest
+from amp_compiler.policy.op_table import op_table
 
 
 def calibrate(
@@ -19,7 +25,7 @@ def calibrate(
     *,
     names: Iterable[str] | None = None,
     engine: Engine | None = None,
-) -> dict[str, float]:
+) -> dict[str, Magnitudes]:
     """Run the FP32 model over all batches and measure its float values.
 
     Every value is measured inside the run and given out as one number, so that memory stays that of a plain run
@@ -35,7 +41,8 @@ def calibrate(
 
     Returns:
         Value name to largest magnitude, in the order of the graph; infinite where an element was not finite in any
-        batch, 0 for an empty tensor.
+        batch, 0 for an empty tensor. What ops work on that are steep at zero, or whose product that is, has its least
+        magnitude but zero too.
 
     Raises:
         OnnxError: the model or a batch cannot be read or run, or a name is of no float value of the main graph.
@@ -63,12 +70,24 @@ def calibrate(
                     where=loaded.name,
                     hint=nearest(name, sorted(known), NAMES),
                 )
-    tapped, taps = add_taps(loaded.proto, chosen, types)
+    tapped, taps = add_taps(loaded.proto, chosen, types, _before_steep(graph))
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
     runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None
-    ranges = {tap.value: 0.0 for tap in taps}
+    ranges = {tap.value: Magnitudes(0.0) for tap in taps}
     for batch in iterate_batches(batches, loaded):
         outputs = runner.run(batch) if runner is not None else {}
         for tap in taps:
-            ranges[tap.value] = max(ranges[tap.value], tap.absmax(outputs))
+            ranges[tap.value] = ranges[tap.value].joined(tap.magnitudes(outputs))
     return ranges
+
+
+def _before_steep(graph: onnx.GraphProto) -> set[str]:
+    """The values that ops read which are steep at zero, and what these are made of by products and moves."""
+    ops, seen = op_table(), set[str]()
+    for node in reversed(graph.node):
+        op = f"onnx.{node.op_type}"
+        to = next((entry.i for entry in node.attribute if entry.name == "to"), TensorProto.BOOL)
+        carries = (op in PRODUCTS or ops.info(op).moves) and seen.intersection(node.output)
+        if (op in STEEP and to == TensorProto.BOOL) or carries:
+            seen.update(node.input)
+    return seen

@@ -40,7 +40,7 @@ class WorstBatch:
         relative: that error, as in `OutputError`.
         problem: why the outputs cannot be compared; empty where they can.
         stored: the largest error of an output where the stored data alone are in 16 bits, and all that is computed is
-            in FP32: no other choice of types for the nodes takes it away. `None` for an error below 0.01.
+            in FP32: nodes in FP32 alone, whose data stay FP32 with them, take it away. `None` for an error below 0.01.
     """
 
     number: int

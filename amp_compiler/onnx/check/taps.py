@@ -6,7 +6,8 @@ read it: one run measures all values in the memory of a plain run and two copies
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS
 from amp_compiler.onnx.check.types import opset_versions
 
 OLDEST = 7  # opset; older ones broadcast in another way
+_FIRST_WHERE = 9  # opset
 OWN = 17  # opset that a model without the default domain is given for its taps
 
 
@@ -30,24 +33,33 @@ class Tap:
         value: what is measured.
         largest: the output that holds its largest magnitude, where all is finite.
         check: the output that is 0 where every element is finite and NaN otherwise.
+        least: the output that holds its least magnitude but zero; empty where it is not asked for.
     """
 
     value: str
     largest: str
     check: str
+    least: str = ""
 
     def absmax(self, outputs: dict[str, Any]) -> float:
         """The largest magnitude in one run's outputs; infinite where an element is not finite."""
         return float("inf") if np.isnan(outputs[self.check]) else float(outputs[self.largest])
 
+    def magnitudes(self, outputs: dict[str, Any]) -> Magnitudes:
+        """The largest and the least magnitude."""
+        return Magnitudes(self.absmax(outputs), float(outputs[self.least]) if self.least else math.inf)
 
-def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int]) -> tuple[onnx.ModelProto, list[Tap]]:
-    """A copy of the model that gives, behind its own outputs, two numbers per value.
+
+def add_taps(
+    model: onnx.ModelProto, values: Iterable[str], types: dict[str, int], least: Collection[str] = ()
+) -> tuple[onnx.ModelProto, list[Tap]]:
+    """A copy of the model that gives, behind its own outputs, two numbers per value, or three.
 
     Args:
         model: the model; its weights are shared by neither copy where they are external.
         values: float values of the main graph, in no certain order.
         types: element type of each.
+        least: of which the least magnitude is given too, from opset 9 on.
 
     Raises:
         OnnxError: the model's opset is older than 7.
@@ -70,7 +82,9 @@ def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int
     def tap(name: str) -> None:
         if name in wanted:
             wanted.remove(name)
-            taps.append(Tap(name, f"{prefix}_{len(taps)}_largest", f"{prefix}_{len(taps)}_check"))
+            title = f"{prefix}_{len(taps)}"
+            smallest = f"{title}_least" if name in least and version >= _FIRST_WHERE else ""
+            taps.append(Tap(name, f"{title}_largest", f"{title}_check", smallest))
             nodes.extend(_tap(taps[-1], types, prefix))
 
     for source in (*tapped.graph.input, *tapped.graph.initializer):
@@ -84,10 +98,12 @@ def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int
     tapped.graph.node.extend(copies)
     tapped.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{prefix}_flat"))
     for wide, dtype in ((TensorProto.FLOAT, np.float32), (TensorProto.DOUBLE, np.float64)):
-        tapped.graph.initializer.append(numpy_helper.from_array(np.zeros(1, dtype), f"{prefix}_zero_{wide}"))
+        for number, title in ((0, "zero"), (np.inf, "infinite")):
+            data = np.full(1, number, dtype)
+            tapped.graph.initializer.append(numpy_helper.from_array(data, f"{prefix}_{title}_{wide}"))
     for value_tap in taps:
         kind = _wide(types[value_tap.value])
-        for name in (value_tap.largest, value_tap.check):
+        for name in filter(None, (value_tap.largest, value_tap.check, value_tap.least)):
             tapped.graph.output.append(helper.make_tensor_value_info(name, kind, []))
     return tapped, taps
 
@@ -113,6 +129,11 @@ def _tap(tap: Tap, types: dict[str, int], prefix: str) -> list[onnx.NodeProto]:
         source = f"{name}_wide"
         nodes.append(helper.make_node("Cast", [tap.value], [source], to=wide))
     zero = f"{prefix}_zero_{wide}"
+    smallest = [
+        helper.make_node("Greater", [f"{name}_abs", zero], [f"{name}_some"]),
+        helper.make_node("Where", [f"{name}_some", f"{name}_abs", f"{prefix}_infinite_{wide}"], [f"{name}_but_zero"]),
+        helper.make_node("ReduceMin", [f"{name}_but_zero"], [tap.least], keepdims=0),
+    ]
     return [
         *nodes,
         helper.make_node("Reshape", [source, f"{prefix}_flat"], [f"{name}_flat"]),
@@ -121,4 +142,5 @@ def _tap(tap: Tap, types: dict[str, int], prefix: str) -> list[onnx.NodeProto]:
         helper.make_node("ReduceMax", [f"{name}_abs"], [tap.largest], keepdims=0),
         helper.make_node("Mul", [f"{name}_all", zero], [f"{name}_nan"]),  # inf * 0 and NaN * 0 are NaN
         helper.make_node("ReduceSum", [f"{name}_nan"], [tap.check], keepdims=0),
+        *(smallest if tap.least else ()),
     ]

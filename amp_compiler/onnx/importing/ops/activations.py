@@ -40,6 +40,14 @@ def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return F.elu(x, alpha)
 
 
+@op("Selu")
+def _selu(x: Tensor, *, opset: int, alpha: float | None = None, gamma: float | None = None) -> Tensor:
+    first = opset < 6  # whose defaults have four digits
+    alpha = (1.6732 if first else 1.6732632423543772) if alpha is None else alpha
+    gamma = (1.0507 if first else 1.0507009873554805) if gamma is None else gamma
+    return gamma * F.elu(x, alpha)
+
+
 @op("HardSwish")
 def _hard_swish(x: Tensor) -> Tensor:
     return F.hardswish(x)

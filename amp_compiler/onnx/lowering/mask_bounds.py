@@ -1,0 +1,54 @@
+"""Masks of attention that are inputs of the model get a lower bound, where some of their way to the softmax is low."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.model import OnnxModel, ValueType
+
+FIRST_OPSET = 9  # in which `Where` is
+
+
+def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
+    """Raise inputs of a model to a least number, but for minus infinity. Changes the model, before it is lowered.
+
+    A row that minus infinity masks whole is no number in FP32, or zeros by fused attention: it stays so. Which elements
+    are minus infinity is asked in FP32, where the lowest number is not. What compares an input reads it as it is.
+
+    Args:
+        model: the model, of opset 9 at least.
+        floors: by name of an input of the graph, its least number.
+    """
+    graph = model.ir.graph
+    values, nodes = names_of(model.graphs())
+
+    def stored(name: str, number: float) -> ir.Value:
+        data = ir.tensor(np.array(number, np.float32), name=unique(name, values))
+        value = ir.Value(name=data.name, const_value=data, type=ir.TensorType(data.dtype), shape=data.shape)
+        graph.register_initializer(value)
+        model.types[value] = ValueType(DType.FLOAT32, ())
+        return value
+
+    def add(op: str, reads: list[ir.Value], name: str, like: ir.Value, dtype: DType) -> ir.Value:
+        kind = ir.TensorType(ir.DataType.BOOL if dtype is DType.BOOL else ir.DataType.FLOAT)
+        result = ir.Value(name=unique(name, values), type=kind, shape=like.shape)
+        model.types[result] = ValueType(dtype, model.type_of(like).shape)
+        added.append(ir.Node("", op, reads, outputs=[result], name=unique(name, nodes)))
+        return result
+
+    for value in graph.inputs:
+        if value.name not in floors:
+            continue
+        uses, added = [use for use in value.uses() if use.node.op_type != "Less"], list[ir.Node]()
+        lowest, floor = stored(f"{value.name}_lowest", float(np.finfo(np.float32).min)), floors[value.name]
+        infinite = add("Less", [value, lowest], f"{value.name}_infinite", value, DType.BOOL)
+        raised = add("Max", [value, stored(f"{value.name}_floor", floor)], f"{value.name}_raised", value, DType.FLOAT32)
+        bounded = add("Where", [infinite, value, raised], f"{value.name}_bounded", value, DType.FLOAT32)
+        for use in uses:
+            use.node.replace_input_with(use.idx, bounded)
+        graph.insert_before(graph[0], added)
