@@ -289,15 +289,14 @@ class _StepRun(_Run):
                 f"the step runs {self.step.execution}: what its subgraphs compute is not counted",
                 hint="profile a loss that is one graph",
             )
+        for name, parameter in self.parameters():
+            self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
         weights = {}
-        report = program.report
-        for name, weight, gradient in zip(report.updated, report.weights, output.gradients, strict=True):
-            whole = gradient if isinstance(gradient, Tensor) else made_gradient(gradient, weight().detach())
+        for name, gradient in zip(program.report.updated, output.gradients, strict=True):
+            whole = gradient if isinstance(gradient, Tensor) else made_gradient(gradient, self.before[name].float())
             weights[name] = _place_of(name, WEIGHT_GRADIENT, gradient.dtype), _count([whole])[0]
             self.add(*weights[name], shift)
         self.look_at_zeros(counting, rows, weights)
-        for name, parameter in self.parameters():
-            self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
 
     def keep_weights(self) -> None:
         """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""

@@ -6,6 +6,7 @@ own, so that every element is counted once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,8 +18,10 @@ LOWEST = -149  # exponent of the first place
 HIGHEST = 127
 ZERO, INFINITE, NAN = 277, 278, 279  # places behind those of the exponents
 BINS = 280
-_BIAS, _NORMAL = 127, 23  # of FP32: what its exponent field adds; the place of its least normal exponent
+_NORMAL = 23  # place of FP32's least normal exponent
 _RAISED = 64  # exponents by which a number that is not normal becomes so
+_SHORT = (torch.float16, torch.bfloat16)  # their numbers are counted bit by bit, FP32's by the first bits alone:
+_DROPPED, _KEPT = 21, 1 << 10  # by exponent and two bits more, for to count in one place again at once has to wait
 _CHUNK, _ELSEWHERE = 1 << 16, 1 << 22  # elements that are looked at together: in a CPU's caches; by another device
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -42,21 +45,17 @@ def count(value: Tensor) -> Tensor:
         >>> counts[0 - LOWEST].item(), counts[-2 - LOWEST].item(), counts[ZERO].item()
         (2, 1, 1)
     """
-    fields, raised, zeros, nans = (
-        torch.zeros(size, dtype=torch.int64, device=value.device) for size in (256, 256, 1, 1)
-    )
-    for (part,) in _chunks(value.detach()):
-        these, looks = _exponent_fields(part), _looks(part)
-        fields += these
-        if not looks or these[0]:  # zeros, and numbers that are not normal
-            part_zeros = len(part) - _nonzeros(part)
-            zeros += part_zeros
-            if not looks or part_zeros < these[0]:
-                raised += _exponent_fields(part.float() * 2.0**_RAISED)
-        if not looks or these[-1]:
-            nans += part.isnan().sum()
-    small = raised[LOWEST + _RAISED + _BIAS :][:_NORMAL]
-    return torch.cat([small, fields[1:-1], zeros, fields[-1:] - nans, nans])
+    value, looks = value.detach(), _looks(value)
+    counts = _by_exponent(_patterns(value), value.dtype)
+    if value.dtype in _SHORT:
+        return counts
+    if not looks or counts[ZERO]:  # and numbers that are not normal
+        raised = _by_exponent(_patterns(value, 2.0**_RAISED), value.dtype)
+        counts[:_NORMAL], counts[ZERO] = raised[_RAISED:][:_NORMAL], raised[ZERO]
+    if not looks or counts[INFINITE]:  # and NaN whose first bits are those of infinity
+        nans = value.isnan().sum()
+        counts[INFINITE], counts[NAN] = counts[INFINITE:].sum() - nans, nans
+    return counts
 
 
 def count_exponents(values: Sequence[Tensor]) -> Tensor:
@@ -84,35 +83,40 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         many elements changed, and of these how many changes would have left a weight in FP16, and one in BF16, as it
         was.
     """
-    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (256, 1, 1, 1, 1))
-    fields, nonzero, nans, *changed = zeros
+    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (_KEPT, 1, 1, 1, 1))
+    patterns, nonzero, nans, *changed = zeros
     for old, new in ((one.float(), two.float()) for one, two in _chunks(before.detach(), after.detach())):
         fall = old - new
-        ratio = fall / old
-        if not _looks(old) or not ratio.sum().isfinite():  # weights that are zero, and what is not finite
+        these = _count_bits((fall / old).view(torch.int32).bitwise_right_shift_(_DROPPED), _KEPT)
+        if not _looks(old) or these[-_KEPT // 256 :].any():  # weights that are zero, and what is not finite
             nonzero += ((old == 0) & (fall != 0)).sum()
-            ratio = ratio.where(old != 0, 0.0)
+            ratio = (fall / old).where(old != 0, 0.0)
             nans += ratio.isnan().sum()
-        fields += _exponent_fields(ratio)
-        for number, dtype in zip(changed, (torch.float16, torch.bfloat16), strict=True):
+            these = _patterns(ratio)
+        patterns += these
+        for number, dtype in zip(changed, _SHORT, strict=True):
             number += _changed(old.to(dtype), fall)
-    nonzero += fields[1:].sum()  # a change is 2^-24 of the weight or more: no ratio is zero but for it, or subnormal
-    counts = torch.cat([fields.new_zeros(_NORMAL), fields[1:-1], fields[:1], fields[-1:] - nans, nans])
+    counts = _by_exponent(patterns, torch.float32)
+    nonzero += before.numel() - counts[ZERO]  # a change is 2^-24 of the weight or more: no ratio is zero but for it
+    counts[INFINITE:] = torch.cat([counts[INFINITE:].sum() - nans, nans])
     return counts, torch.cat([nonzero, *(nonzero - number for number in changed)])
 
 
 def _changed(low: Tensor, fall: Tensor) -> Tensor:
     """How many 16-bit weights are others behind a step of an update; 0 and -0 are one number."""
     old, new = low.view(torch.int16), low.float().sub_(fall).to(low.dtype).view(torch.int16)
-    either = (old | new).bitwise_left_shift_(1).bool()  # without the signs
-    return (old ^ new).bool().logical_and_(either).count_nonzero()
+    differ = old ^ new
+    if not _looks(low) or not len(low) or differ.min() == -(2**15):  # in the sign alone
+        differ *= (old | new).bitwise_left_shift_(1).bool()
+    return differ.count_nonzero()
 
 
 def _chunks(*values: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some elements after others: equal places of all values, in whatever order."""
     alike = all(is_dense(one) and same_layout(one, values[0]) for one in values)
     flat = [one.as_strided((one.numel(),), (1,)) if alike else one.reshape(-1) for one in values]
-    yield from zip(*(one.split(_CHUNK if one.is_cpu else _ELSEWHERE) for one in flat), strict=True)
+    size = _CHUNK << 2 * (values[0].dtype in _SHORT) if values[0].is_cpu else _ELSEWHERE
+    yield from zip(*(one.split(size) for one in flat), strict=True)
 
 
 def _looks(part: Tensor) -> bool:
@@ -120,21 +124,40 @@ def _looks(part: Tensor) -> bool:
     return part.is_cpu
 
 
-def _nonzeros(part: Tensor) -> Tensor:
-    """How many elements are not zero."""
-    return part.bool().count_nonzero()  # of other types `torch.count_nonzero` branches at each element
-
-
-def _exponent_fields(part: Tensor) -> Tensor:
-    """How many numbers, as FP32 holds them, have each exponent field: int64 [256]."""
-    if part.dtype is torch.bfloat16:
-        fields = (part.view(torch.int16) >> 7).to(torch.uint8)  # the sign before them does not fit in
+def _patterns(value: Tensor, scale: float = 1.0) -> Tensor:
+    """How many numbers have each pattern of the bits behind the sign that are counted: int64 [2^15 or `_KEPT`]."""
+    if value.dtype in _SHORT:
+        counts = (_count_bits(part.view(torch.int16), 1 << 15) for (part,) in _chunks(value))
     else:
-        fields = (part.float().view(torch.int32) >> 23).to(torch.uint8)
-    if _looks(part):  # as bincount does
-        return torch.bincount(fields, minlength=256)
-    places = fields.long()
-    return places.new_zeros(256).scatter_add_(0, places, torch.ones_like(places))
+        wide = (part.float() if scale == 1.0 else part.float() * scale for (part,) in _chunks(value))
+        counts = (_count_bits(part.view(torch.int32) >> _DROPPED, _KEPT) for part in wide)
+    return functools.reduce(Tensor.add_, counts)
+
+
+def _count_bits(bits: Tensor, size: int) -> Tensor:
+    """How many whole numbers have each pattern of their last bits."""
+    places = bits.to(torch.int16) & size - 1
+    if _looks(bits):  # as bincount does
+        return torch.bincount(places, minlength=size)
+    return bits.new_zeros(size, dtype=torch.int64).scatter_add_(0, places.long(), torch.ones_like(places).long())
+
+
+def _by_exponent(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The counts of patterns of bits, which are in the order of magnitude, as those of exponents: int64 [`BINS`]."""
+    sums = counts.cumsum(0)[_last_patterns(dtype if dtype in _SHORT else torch.float32, counts.device)]
+    parts = sums.diff()
+    return torch.cat([parts[:ZERO], sums[:1], parts[ZERO:]])
+
+
+@functools.cache
+def _last_patterns(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of zero, of every exponent, of infinity and of NaN the last pattern that is counted for it: int64 [`BINS`]."""
+    powers = (2.0 ** torch.arange(LOWEST, HIGHEST + 2, dtype=torch.float64)).to(dtype)  # the last one is infinity
+    if dtype in _SHORT:
+        starts, size = powers.view(torch.int16).long().clamp(min=1), 1 << 15
+    else:
+        starts, size = (powers.view(torch.int32) >> _DROPPED).long().clamp(min=_KEPT // 256), _KEPT
+    return torch.cat([starts - 1, starts[-1:], starts.new_tensor([size - 1])]).to(device)
 
 
 _LIBRARY.impl("count_exponents", count_exponents, "CompositeExplicitAutograd")

@@ -241,7 +241,6 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             notes=notes,
             stages=stages,
             updated=weights.names(),
-            weights=tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
             parts=weights.parts,
             divisor=options.divisor,
         ),

@@ -108,8 +108,7 @@ class StepReport:
         notes: of several ranks, what each sends and holds.
         stages: the text of the graph behind each pass.
         updated: qualified names of the updated parameters, in the order of the gradients.
-        weights: gets these parameters.
-        parts: of how many of them, the first ones, a rank has a part of the gradient only.
+        parts: of how many of these parameters, the first ones, a rank has a part of the gradient only.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
         execution: how what came before it ran, in words; empty where it says that itself.
     """
@@ -119,7 +118,6 @@ class StepReport:
     notes: tuple[str, ...]
     stages: Stages
     updated: tuple[str, ...]
-    weights: tuple[Callable[[], Tensor], ...]
     parts: int
     divisor: int
     execution: str = ""

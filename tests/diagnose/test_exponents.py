@@ -70,7 +70,7 @@ def test_shapes_strides_and_types(shape: list[int], dtype: torch.dtype, seed: in
     np.testing.assert_array_equal(count_exponents([values])[0], counted_by_numpy(values))
 
 
-@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 200_003])
+@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 300_003])
 def test_chunks(size: int) -> None:
     """The last of them has numbers of all magnitudes, those before have not."""
     for dtype in TYPES:

@@ -326,7 +326,7 @@ def test_a_gradient_is_made_as_an_update_reads_it(transposed):
     for gradient in products:
         weight = torch.randn(gradient.shape)
         weight = weight.t().contiguous().t() if transposed else weight
-        found, before = cpu_update.made_gradient(gradient, weight), weight.clone()
+        found, before = cpu_update.made_gradient(gradient, weight.clone()), weight.clone()
         options = (number(1.0), hyper(1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
         cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
         assert torch.equal(weight, before - found) and found.stride() == weight.stride()

@@ -105,12 +105,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def made_gradient(gradient: Product, weight: Tensor) -> Tensor:
-    """A gradient as an update of this weight reads it, to the bit: FP32, and lying as the weight does.
+def made_gradient(gradient: Product, target: Tensor) -> Tensor:
+    """A gradient as an update of a weight reads it, to the bit: in `target`, FP32, which lies as the weight does.
 
     Elsewhere a product may be summed in another order. Here SGD with a rate of -1 adds it to zeros.
     """
-    target, one = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False), _scalar(1.0)
+    target, one = target.zero_(), _scalar(1.0)
     rate = torch.tensor([-1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     FUNCTIONS["sgd_update"]([target], [gradient], [], [], one, rate, one, _scalar(0.0), False, False)
     return target
