@@ -52,8 +52,6 @@ def written(tmp_path, name, content):
     [
         ("a.txt", "/lm_head/MatMul\n\n# a comment\nhead  # another\n", {"/lm_head/MatMul", "head"}),
         ("a.txt", "/blocks.?/attn/*:float32\n/blocks.1/attn/MatMul:float16\n", {"/blocks.0/attn/MatMul"}),
-        ("a.txt", "/blocks*:fp32\n", {name for name in NAMES if "blocks" in name}),
-        ("a.json", ["head"], {"head"}),
         ("a.json", {"nodes_to_exclude": [r"/blocks\.\d/attn.*"]}, {name for name in NAMES if "attn" in name}),
         ("a.json", {"nodes_to_exclude": "head"}, {"head"}),
         ("a.json", {"nodes_to_exclude": ["MatMul"]}, set()),
@@ -95,15 +93,12 @@ def test_options_that_are_no_rules_are_told(tmp_path):
         ("a.json", {"nodes_to_exlude": ["a"]}, "'nodes_to_exlude' is no option.*did you mean 'nodes_to_exclude'"),
         ("a.json", {"op_types_to_exclude": ["Sofmax"]}, "no ONNX op 'Sofmax'.*Softmax"),
         ("a.json", {"nodes_to_exclude": ["(["]}, "no regular expression"),
-        ("a.json", {"nodes_to_exclude": [3]}, "an entry is 3, which is no name"),
         ("a.json", {"nodes_to_exclude": 3}, "no list of names"),
         ("a.json", {"data_max": "many"}, "no number"),
-        ("a.json", {"data_max": True}, "no number"),
         ("a.json", "{no json", "it is no JSON"),
         ("a.yaml", "a: [", "it is no YAML"),
         ("a.txt", "layer:int8\n", "'int8' is no precision"),
         ("a.txt", "# nothing\n", "it names no node"),
-        ("a.json", {}, "it names no node"),
     ],
     ids=str,
 )
@@ -111,14 +106,6 @@ def test_what_cannot_be_read_is_refused(name, content, told, tmp_path):
     with pytest.raises(RuleError, match=told) as raised:
         import_rules(written(tmp_path, name, content))
     assert "a." in raised.value.where and raised.value.hint
-
-
-def test_no_file_and_no_text(tmp_path):
-    with pytest.raises(RuleError, match="cannot be read: no such file"):
-        import_rules(tmp_path / "none.txt")
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(RuleError, match="no UTF-8 text"):
-        import_rules(tmp_path / "a.txt")
 
 
 def test_the_shell_writes_a_file_that_is_good(tmp_path, monkeypatch, capsys):

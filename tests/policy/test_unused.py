@@ -110,11 +110,6 @@ def test_the_text_of_a_rule() -> None:
     assert str(only(module="decoder", op="aten.softmax")).endswith("(node 'scores' meets most of its conditions)")
 
 
-def test_equal_rules_are_told_each() -> None:
-    twice = [{"match": {"module": "decodr"}, "precision": "low"}] * 2
-    assert len(unused({"version": 1, "rules": twice})) == 2
-
-
 # ---- plans
 
 
@@ -137,15 +132,6 @@ def test_a_plan_holds_them_and_is_saved_and_compared_with_them() -> None:
     assert "unused rule <dict>:rules.0" in str(plan)
     other = amp.explain(Net(), (torch.ones(2, 4),), rules={**RULES, "rules": []}, dtype="bf16")
     assert other.unused_rules == () and other != plan and "unused rule" in plan.diff(other)
-
-
-def test_a_plan_saved_before_there_were_any_is_read() -> None:
-    plan = amp.explain(Net(), (torch.ones(2, 4),), dtype="bf16")
-    old = plan.to_dict()
-    del old["unused_rules"]
-    for node in old["nodes"]:
-        del node["math_rule"]
-    assert PrecisionPlan.from_dict(old) == plan
 
 
 # ---- one warning
