@@ -11,51 +11,6 @@ AUTOCAST, COMPILED, OURS = "autocast", "torch.compile", "amp_compiler"
 MODES = [COMPILED, f"{COMPILED} reduce-overhead", f"{COMPILED} max-autotune"]
 
 
-class Clock:
-    """Stands for CUDA: an event is the number of steps before it, and a step takes 3 ms."""
-
-    def __init__(self, monkeypatch):
-        self.steps = self.waits = 0
-        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-
-    def wait(self):
-        self.waits += 1
-
-    def step(self):
-        self.steps += 1
-
-
-class Event:
-    def __init__(self, clock):
-        self.clock = clock
-
-    def record(self):
-        self.at = self.clock.steps
-
-    def synchronize(self):
-        self.clock.wait()
-
-    def elapsed_time(self, other):
-        return 3.0 * (other.at - self.at)
-
-
-def test_a_burst_waits_before_it_and_behind_it_alone(bench, monkeypatch):
-    clock = Clock(monkeypatch)
-    assert bench["measuring"].burst(clock.step, 12) == 3.0
-    assert (clock.steps, clock.waits) == (12, 2)
-
-
-def test_bursts_take_turns_and_the_first_does_not_count(bench, monkeypatch):
-    clock, calls = Clock(monkeypatch), []
-    variants = {name: lambda name=name: (calls.append(name), clock.step()) for name in "AB"}
-    times = bench["measuring"].interleaved_bursts(variants, 4, 2, 60.0)
-    assert calls == ["A", "A", "B", "B"] * 5 and times == {"A": (3.0, 3.0, 3.0), "B": (3.0, 3.0, 3.0)}
-    calls.clear()
-    bench["measuring"].interleaved_bursts(variants, 100, 2, 0.0)
-    assert calls == ["A", "A", "B", "B"] * 4  # one that does not count, and no fewer than three that do
-
-
 class Side:
     """Stands for the process of a variant: its first call takes `first` seconds, each later burst 1 ms more."""
 
@@ -91,20 +46,6 @@ def side(bench, monkeypatch):
     Side.now, Side.memory_of = 0.0, bench["processes"].Memory
     monkeypatch.setattr(bench["bursts"].time, "perf_counter", lambda: Side.now)
     return Side
-
-
-def test_variants_are_measured_in_groups(bench, side):
-    log = []
-    groups = bench["bursts"].measure(lambda name: side(log, name), ["A", "B", "C"], 2, 60.0, 3, 10)
-    told = [({name: time[0] for name, time in found.times.items()}, dict(found.failed)) for found in groups]
-    assert told == [  # after the first round that counts, and at the end
-        ({"A": 2.0, "B": 2.0}, {}),
-        ({"A": 3.0, "B": 3.0}, {}),
-        ({"A": 3.0, "B": 3.0, "C": 2.0}, {}),
-        ({"A": 3.0, "B": 3.0, "C": 3.0}, {}),
-    ]
-    both = [("begin", "A"), ("begin", "B"), *[(name, 10) for name in "ABABABAB"], ("end", "B"), ("end", "A")]
-    assert log == [*both, ("begin", "C"), *[("C", 10)] * 4, ("end", "C")]
 
 
 def test_what_is_late_or_breaks_is_left_out_and_told(bench, side):

@@ -11,7 +11,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import amp_compiler as amp
 from amp_compiler.onnx.check.verify import verify
 
 ROOT = Path(__file__).parents[2]
@@ -42,17 +41,10 @@ def layers(tmp_path):
     return path, {"v0": random.standard_normal((4, 8)).astype(np.float32)}
 
 
-def test_outliers_change_no_result_and_leave_fp16(tune, layers, tmp_path):
-    source, feeds = layers
-    tune.with_outliers(source, tmp_path / "outliers.onnx", feeds)
-    assert verify(source, tmp_path / "outliers.onnx", [feeds]).largest_error < 1e-5
-    low = amp.convert_onnx(tmp_path / "outliers.onnx", rules="apex-o3", dtype="fp16", check=False)
-    assert not np.isfinite(verify(tmp_path / "outliers.onnx", low.model, [feeds]).largest_error)
-
-
 def test_a_model_without_peers_is_measured(tune, layers, tmp_path):
     source, feeds = layers
     tune.with_outliers(source, tmp_path / "outliers.onnx", feeds)
+    assert verify(source, tmp_path / "outliers.onnx", [feeds]).largest_error < 1e-5
     row = tune.measure("layers", tmp_path / "outliers.onnx", feeds, tmp_path, None)
     assert row["nodes"] == 14 and row["tolerance"] == 1e-2 and "AutoCast" not in row
     assert 0 < row["tune"]["fp32"] <= 7 and row["tune"]["error"] <= 1e-2 and row["tune"]["runs"] <= row["tune"]["limit"]
