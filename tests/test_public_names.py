@@ -136,12 +136,6 @@ def test_a_star_imports_every_name():
     assert {*amp.__all__} == {*scope} - {"__builtins__"}
 
 
-@pytest.mark.slow
-def test_a_star_is_all_that_a_process_needs():
-    code = "from amp_compiler import *\nprint(training_step.__module__, compile.__module__, AmpError.__module__)"
-    assert run_python(code).split() == ["amp_compiler.training.step", "amp_compiler.forward.api", "amp_compiler.errors"]
-
-
 def test_an_unknown_name_is_an_error_with_the_nearest():
     with pytest.raises(AttributeError, match="'amp_compiler' has no attribute 'complie'") as caught:
         amp.complie  # noqa: B018

@@ -35,13 +35,15 @@ HOSTILE = "</script><script>alert('&')</script>\u2028<!--"
 
 
 class Page(HTMLParser):
-    """Checks that tags close in order, and collects scripts, text and the addresses that the page would load."""
+    """Checks that tags close in order and nothing is a comment; collects texts and the addresses that it would load."""
 
     VOID = ("meta", "input", "br", "link", "img")
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
+        self.tags: list[str] = []
+        self.cells: list[str] = []
         self.words: list[str] = []
         self.loads: list[str] = []
         self.scripts: list[str] = []
@@ -51,8 +53,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.loads += [value for name, value in attrs if name in ("src", "href", "data", "action", "poster")]
+        self.tags.append(tag)
         if tag == "script":
             self.scripts.append("")
+        if tag == "td":
+            self.cells.append("")
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -66,6 +71,11 @@ class Page(HTMLParser):
             self.style += data
         elif self.open:
             self.words.append(data)
+        if self.open and self.open[-1] == "td":
+            self.cells[-1] += data
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment: {data}")
 
     @property
     def data(self):
@@ -117,20 +127,6 @@ def test_names_are_only_ever_text():
     assert rows_of(page.data["graphs"][0]["sides"][0]["nodes"])[0]["module"] == HOSTILE
     scripts = "".join((PARTS / name).read_text(encoding="utf-8") for name in ("text.js", "drawing.js", "page.js"))
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", scripts)
-
-
-def test_the_head_tells_totals_without_a_script():
-    words = " ".join(" ".join(Page(plan_html(plan_text(MIXED))).words).split())
-    for part in (
-        "type fp16",
-        "rules test",
-        "device cpu",
-        "nodes 3",
-        "parameters",
-        "x fp32[64, 8]",
-        "moved by casts in one forward",
-    ):
-        assert part in words
 
 
 class Attention(nn.Module):
@@ -304,15 +300,6 @@ def test_the_page_of_an_onnx_file(tmp_path):
     nodes = rows_of(data["graphs"][0]["sides"][0]["nodes"])
     assert [node["name"] for node in nodes] == ["/encoder/layer.0/MatMul", "/encoder/Softmax"]
     assert nodes[0]["module"] == "encoder.layer.0"
-
-
-def test_the_docs_do_what_they_say(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    scope: dict[str, object] = {"__name__": "__main__"}
-    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(compile(block, "report.md", "exec", dont_inherit=True), scope)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["both.html", "plan.html", "plan.svg", "step.html"]
 
 
 def test_a_step_in_subgraphs_and_a_step_before_its_first_call_are_refused(tmp_path):
