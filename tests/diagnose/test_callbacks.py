@@ -179,22 +179,6 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert events(tmp_path / "runs" / "x")["loss"] == [(1, 1.0), (2, 7.0)]  # what stood behind step 1 is hidden
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
-def test_tensorboard_on_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("tensorboard", reason="an optional library")
-    writer = TensorBoard(tmp_path)
-    writer.on_step(record(1))
-    with largest_file(10):
-        for step in (2, 3):
-            writer.on_step(record(step))
-    assert [one.levelno for one in caplog.records if one.name == "amp_compiler"] == [logging.WARNING]
-    assert "cannot be written: File too large" in caplog.text
-    writer.on_step(record(4))
-    assert "is written again; 2 records are missing" in caplog.text
-    writer.close()
-    assert [step for step, _ in events(tmp_path)["loss"]] == [1, 4]
-
-
 def test_without_tensorboard_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)

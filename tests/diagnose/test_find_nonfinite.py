@@ -137,10 +137,9 @@ def test_a_planted_fault_is_named_and_its_rule_fixes_it_in_a_new_step(fault, tmp
     assert node.planned in {one.name for one in decided} or phase == "backward"
 
 
-@pytest.mark.parametrize("fault", ["attention logits", "log of an underflowed softmax"])
-def test_the_report_of_a_step_that_ran_has_the_same_rule(fault, tmp_path):
-    make, x, more, *_ = FAULTS[fault]
-    step = step_of(make(), rule_file(tmp_path, more) if more else "default")
+def test_the_report_of_a_step_that_ran_has_the_same_rule(tmp_path):
+    make, x, more, *_ = FAULTS["log of an underflowed softmax"]
+    step = step_of(make(), rule_file(tmp_path, more))
     found = amp.find_nonfinite(step, x)
     step(x)
     report = step.nonfinite_report()
