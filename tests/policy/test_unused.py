@@ -145,22 +145,18 @@ def warnings_of(caplog: Any) -> list[str]:
     ]
 
 
-def test_one_warning_for_a_compiled_model(caplog: Any) -> None:
-    model = amp.compile(Net(), rules=RULES, dtype="bf16", backend="eager")
+@pytest.mark.parametrize("what", ["Net", "the training step"])
+def test_one_warning_for_all_calls(what: str, caplog: Any) -> None:
+    options: Any = {"rules": RULES, "dtype": "bf16", "backend": "eager"}
+    model: Any = Net()
+    if what == "Net":
+        call: Any = amp.compile(model, **options)
+    else:
+        call = amp.training_step(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), 0.1), **options)
     for rows in (2, 3):
-        model(torch.ones(rows, 4))
+        call(torch.ones(rows, 4))
     (said,) = warnings_of(caplog)
-    assert said.startswith("a rule matches no node of Net: <dict>:rules.0") and "'fc1'" in said
-
-
-def test_one_warning_for_a_step(caplog: Any) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).sum(), optimizer, rules=RULES, dtype="bf16", backend="eager")
-    for rows in (2, 3):
-        step(torch.ones(rows, 4))
-    (said,) = warnings_of(caplog)
-    assert said.startswith("a rule matches no node of the training step: <dict>:rules.0")
+    assert said.startswith(f"a rule matches no node of {what}: <dict>:rules.0") and "'fc1'" in said
 
 
 def test_a_model_in_subgraphs_uses_a_rule_that_one_subgraph_uses(caplog: Any) -> None:
