@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import subprocess
 import sys
@@ -82,6 +83,7 @@ SHORT = {
     "host_cost.py": ["--models", "mlp-2", "--runs", "3"],
     "look_cost.py": ["--models", "mlp-2", "--turns", "3"],
     "range_profile.py": ["--models", "tiny-mlp", "--dtype", "bf16", "--steps", "2"],
+    "ranks.py": ["--models", "tiny-mlp", "--steps", "4", "--ways", "amp.training_step", "DDP"],
     "scale.py": ["--layers", "1", "--ranks", "8", "64", "--rules", "fast", "--tokens", "512"],
 }
 
@@ -139,3 +141,16 @@ def test_exports_cast_no_more_than_the_leanest_careful_peer(variant):
             continue
         for fact in ("casts", "cast_bytes"):
             assert ours[fact] <= theirs[fact], (row["model"], fact)
+
+
+def test_the_results_of_tuning_hold_what_the_docs_say(monkeypatch):
+    """Where no guard of the converter decides, `amp.tune` keeps no more nodes than AutoCast, at no more error."""
+    monkeypatch.syspath_prepend(BENCHMARKS.parent)
+    tune = importlib.import_module("benchmarks.tune")
+    data = json.loads((BENCHMARKS / "results" / "tune.json").read_text(encoding="utf-8"))
+    assert data["outcome"] == tune.outcome(data["rows"])
+    for row in data["rows"]:
+        ours, theirs = row["tune"], row["AutoCast"]
+        assert ours["error"] <= theirs["error"] and ours["runs"] <= ours["limit"] and not ours["stopped"]
+        if not row["model"].startswith(("llama", "t5")):
+            assert ours["fp32"] <= theirs["fp32"] and (ours["fp32"] < theirs["fp32"] or not theirs["fp32"])

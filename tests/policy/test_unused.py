@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.ir.dtypes import DType
@@ -152,7 +153,7 @@ def test_one_warning_for_all_calls(what: str, caplog: Any) -> None:
     if what == "Net":
         call: Any = amp.compile(model, **options)
     else:
-        call = amp.training_step(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), 0.1), **options)
+        call = sgd_step(model, lambda m, x: m(x).sum(), **options)
     for rows in (2, 3):
         call(torch.ones(rows, 4))
     (said,) = warnings_of(caplog)

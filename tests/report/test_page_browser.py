@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_plans import LAYER, MIXED, transformer
+from page_plans import LAYER, MIXED, random_plan, transformer
 from planning import plan_text
 from test_page import hostile_plan, small_step
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.ir.plan import PlannedCast, PlannedModel, PlannedNode, PrecisionPlan
@@ -333,8 +334,7 @@ def test_a_search_lists_links_that_unfold(browser, pages):
 
 def test_tensors_of_zeros_alone_stand_first_and_red(browser, tmp_path):
     model, x = nn.Linear(4, 2), torch.zeros(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda model, x: model(x).sum(), optimizer, dtype="bf16", backend="eager")
+    step = sgd_step(model, lambda model, x: model(x).sum())
     step.to_html(tmp_path / "page.html", profile=amp.profile(step, [(x,), (x,)]))
     browser.open(tmp_path / "page.html")
     ranges = browser.run(
@@ -618,28 +618,10 @@ def test_names_run_nothing(browser, pages):
     assert browser.run("return document.documentElement.dataset.ready") == "yes"
 
 
-def any_plan(rng: random.Random) -> PrecisionPlan:
-    """Nodes that read anything: what comes later and themselves too, through casts or not, in any modules."""
-    names = [f"n{index}" for index in range(rng.randint(1, 150))]
-    nodes, casts = [], []
-    for name in names:
-        near = rng.choice([[*names, "x", "w"], names[: names.index(name)] or ["x"]])
-        inputs = tuple(rng.choice(near) for _ in range(rng.randint(0, 4)))
-        module = ".".join(rng.choice("abc") for _ in range(rng.randint(0, 4)))
-        outputs = tuple((name + tail, rng.choice(["bf16", "fp32", "i64"])) for tail in ("", "_1")[: rng.randint(1, 2)])
-        precision = rng.choice(["low", "fp32", "keep"])
-        nodes.append(PlannedNode(name, "aten.any", "", module, precision, "", "", outputs=outputs, inputs=inputs))
-        for place, value in enumerate(inputs):
-            if rng.random() < 0.3:
-                casts.append(PlannedCast(value, "fp32", rng.choice(["bf16", "fp32"]), 6, ((name, place),)))
-    outputs = tuple(rng.sample(names, min(len(names), rng.randint(0, 8))))
-    return PrecisionPlan("bf16", "default", "cpu", tuple(nodes), tuple(casts), (("x", "fp32"),), outputs)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_any_two_plans_can_be_drawn(browser, tmp_path, seed):
     rng = random.Random(seed)
-    one, other = any_plan(rng), any_plan(rng)
+    one, other = (random_plan(rng, rng.randint(1, 150)) for _ in range(2))
     one.to_html(tmp_path / "page.html", other=other)
     browser.open(tmp_path / "page.html")
     click(browser, "#unfold")
