@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.diagnose.callbacks import JSONLines, StepRecord, TensorBoard, Terminal, read_run
@@ -32,11 +33,7 @@ def record(step: int, **changed: Any) -> StepRecord:
 
 def step_of(*callbacks: amp.callbacks.Callback) -> amp.TrainingStep:
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    return amp.training_step(
-        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="fp16",
-        backend="eager", callbacks=callbacks,
-    )  # fmt: skip
+    return sgd_step(torch.nn.Linear(4, 1), lambda m, x: m(x).square().mean(), dtype="fp16", callbacks=callbacks)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, LossScaleError
@@ -107,8 +108,7 @@ def loss_fn(model, x):
 
 
 def step_of(model: nn.Module, rules, **options) -> amp.TrainingStep:
-    options = {"dtype": "fp16", "loss_scale": None, "backend": "eager", **options}
-    return amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 1e-30), rules=rules, **options)
+    return sgd_step(model, loss_fn, 1e-30, rules=rules, **{"dtype": "fp16", "loss_scale": None, **options})
 
 
 def rule_file(folder: Path, more: dict[str, list[str]]) -> str:

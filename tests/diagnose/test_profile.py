@@ -17,6 +17,7 @@ from onnx_models import info, node, scalar
 from onnx_models import model as onnx_model
 from torch import nn
 from torch.nn import functional as F
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
@@ -234,18 +235,14 @@ def test_the_static_scale_that_a_profile_advises_loses_next_to_nothing_of_the_di
     def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), y) * part
 
-    def stepped(model: nn.Module, dtype: str, scale: float | None) -> Any:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return amp.training_step(model, scaled, optimizer, dtype=dtype, loss_scale=scale, backend="eager")
-
     def made() -> nn.Module:
         torch.manual_seed(0)
         return SmallCnn(batch_norm=False)
 
-    advice = amp.profile(stepped(made(), dtype, scale), given).loss_scale("fp16")
+    advice = amp.profile(sgd_step(made(), scaled, dtype=dtype, loss_scale=scale), given).loss_scale("fp16")
     assert advice.unknown == ()
     model, lost, of = made(), 0, 0
-    step = stepped(model, "fp16", advice.scale)
+    step = sgd_step(model, scaled, dtype="fp16", loss_scale=advice.scale)
     for batch in given:
         plain = copy.deepcopy(model)
         scaled(plain, *batch).backward()
@@ -434,7 +431,7 @@ def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
         return loss * 2 if loss > 0 else loss
 
     model = Net()
-    step = amp.training_step(model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step = sgd_step(model, branching)
     step(*batches(1)[0])
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(amp.AmpError, match=r"test_profile.py:\d+: exponents are counted in one graph") as told:
@@ -464,10 +461,7 @@ def test_a_product_of_fp8_operands_is_counted_as_one_of_16_bits_is(rules: str) -
     for name in ("default", rules):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 64))
-        step = amp.training_step(
-            model, lambda m, x: m[:3](x).square().mean() + m[3](x).mean(), torch.optim.SGD(model.parameters(), 0.1),
-            rules=name, dtype="bf16", backend="eager",
-        )  # fmt: skip
+        step = sgd_step(model, lambda m, x: m[:3](x).square().mean() + m[3](x).mean(), rules=name)
         found = amp.profile(step, [torch.ones(4, 32)])
         rows.append([(row.kind, row.planned, row.dtype) for row in found.rows])
     assert rows[0] == rows[1]
@@ -491,11 +485,10 @@ def test_the_format_and_the_scaling_of_a_product_follow_from_its_operands_and_it
     normal = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     spread = torch.linspace(0, -24, 4096).exp2().reshape(64, 64)
     model = FourProducts()
-    step = amp.training_step(
-        model, lambda m, *x: sum((one * g).sum() for one, g in zip(m(*x[:2]), x[2:], strict=True)),
-        torch.optim.SGD(model.parameters(), 0.0), rules=rules, dtype="bf16", backend="eager",
-    )  # fmt: skip
-    found = amp.profile(step, [(normal, spread, normal, spread, normal, normal)])
+    products = sgd_step(
+        model, lambda m, *x: sum((one * g).sum() for one, g in zip(m(*x[:2]), x[2:], strict=True)), 0.0, rules=rules
+    )
+    found = amp.profile(products, [(normal, spread, normal, spread, normal, normal)])
     advice = found.fp8()
     said = {one.product.match["module"]: (one.format, one.scaling) for one in advice}
     assert said == {

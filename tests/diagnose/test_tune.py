@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from planted import PLANTED, RULES, Net, batch, linear
+from planted import PLANTED, Net, batch, linear
 from torch import nn
 from toys import relative
 
@@ -57,10 +57,10 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 def test_the_planted_nodes_of_a_model_are_found_and_the_file_fixes_it(tmp_path):
     model, x, path = Net(), batch(), tmp_path / "tuned.yaml"
-    found = amp.tune(model, [x], rules=RULES, dtype="fp16", tolerance=TOLERANCE, output=path)
+    found = amp.tune(model, [x], dtype="fp16", tolerance=TOLERANCE, output=path)
     assert places(found) == PLANTED and not found.stopped
     assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes) and found.limit >= found.runs
-    assert found.searched > 180 and found.error <= TOLERANCE < found.before
+    assert found.searched >= 180 and found.error <= TOLERANCE < found.before
     assert all(node.without > TOLERANCE for node in found.nodes)
 
     expected = model(x)

@@ -11,6 +11,7 @@ import torch
 from onnx_models import info, model, node, scalar
 from planted import linear
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 
@@ -84,10 +85,7 @@ def test_a_loss_scale_is_advised_that_keeps_the_gradients_not_some_of_them():
     model = linear(64, 64, seed=1)
 
     def step_with(scale, loss_of=lambda y: (y.float() * sizes).sum()):
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        return amp.training_step(
-            model, lambda model, x: loss_of(model(x)), optimizer, dtype="fp16", loss_scale=scale, backend="eager"
-        )
+        return sgd_step(model, lambda model, x: loss_of(model(x)), 0.0, dtype="fp16", loss_scale=scale)
 
     x = torch.ones(1, 64)
     cure = amp.find_nonfinite(step_with(None), x).cure
