@@ -641,3 +641,9 @@ def test_any_two_plans_can_be_drawn(browser, tmp_path, seed):
     )
     for (x, y, width, height), (left, top, wide, high) in combinations(places, 2):
         assert x + width <= left + 1 or left + wide <= x + 1 or y + height <= top + 1 or top + high <= y + 1
+
+
+def test_a_plan_of_no_nodes_opens(browser, tmp_path):
+    PrecisionPlan("bf16", "default", "cpu", (), ()).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    assert text(browser, "#found") == "0 nodes"
