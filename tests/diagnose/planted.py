@@ -1,4 +1,4 @@
-"""Models of about 200 nodes with five planted faults between ordinary layers, for torch and as an ONNX file."""
+"""Models of about 100 nodes with five planted faults between ordinary layers, for torch and as an ONNX file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from onnx_models import info, model, node, scalar
 from torch import nn
 
-WIDTH, BLOCKS = 16, 40
+WIDTH, BLOCKS = 16, 20
 # The nodes that have to be in FP32: module and op.
 PLANTED = {(f"channels.{place}.up", "aten.linear") for place in range(5)}
 
@@ -47,7 +47,7 @@ class Channel(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, with a fault behind every eighth of them."""
+    """Blocks, with a fault behind every fourth of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class Net(nn.Module):
     def forward(self, x):
         for place, block in enumerate(self.blocks):
             x = block(x)
-            if place % 8 == 1:
-                x = self.channels[place // 8](x)
+            if place % 4 == 1:
+                x = self.channels[place // 4](x)
         return x
 
 
@@ -67,7 +67,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def file(blocks: int = BLOCKS) -> tuple[onnx.ModelProto, set[str]]:
-    """An ONNX file of as many nodes, with a product beyond 65504 behind every eighth block; the nodes for FP32."""
+    """An ONNX file of as many nodes, with a product beyond 65504 behind every fourth block; the nodes for FP32."""
     random = np.random.default_rng(0)
     nodes, planted, value = [], set(), "x"
     stored = [scalar("small", 2.0**-17), scalar("tenth", 0.1)]
@@ -84,7 +84,7 @@ def file(blocks: int = BLOCKS) -> tuple[onnx.ModelProto, set[str]]:
         name = f"block{place}"
         down = product(f"{name}/down", add(f"{name}/tanh", "Tanh", product(f"{name}/up", value, 0.25)), 0.25)
         value = add(f"{name}/add", "Add", value, add(f"{name}/small", "Mul", down, "tenth"))
-        if place % 8 == 1:
+        if place % 4 == 1:
             scaled = add(f"{name}/scaled", "Mul", product(f"{name}/wide", value, 1.5e4), "small")
             value = add(f"{name}/fault", "Add", value, add(f"{name}/bounded", "Tanh", scaled))
             planted |= {f"{name}/wide", f"{name}/scaled"}

@@ -15,12 +15,13 @@ X = torch.ones(2, 4)
 class Net(nn.Module):
     """Its name and its names of modules are text of a user's."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 30) -> None:
         super().__init__()
+        self.times = times
         self.layers = nn.ModuleDict({"<b>": nn.Linear(4, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(30):
+        for _ in range(self.times):
             x = self.layers["<b>"](x)
         return x
 
@@ -37,8 +38,8 @@ SHOWN = {
     "step": lambda: step_of(Net()),
     "stages": lambda: step_of(Net()).stages,
     "profile": lambda: amp.profile(Net(), [X], dtype="bf16"),
-    "tune": lambda: amp.tune(Net(), [X], dtype="bf16", tolerance=1e-6),
-    "nonfinite": lambda: amp.find_nonfinite(Net(), X * 1e30, dtype="fp16"),
+    "tune": lambda: amp.tune(Net(3), [X], dtype="bf16", tolerance=1e-6),
+    "nonfinite": lambda: amp.find_nonfinite(Net(3), X * 1e30, dtype="fp16"),
 }
 
 
