@@ -10,7 +10,6 @@ from typing import Any, get_args
 import numpy as np
 import onnx
 import pytest
-import torch
 import typer
 
 import amp_compiler as amp
@@ -236,24 +235,6 @@ def test_a_module_of_the_current_folder(run, model_file, monkeypatch):
     code, out, _ = run("explain", "tiny_model:with_tensor", "--format", "text")
     assert code == 0
     assert "aten.linear" in out
-
-
-def test_an_error_in_a_rule_file_names_the_line(run, model_file, tmp_path):
-    rules = tmp_path / "mine.yaml"
-    rules.write_text("version: 1\nrules:\n  - match: {modul: last}\n    precision: fp32\n", encoding="utf-8")
-    code, _, err = run("explain", f"{model_file}:with_example", "--rules", str(rules))
-    assert code == 1
-    assert "mine.yaml:3" in err
-    assert "module" in err
-
-
-def test_example_arguments():
-    args, kwargs = model_spec.example_arguments(["fp16[2,3]", "labels=i64[4]", "mask=bool[]"])
-    assert args[0].dtype is torch.float16
-    assert args[0].shape == (2, 3)
-    assert kwargs["labels"].tolist() == [0, 0, 0, 0]
-    assert kwargs["mask"].item() is True
-    assert model_spec.example_arguments([]) is None
 
 
 def test_rules_list_and_show(run):

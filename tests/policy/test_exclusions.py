@@ -6,12 +6,12 @@ import json
 import sys
 
 import pytest
+from graph_reading import parse_graph
 
 from amp_compiler.cli import main as cli
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import StoredNumbers
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.exclusions import import_rules
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
@@ -29,14 +29,12 @@ def asked(path, ranges=None, magnitude=None):
     assert loaded.rules == load_rules(str(rules)).rules
     found = {}
     for name in NAMES:
-        graph = PrecisionGraph("onnx")
-        graph.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
-        graph.add_value(Value("w", DType.FLOAT32, (8, 3), 24, ValueKind.PARAMETER))
-        op = f"onnx.{name.rpartition('/')[2]}" if "/" in name else "onnx.Conv"
-        node = Node(name, op, (Operand("x", "A"), Operand("w", "B")), ("y",))
-        graph.add_node(node, [Value("y", DType.FLOAT32, (2, 3), 6)])
+        op = name.rpartition("/")[2] if "/" in name else "Conv"
+        inputs = "input x: fp32[2, 8]\nparam w: fp32[8, 3]"
+        graph = parse_graph(f"graph onnx\n{inputs}\ny = onnx.{op}(A=x, B=w) -> fp32[2, 3] name={name}")
         graph.stored_numbers = lambda value: None if magnitude is None else StoredNumbers(most=magnitude)
-        decision = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {}).decide(node)
+        matcher = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {})
+        decision = matcher.decide(graph.nodes[name])
         found[name] = decision.precision.value
     return {name for name, precision in found.items() if precision == "fp32"}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from graph_reading import parse_graph
 from ruamel.yaml import YAML
 
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.importing.facts import facts
 from amp_compiler.policy.importing.files import import_file
 from amp_compiler.policy.importing.text_format import parse_text
@@ -55,11 +55,8 @@ def imported(tmp_path, text, name="net.prototxt", **options):
 
 def asked(rules, module, op="aten.linear"):
     """Forward and backward precision and the line of the prototxt that says so."""
-    graph = PrecisionGraph("fx")
-    graph.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
-    node = Node("y", op, (Operand("x", "input"),), ("y",), module=module)
-    graph.add_node(node, [Value("y", DType.FLOAT32, (2, 8), 16)])
-    decision = RuleMatcher(rules, graph, Context(DType.FLOAT16, "cuda"), {}).decide(node)
+    graph = parse_graph(f'graph fx\ninput x: fp32[2, 8]\ny = {op}(input=x) -> fp32[2, 8] module="{module}"')
+    decision = RuleMatcher(rules, graph, Context(DType.FLOAT16, "cuda"), {}).decide(graph.nodes["y"])
     backward = decision.backward.value if decision.backward else None
     return decision.precision.value, backward, decision.reason
 

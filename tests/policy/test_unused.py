@@ -8,36 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from graph_reading import parse_graph
 from torch import nn
 from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import PrecisionPlan, UnusedRule
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context
 from amp_compiler.policy.unused import unused_rules, warn_of_unused
 
-NODES = (
-    ("q", "aten.linear", "decoder.layers.0.attn.q_proj", "Linear"),
-    ("scores", "aten.softmax", "decoder.layers.0.attn", "Attention"),
-    ("out", "aten.add", "decoder", "Decoder"),
-)
-
-
-def graph() -> PrecisionGraph:
-    made = PrecisionGraph()
-    made.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
-    for name, op, module, kind in NODES:
-        node = Node(name, op, (Operand("x", "self"),), (name,), module=module, module_type=kind)
-        made.add_node(node, [Value(name, DType.FLOAT32, (2, 8), 16)])
-    return made
+GRAPH = """\
+graph cpu
+input x: fp32[2, 8]
+q = aten.linear(self=x) -> fp32[2, 8] module=decoder.layers.0.attn.q_proj type=Linear
+scores = aten.softmax(self=x) -> fp32[2, 8] module=decoder.layers.0.attn type=Attention
+out = aten.add(self=x) -> fp32[2, 8] module=decoder type=Decoder
+"""
 
 
 def unused(rules: Any, low: DType = DType.BFLOAT16) -> tuple[UnusedRule, ...]:
-    return unused_rules(RuleMatcher(load_rules(rules), graph(), Context(low)))
+    return unused_rules(RuleMatcher(load_rules(rules), parse_graph(GRAPH), Context(low)))
 
 
 def only(**match: Any) -> UnusedRule | None:

@@ -4,9 +4,10 @@ import re
 from importlib import resources
 
 import pytest
+from graph_reading import parse_graph
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, PrecisionGraph
 from amp_compiler.policy.loader import load_rules, preset_names
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context
@@ -42,12 +43,8 @@ def test_every_op_gets_a_decision_with_a_reason(preset):
 
 def read_by(op, device):
     """A graph in which an op reads the value `y`, with the operands of a depthwise convolution."""
-    graph = PrecisionGraph(device)
-    for name, shape in (("x", (1, 8, 4)), ("w", (8, 1, 3))):
-        graph.add_value(Value(name, DType.FLOAT32, shape, kind=ValueKind.INPUT))
-    graph.add_value(Value("y", DType.FLOAT32, kind=ValueKind.INPUT))
-    graph.add_node(Node("reader", op, (Operand("y", "input"),), ("z",)), [Value("z", DType.FLOAT32)])
-    return graph
+    operands = "input x: fp32[1, 8, 4]\ninput w: fp32[8, 1, 3]\ninput y: fp32[]"
+    return parse_graph(f"graph {device}\n{operands}\nreader = {op}(input=y) -> fp32[]")
 
 
 @pytest.mark.parametrize("preset", preset_names())
