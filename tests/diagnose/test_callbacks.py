@@ -80,14 +80,15 @@ def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     code = (
         "import os, signal, sys\n"
-        "sys.path[:0] = [sys.argv[2]]\n"
+        "sys.path[:0] = sys.argv[2:]\n"
         "from test_callbacks import JSONLines, record\n"
         "writer = JSONLines(sys.argv[1])\n"
         "for step in range(1, 6):\n    writer.on_step(record(step))\n"
         "open(sys.argv[1], 'a').write(record(6).to_json()[:50])\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, path, Path(__file__).parent], check=False)
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", code, path, here, here.parent], check=False)
     assert done.returncode == -9
     torn = read_run(path)
     assert [one.step for one in torn.records] == [1, 2, 3, 4, 5]

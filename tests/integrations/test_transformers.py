@@ -56,9 +56,9 @@ def test_it_trains_as_the_trainers_own_mixed_precision(tmp_path, smoothing, step
     assert not [one for one in recwarn if "lr_scheduler" in str(one.message)]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_it_resumes_bit_for_bit(tmp_path, dtype):
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "amp_options": {"dtype": dtype}}
+def test_it_resumes_bit_for_bit(tmp_path):
+    """With its loss scale."""
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "amp_options": {"dtype": "fp16"}}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
     resumed = trainer(tmp_path / "resumed", **options)

@@ -72,7 +72,7 @@ SPLIT = {
     "tied": replace(CASES["tied"], batches=lambda: ranks.ids(6), options=BF16),
     "16-bit model": replace(CASES["adamw"], model=lambda: odd().bfloat16(), batches=few, options=BF16),
 }
-PARTS = tuple(name for name in SPLIT if name not in ("adamw", "fp16"))  # which are in others
+PARTS = tuple(name for name in SPLIT if name not in ("sgd", "adamw", "fp16"))  # which are in others
 
 
 def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:

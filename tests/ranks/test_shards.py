@@ -43,8 +43,8 @@ def test_each_rank_holds_a_part_of_master_and_moments(two):
             "exp_avg": (36,),
             "exp_avg_sq": (36,),
         }  # of 9 x 8
-        assert one["sgd"]["split"]["weights"][0].dtype is torch.bfloat16
-        assert one["sgd"]["split"]["weights"][2].dtype is torch.float32  # of a norm
+        assert one["two groups"]["split"]["weights"][0].dtype is torch.bfloat16
+        assert one["two groups"]["split"]["weights"][2].dtype is torch.float32  # of a norm
         assert float(one["accumulated"]["split"]["numbers"][1]) > 0  # the first scale is too high
 
 

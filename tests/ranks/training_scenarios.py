@@ -42,7 +42,7 @@ from amp_compiler.ranks.traffic import traffic_of
 
 SEEDS = 8
 LOW_TYPES = ("sgd", "bf16"), ("adamw", "fp16")
-IN_FP32 = tuple(name for name in CASES if name != "adamw")  # which is in "clipping"
+IN_FP32 = tuple(name for name in CASES if name not in ("sgd", "adamw"))  # which are in "tied" and "clipping"
 JOINTLY = ("clipping", "complex")  # AdamW; two ranks do every case, and four in the slow tests
 
 

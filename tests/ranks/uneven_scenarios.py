@@ -8,7 +8,6 @@ import torch
 from rank_harness import (
     Place,
     adagrad,
-    adamw,
     dense,
     rows,
     rules,
@@ -40,11 +39,9 @@ FP32: dict[str, Any] = {"enabled": False}
 FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": 1024.0, "accumulate": 2}
 SPLIT = rules(shard="update")
 UNEVEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "clipping": (dense, squares, adamw, {**FP32, "clip_norm": 0.1}),
     "accumulated": (dense, squares, adagrad, {**FP32, "accumulate": 2, "clip_norm": 0.5}),
     "subgraphs": (dense, branching, sgd, {**FP32, "accumulate": 3}),
     "norms": (normed, squares, sgd, FP32),
-    "fp16": (dense, squares, sgd, FP16),
     "split": (dense, squares, sgd, {**FP16, "rules": SPLIT, "clip_norm": 0.5}),
 }
 
@@ -109,7 +106,6 @@ def uneven_batches_refused(place: Place) -> dict[str, Any]:
 
 FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp32": (squares, {**FP32, "clip_norm": 0.5}),
-    "fp16": (squares, {"dtype": "fp16", "loss_scale": 1024.0}),
     "subgraphs": (branching, {"dtype": "bf16"}),
     "split": (squares, {"dtype": "fp16", "loss_scale": 1024.0, "rules": SPLIT}),
 }
