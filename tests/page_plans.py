@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 # By module within a layer, the ops; `add` reads the stream beside what stands before it.
@@ -64,3 +66,19 @@ def transformer(nodes: int, *, wide: tuple[str, ...] = WIDE, flat: bool = False,
         value, types[name] = name, dtype
         stream = name if op == "add" else stream
     return PrecisionPlan(low, "default", "cuda", tuple(made), tuple(casts), (("x", "fp32"),), (value,))
+
+
+def random_plan(rng: random.Random, nodes: int) -> PrecisionPlan:
+    """Of nodes in any modules that read up to three values, some made only later, the first maybe through a cast."""
+    names = [f"n{index}" for index in range(nodes)]
+    made, casts = [], []
+    for index, name in enumerate(names):
+        near = ["x", *names[: index + rng.choice([0, 0, 2])]][-rng.choice([2, 5, 60]) :]
+        inputs = tuple(rng.choice(near) for _ in range(rng.randint(0, 3)))
+        module = ".".join(rng.choice("abc") for _ in range(rng.randint(0, 4)))
+        precision, outputs = rng.choice(["low", "fp32", "keep"]), ((name, "bf16"),)
+        made.append(PlannedNode(name, "aten.relu", "", module, precision, "", "", outputs=outputs, inputs=inputs))
+        if inputs and rng.random() < 0.4:
+            casts.append(PlannedCast(inputs[0], "bf16", "fp32", index, ((name, 0),)))
+    outputs = tuple(name for name in names if rng.random() < 0.1)
+    return PrecisionPlan("bf16", "default", "cpu", tuple(made), tuple(casts), (("x", "bf16"),), outputs)

@@ -8,6 +8,7 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.ir.dtypes import LowName
@@ -31,10 +32,7 @@ def compiled(dtype: Any) -> str:
 
 
 def stepped(dtype: Any) -> str:
-    model = linear()
-    step = amp.training_step(
-        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype=dtype, backend="eager"
-    )
+    step = sgd_step(linear(), lambda m, x: m(x).square().mean(), dtype=dtype)
     step(X)
     return step.plan.dtype
 
@@ -66,8 +64,7 @@ TAKE_A_TYPE = {
 
 @pytest.mark.parametrize("name", TAKE_A_TYPE)
 def test_a_type_of_torch_and_its_names_are_taken(name):
-    for dtype in (torch.bfloat16, "bfloat16"):
-        assert TAKE_A_TYPE[name](dtype) == "bf16"
+    assert TAKE_A_TYPE[name](torch.bfloat16) == "bf16"
     assert TAKE_A_TYPE[name]("half") == "fp16"
 
 

@@ -68,8 +68,3 @@ def test_commands_run(line, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert not stop.value.code, capsys.readouterr().err
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert (ROOT / target).exists(), target

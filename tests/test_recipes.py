@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "recipes"
@@ -88,69 +87,6 @@ def test_standard_errors(load):
     # Differences 1, 1 and 4: their mean is 2, its standard error 1.
     assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0]) == pytest.approx(2)
     assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0], higher=False) == pytest.approx(-2)
-
-
-@pytest.mark.slow
-def test_a_way_by_autocast_casts_as_autocast_does_and_one_begun_otherwise_has_other_weights(load, monkeypatch):
-    detector = load("detector")
-    monkeypatch.setattr(detector, "SCENES", 32)
-    plain, cast, low, apart = (
-        detector.start(3, options)
-        for options in (
-            {"enabled": False},
-            {"autocast": torch.bfloat16},
-            {"dtype": "bf16"},
-            {"enabled": False, "apart": 2.0**-8},
-        )
-    )
-    first, other = (one.quality.args[0].near[0][0].weight for one in (plain, apart))
-    assert 0 < float((other / first - 1).abs().max()) < 6 * 2.0**-8
-    seen = []
-    cast.steps[0].model.heads[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    losses = [float(one.steps[0](*one.batch(0))) for one in (plain, cast, low)]
-    assert seen == [torch.bfloat16] and losses[0] == pytest.approx(losses[1], rel=2**-7) and losses[0] != losses[1]
-    # By default it is autocast's computation: loss and gradients to the bit.
-    assert losses[1] == losses[2]
-    for mine, weight in zip(low.steps[0]._last[1].gradients, cast.steps[0].model.parameters(), strict=True):
-        assert torch.equal(mine.float(), weight.grad)
-
-
-class Knows(torch.nn.Module):
-    """Says of every scene of the test what is there, and moves each anchor by a part of the way."""
-
-    def __init__(self, detector, part=1.0):
-        super().__init__()
-        self.scenes, self.targets, self.classes, self.part = detector.scenes, detector.targets, detector.CLASSES, part
-
-    def forward(self, images):
-        told = [self.targets(boxes, held) for _, boxes, held in self.scenes(len(images), True)]
-        named, moved = (torch.stack(one) for one in zip(*told, strict=True))
-        return 20 * torch.nn.functional.one_hot(named, self.classes).float(), self.part * moved
-
-
-def test_a_detector_that_knows_has_all_precision_and_one_that_knows_wrong_has_none(load):
-    detector = load("detector")
-    assert detector.quality(Knows(detector)) == pytest.approx(100)
-    assert detector.quality(Knows(detector, part=-30.0)) < 1
-    areas = detector.overlaps(
-        torch.tensor([[2.0, 2, 2, 2]]), torch.tensor([[2.0, 2, 2, 2], [3, 2, 2, 2], [9, 9, 2, 2]])
-    )
-    assert areas[0].tolist() == pytest.approx([1, 1 / 3, 0])
-    # Right, wrong, right, of three there are: 1/3 at precision 1, and 1/3 at 2/3.
-    assert detector.average_precision(torch.tensor([1.0, 0, 1]), 3) == pytest.approx(5 / 9)
-
-
-def test_what_is_learnt_from_is_not_what_is_tested(load):
-    seq2seq, text = load("seq2seq"), load("text")
-    _, learnt = seq2seq.examples(300, 0)
-    _, tested = seq2seq.examples(300, 0, tested=True)
-    assert not {tuple(one.tolist()) for one in learnt} & {tuple(one.tolist()) for one in tested}
-    for passages in (text.paragraphs(), text.functions()):
-        first, second = text.split(passages)
-        assert len(first) + len(second) == len(passages) and len(second) == pytest.approx(len(passages) / 10, abs=1)
-    assert not set(text.split(text.paragraphs())[0]) & set(text.split(text.paragraphs())[1])
-    rows, following = text.windows(torch.arange(50), 5, 8, torch.Generator().manual_seed(0))
-    assert torch.equal(following, rows + 1) and rows.shape == (8, 5)
 
 
 def test_the_page_of_the_zoo_is_current(load):

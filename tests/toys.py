@@ -42,6 +42,14 @@ class Toy:
         )
 
 
+def sgd_step(model: nn.Module, loss: Callable[..., Any], rate: float = 0.1, **options: Any) -> Any:
+    """A training step by SGD, in BF16 and node by node if nothing else is asked for."""
+    import amp_compiler as amp
+
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    return amp.training_step(model, loss, optimizer, **{"dtype": "bf16", "backend": "eager", **options})
+
+
 def squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Mean squared error."""
     return (model(x) - y).square().mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -9,118 +10,6 @@ import torch
 
 AUTOCAST, COMPILED, OURS = "autocast", "torch.compile", "amp_compiler"
 MODES = [COMPILED, f"{COMPILED} reduce-overhead", f"{COMPILED} max-autotune"]
-
-
-class Clock:
-    """Stands for CUDA: an event is the number of steps before it, and a step takes 3 ms."""
-
-    def __init__(self, monkeypatch):
-        self.steps = self.waits = 0
-        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
-
-    def wait(self):
-        self.waits += 1
-
-    def step(self):
-        self.steps += 1
-
-
-class Event:
-    def __init__(self, clock):
-        self.clock = clock
-
-    def record(self):
-        self.at = self.clock.steps
-
-    def synchronize(self):
-        self.clock.wait()
-
-    def elapsed_time(self, other):
-        return 3.0 * (other.at - self.at)
-
-
-def test_a_burst_waits_before_it_and_behind_it_alone(bench, monkeypatch):
-    clock = Clock(monkeypatch)
-    assert bench["measuring"].burst(clock.step, 12) == 3.0
-    assert (clock.steps, clock.waits) == (12, 2)
-
-
-def test_bursts_take_turns_and_the_first_does_not_count(bench, monkeypatch):
-    clock, calls = Clock(monkeypatch), []
-    variants = {name: lambda name=name: (calls.append(name), clock.step()) for name in "AB"}
-    times = bench["measuring"].interleaved_bursts(variants, 4, 2, 60.0)
-    assert calls == ["A", "A", "B", "B"] * 5 and times == {"A": (3.0, 3.0, 3.0), "B": (3.0, 3.0, 3.0)}
-    calls.clear()
-    bench["measuring"].interleaved_bursts(variants, 100, 2, 0.0)
-    assert calls == ["A", "A", "B", "B"] * 4  # one that does not count, and no fewer than three that do
-
-
-class Side:
-    """Stands for the process of a variant: its first call takes `first` seconds, each later burst 1 ms more."""
-
-    def __init__(self, log, name, first=1.0, breaks=99):
-        self.log, self.name, self.first, self.left, self.made = log, name, first, breaks, 0.0
-
-    def __enter__(self):
-        self.log.append(("begin", self.name))
-        return self
-
-    def __exit__(self, *error):
-        self.log.append(("end", self.name))
-
-    def wait(self, until):
-        if self.first > until - Side.now:
-            raise SystemExit(f"{self.name}: its first call was not done in time")
-        return self.first
-
-    def memory(self):
-        return Side.memory_of(2, 1)
-
-    def burst(self, steps):
-        self.left -= 1
-        if self.left < 0:
-            raise SystemExit(f"{self.name}: its process ended with code 1")
-        self.log.append((self.name, steps))
-        self.made += 1.0
-        return self.made
-
-
-@pytest.fixture
-def side(bench, monkeypatch):
-    Side.now, Side.memory_of = 0.0, bench["processes"].Memory
-    monkeypatch.setattr(bench["bursts"].time, "perf_counter", lambda: Side.now)
-    return Side
-
-
-def test_variants_are_measured_in_groups(bench, side):
-    log = []
-    groups = bench["bursts"].measure(lambda name: side(log, name), ["A", "B", "C"], 2, 60.0, 3, 10)
-    told = [({name: time[0] for name, time in found.times.items()}, dict(found.failed)) for found in groups]
-    assert told == [  # after the first round that counts, and at the end
-        ({"A": 2.0, "B": 2.0}, {}),
-        ({"A": 3.0, "B": 3.0}, {}),
-        ({"A": 3.0, "B": 3.0, "C": 2.0}, {}),
-        ({"A": 3.0, "B": 3.0, "C": 3.0}, {}),
-    ]
-    both = [("begin", "A"), ("begin", "B"), *[(name, 10) for name in "ABABABAB"], ("end", "B"), ("end", "A")]
-    assert log == [*both, ("begin", "C"), *[("C", 10)] * 4, ("end", "C")]
-
-
-def test_what_is_late_or_breaks_is_left_out_and_told(bench, side):
-    sides = {"slow": 61.0, "fast": 5.0, "last": 44.0}
-
-    def start(name):
-        side.now = 50.0 if name == "last" else 0.0
-        return side([], name, sides[name], breaks=2 if name == "fast" else 99)
-
-    *_, found = bench["bursts"].measure(start, list(sides), 2, 60.0, 3, 10)
-    assert list(found.times) == ["last"]  # 45 s are left to whoever begins late
-    assert found.times["last"] == bench["measuring"].spread([2.0, 3.0, 4.0])
-    assert found.failed == {
-        "slow": "slow: its first call was not done in time",
-        "fast": "fast: its process ended with code 1",
-    }
 
 
 def test_masks_of_transformers_are_not_read_for_it(bench):
@@ -132,16 +21,35 @@ def test_masks_of_transformers_are_not_read_for_it(bench):
 
 
 @pytest.fixture
-def on_cuda(bench, side, monkeypatch):
-    """The benchmark of training steps above a machine with a stand-in for a GPU."""
+def on_cuda(bench, monkeypatch):
+    """The benchmark of training steps above a machine with a stand-in for a GPU; what processes did, in order."""
     log = []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
 
-    class Process(side):
+    class Process(contextlib.AbstractContextManager):
+        """The process of a variant: one of them is too slow, and each later burst takes 1 ms more."""
+
         def __init__(self, make, arguments, device, prepare, cache, settings=None, wait=True):
             assert device == "cuda" and (wait or (prepare is None) == (arguments[0] == AUTOCAST))
-            super().__init__(log, arguments[0], 999.0 if arguments[0].endswith("max-autotune") else 1.0)
+            self.name, self.made = arguments[0], 0.0
+            log.append(("begin", self.name))
 
+        def __exit__(self, *error):
+            log.append(("end", self.name))
+
+        def wait(self, until):
+            if self.name.endswith("max-autotune"):
+                raise SystemExit(f"{self.name}: its first call was not done in time")
+            return 1.0
+
+        def memory(self):
+            return bench["processes"].Memory(2, 1)
+
+        def burst(self, steps):
+            log.append((self.name, steps))
+            self.made += 1.0
+            return self.made
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
     monkeypatch.setattr(bench["comparison"], "Process", Process)
     return log
 

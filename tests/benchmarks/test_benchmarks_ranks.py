@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from benchmark_modules import BENCHMARKS
 from torch import nn
 
 GRADIENTS = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) + 0.5
@@ -51,25 +46,3 @@ def test_gradients_of_each_rank_are_autograds(bench):
         loss = nn.functional.cross_entropy(model(image[None]), label[None])
         wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         torch.testing.assert_close(one, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-def test_the_ways_of_several_ranks_from_the_command_line(tmp_path):
-    """Bytes on the wire are those that the types say, and a little for headers."""
-    ways = ("amp.training_step", "amp.training_step, shard: update", "DDP")
-    options = ("--models", "tiny-mlp", "--steps", "4", "--ways", *ways, "--json", str(tmp_path / "r.json"))
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "ranks.py"), *options],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert [row["variant"] for row in found["rows"]] == list(ways)
-    assert all(0 < row["step_ms_10"] <= row["step_ms"] <= row["step_ms_90"] for row in found["rows"])
-    assert all(0 < row["state_bytes"] <= row["peak_bytes"] and row["variant"] in done.stdout for row in found["rows"])
-    assert all(row["computing_ms"] > 0 for row in found["rows"])
-    assert found["rows"][0]["sent_bytes"] < found["rows"][2]["sent_bytes"]

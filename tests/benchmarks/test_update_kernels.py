@@ -6,14 +6,6 @@ import os
 
 import pytest
 
-PTX = """
-ld.global.v4.b32 {%r1}
-ld.global.v4.b32 {%r2}
-ld.global.v2.b32 {%r3}
-st.global.v4.b32 [%rd1]
-ld.global.b64 %rd2
-"""
-
 
 def test_no_kernel_spills_and_more_than_half_of_a_multiprocessors_threads_run(bench):
     pytest.importorskip("triton")

@@ -9,7 +9,6 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx_corpus import parts, ranges
-from onnx_models import info, model, node, scalar
 
 from amp_compiler.cli import convert
 from amp_compiler.errors import AmpError
@@ -77,28 +76,6 @@ def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
     assert json.loads(run(benign, tmp_path / "out.onnx", "--json")[1])["verification"] is None
 
 
-def test_what_is_drawn_finds_rounded_angles_and_tells_the_worst(run, tmp_path):
-    """Positions of 0 and 1 have the same sines in 16 bits; those of a long sequence have not."""
-    nodes = [
-        node("Cast", ["positions"], ["p"], to=TensorProto.FLOAT),
-        node("Mul", ["p", "c"], ["a"]),
-        node("Sin", ["a"], ["y"]),
-    ]
-    path, rules = tmp_path / "in.onnx", tmp_path / "rules.yaml"
-    positions = info("positions", "length", kind=TensorProto.INT64)
-    source = model(nodes, [positions], [info("y", "length")], [scalar("c", 0.7)])
-    onnx.save(source, path)
-    code, text, _ = run(path, tmp_path / "out.onnx", "--verify")
-    assert code == 0 and "not tried: sizes above length = 2003; " in text and "worst in" not in text
-    low = "{match: {op: [onnx.Mul, onnx.Sin]}, precision: low}"  # casts around them cost more than they save
-    rules.write_text(f"version: 1\nextends: default\nkeep: {{angles: false}}\nrules: [{low}]\n", encoding="utf-8")
-    code, text, _ = run(path, tmp_path / "out.onnx", "--verify", "--rules", rules)
-    assert code == 3 and "worst in batch 1 (long and odd): 'y' is off by " in text
-    assert "positions: int64[2003] from 0 to 2002" in text
-    facts = json.loads(run(path, tmp_path / "out.onnx", "--verify", "--rules", rules, "--json")[1])["verification"]
-    assert facts["worst"]["label"] == "long and odd" and facts["untried"] and not facts["passed"]
-
-
 def test_a_failed_verification_exits_with_3(run, benign, overflowing, tmp_path):
     code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--tolerance", "1e-9")
     assert code == 3 and "FAILED" in text and "amp-compiler tune" in text
@@ -147,27 +124,6 @@ def test_an_older_output_survives_an_error(run, benign, tmp_path):
     assert run(benign, out, "--calibrate", tmp_path / "wrong.npz")[0] == 1
     assert out.read_bytes() == b"older"
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
-
-
-def test_fuse_and_what_a_later_opset_would_give(run, tmp_path):
-    nodes = [
-        node("Mul", ["x", "x"], ["s"], "square"),
-        node("ReduceMean", ["s", "axes"], ["m"], "mean"),
-        node("Sqrt", ["m"], ["r"], "root"),
-        node("Div", ["x", "r"], ["q"], "quotient"),
-        node("Mul", ["q", "scale"], ["y"], "scaled"),
-    ]
-    data = [scalar("axes", [-1], np.int64), scalar("scale", np.ones(8))]
-    onnx.save(model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data), tmp_path / "in.onnx")
-    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--json")
-    (later,) = json.loads(text)["notes"]
-    assert code == 0 and "1 RMSNormalization (opset 23)" in later
-    assert [entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node] == [one.op_type for one in nodes]
-    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--no-fuse", "--json")
-    assert code == 0 and json.loads(text)["notes"] == []
-    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--opset", "23")
-    assert code == 0 and "note: fused what was written out in parts: 1 RMSNormalization" in text
-    assert "RMSNormalization" in {entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node}
 
 
 def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, tmp_path):

@@ -15,26 +15,6 @@ from onnx import helper
 
 from amp_compiler import __version__
 
-MODEL = """
-import torch
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-        torch.nn.init.constant_(self.layer.weight, 3e4)
-    def forward(self, x):
-        return self.layer(x.abs() + 10)
-def loss(model, x):
-    return model(x).square().mean() * 1e-9
-"""
-
-
-@pytest.fixture
-def model(tmp_path, monkeypatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    Path("scaled.py").write_text(MODEL, encoding="utf-8")
-    return "scaled.py:Scaled"
-
 
 @pytest.fixture
 def file(tmp_path) -> Path:
@@ -45,18 +25,22 @@ def file(tmp_path) -> Path:
     return tmp_path / "m.onnx"
 
 
-def test_find_nonfinite_names_the_node_and_the_rule(shell, model):
-    code, out, _ = shell("find-nonfinite", model, "--args", "fp32[2,4]", "--dtype", "fp16", "-o", "report.txt")
+def test_find_nonfinite_names_the_node_and_the_rule(shell, wide, tmp_path):
+    code, out, _ = shell(
+        "find-nonfinite", wide, "--args", "fp32[2,4]", "--dtype", "fp16", "-o", tmp_path / "report.txt"
+    )
     assert (code, out) == (3, "")
-    report = Path("report.txt").read_text(encoding="utf-8")
+    report = (tmp_path / "report.txt").read_text(encoding="utf-8")
     assert "in the plan: linear" in report and 'op: "aten.linear"' in report and "precision: fp32" in report
-    assert shell("find-nonfinite", model, "--args", "fp32[2,4]", "--dtype", "bf16")[:2] == (0, "all was finite\n")
+    assert shell("find-nonfinite", wide, "--args", "fp32[2,4]", "--dtype", "bf16")[:2] == (0, "all was finite\n")
 
 
-def test_profile_counts_a_model_and_its_loss(shell, model):
-    code, out, _ = shell("profile", model, "--args", "fp32[2,4]", "--dtype", "bf16")
+def test_profile_counts_a_model_and_its_loss(shell, wide):
+    code, out, _ = shell("profile", wide, "--args", "fp32[2,4]", "--dtype", "bf16")
     assert code == 0 and "weight gradient" not in out and re.match(r"\d+ tensors over 1 batch", out)
-    code, loss, _ = shell("profile", model, "--args", "fp32[2,4]", "--dtype", "fp16", "--loss", "scaled.py:loss")
+    code, loss, _ = shell(
+        "profile", wide, "--args", "fp32[2,4]", "--dtype", "fp16", "--loss", wide.replace(":Wide", ":loss")
+    )
     assert code == 0 and "gradients of weights" in loss
     assert int(loss.split()[0]) > int(out.split()[0])
 
@@ -88,9 +72,9 @@ def test_no_list_of_commands_is_cut(shell, monkeypatch):
 
 
 @pytest.mark.long
-def test_quiet_and_verbose_set_the_level(model, shell):
+def test_quiet_and_verbose_set_the_level(wide, shell):
     command = [Path(sys.executable).with_name("amp-compiler")]
-    explain = ["explain", model, "--args", "fp32[2,4]", "--print-after", "apply_plan"]
+    explain = ["explain", wide, "--args", "fp32[2,4]", "--print-after", "apply_plan"]
     said = {
         option: subprocess.run([*command, option, *explain], capture_output=True, text=True, check=True).stderr
         for option in ("--quiet", "--verbose")

@@ -22,13 +22,6 @@ def test_the_catalogue_has_every_pass_in_the_order_of_the_run(shell):
     assert "\x1b" not in out
 
 
-def test_a_line_tells_how_the_pass_works(shell):
-    lines = {line.split()[0]: line for line in shell("passes")[1].splitlines()}
-    assert "in place   kept     may be  " in lines["simplify_casts"]
-    assert "makes new  kept             Give every node a decision" in lines["classify"]
-    assert "in place   changed          Insert the casts of a plan" in lines["apply_plan"]
-
-
 @pytest.mark.parametrize("name", PASSES)
 def test_every_pass_says_what_it_does(name):
     """The first line of its docstring is a sentence that stands by itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import re
@@ -29,17 +28,13 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
 
-    def forward(self, x, *, factor=None):
-        y = self.last(self.norm(torch.relu(self.first(x))))
-        return {"count": 3, "logits": y if factor is None else y * factor}
+    def forward(self, x, *, factor=1.0):
+        return {"count": 3, "logits": self.last(self.norm(torch.relu(self.first(x)))) * factor}
 
 NET = Net()
 
 def make():
-    return NET, (torch.ones(2, 8),)
-
-def keywords():
-    return Net(), ((torch.ones(2, 8),), {"factor": torch.ones(())})
+    return NET, ((torch.ones(2, 8),), {"factor": torch.ones(())})
 
 def loss(model, x, target):
     return nn.functional.cross_entropy(model(x)["logits"], target)
@@ -107,22 +102,6 @@ def names(out: str) -> list[str]:
     return re.findall(r"^=== (\w+)", out, flags=re.MULTILINE)
 
 
-def test_one_stage_is_printed_as_it_is(explain):
-    code, out, _ = explain("make", "--print-after", "place_casts")
-    assert code == 0
-    assert "cast x: fp32 -> fp16, 96 bytes, for linear[0]" in out.splitlines()
-    assert all(line.startswith(("cast ", "model's own cast ")) for line in out.splitlines())
-
-
-def test_the_text_is_that_of_the_stages_in_python(explain):
-    code, out, _ = explain("make", "--print-after", "apply_plan")
-    assert code == 0
-    model = amp.compile(copy.deepcopy(sys.modules["net_model"].NET), dtype="fp16", backend="eager")
-    model(torch.ones(2, 8))
-    assert out == model.stages["apply_plan"].text
-    assert "fp16[2, 16] = aten.linear.default" in out
-
-
 def test_a_training_step_has_the_stages_that_python_shows(step):
     model = step.model
     stages = make_stages(model, (torch.ones(2, 8),), "fold_loss_scale", dtype="fp16")
@@ -131,9 +110,10 @@ def test_a_training_step_has_the_stages_that_python_shows(step):
     assert "loss_scale" in stages["fold_loss_scale"].text
 
 
-def test_all_is_the_first_stage_and_then_what_each_pass_changed(explain):
-    code, out, _ = explain("make", "--print-after", "all")
-    assert code == 0
+def test_all_is_the_first_stage_and_then_what_each_pass_changed(explain, tmp_path):
+    code, said, _ = explain("make", "--print-after", "all", "--output", str(tmp_path / "stages.txt"))
+    assert (code, said) == (0, "")
+    out = (tmp_path / "stages.txt").read_text(encoding="utf-8")
     expected = [*CAPTURE.names, *PLAN.names, *FORWARD.names, *STEP.names]
     expected.remove("multiply_convolutions")  # a form that only a compiler runs faster
     assert names(out) == ["capture", *expected]
@@ -190,12 +170,6 @@ def test_a_loss_of_ones_own(explain):
     assert "phase=backward" in out
 
 
-def test_keyword_arguments_reach_the_model(explain):
-    code, out, err = explain("keywords", "--print-after", "place_weights")
-    assert code == 0, err
-    assert re.search(r"aten\.mul\.Tensor", out)
-
-
 def test_inference_has_its_own_passes(explain):
     code, out, _ = explain("make", "--print-after", "all", "--eval")
     assert code == 0
@@ -209,13 +183,6 @@ def test_a_model_with_graph_breaks_shows_each_subgraph(explain):
     assert code == 0
     assert "=== graph0/classify\n" in out
     assert "=== graph1/classify\n" in out
-
-
-def test_stages_are_written_to_a_file(explain, tmp_path):
-    output = tmp_path / "stages.txt"
-    code, out, _ = explain("make", "--print-after", "place_casts", "--output", str(output))
-    assert (code, out) == (0, "")
-    assert "cast x: fp32 -> fp16" in output.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -262,11 +229,7 @@ def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
     assert code == 0
     assert text and out.endswith(text)
     assert shell("explain", onnx_file, "--print-after", "capture")[1].startswith("graph onnx")
+    code, out_of_it, err = shell("explain", onnx_file, "--print-after", "apply_plan")
+    assert (code, out_of_it) == (2, "") and "hint: " in err
     stages = json.loads(shell("explain", onnx_file, "--print-after", "all", "--format", "json")[1])
     assert [stage["name"] for stage in stages] == names(out) and [*stages[0]] == ["name", "text"]
-
-
-def test_what_an_onnx_file_does_not_go_through(shell, onnx_file):
-    code, out, err = shell("explain", onnx_file, "--print-after", "apply_plan")
-    assert (code, out) == (2, "")
-    assert "hint: " in err

@@ -11,23 +11,6 @@ from onnx_corpus import ranges
 
 from amp_compiler.policy.loader import load_rules
 
-MODEL = """
-import torch
-
-class Wide(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
-        torch.nn.init.constant_(self.wide.weight, 5e4)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.wide(x) * 1e-5))
-
-def loss(model, x):
-    return model(x).float().square().mean()
-"""
-
 
 @pytest.fixture
 def run(shell):
@@ -35,45 +18,26 @@ def run(shell):
     return partial(shell, "tune")
 
 
-@pytest.fixture
-def spec(tmp_path) -> str:
-    (tmp_path / "wide_model.py").write_text(MODEL)
-    return f"{tmp_path / 'wide_model.py'}:Wide"
-
-
-def test_a_model_is_tuned_on_its_outputs(run, spec, tmp_path):
-    out = tmp_path / "tuned.yaml"
-    code, text, err = run(spec, out, "--args", "fp32[3,4]", "--dtype", "fp16")
-    assert code == 0 and err == "" and "wide" in text and f"written to {out}" in text
-    assert out.read_text() and load_rules(out).rules[-1].match.get("module") == ("wide",)
-
-
-def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, spec, tmp_path):
-    out, loss = tmp_path / "tuned.yaml", spec.replace(":Wide", ":loss")
-    code, text, _ = run(spec, out, "--args", "fp32[3,4]", "--dtype", "fp16", "--loss", loss, "--json")
+def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, wide, tmp_path):
+    out, loss = tmp_path / "tuned.yaml", wide.replace(":Wide", ":loss")
+    code, text, _ = run(wide, out, "--args", "fp32[3,4]", "--dtype", "fp16", "--loss", loss, "--json")
     found = json.loads(text)
     assert code == 0 and found["what"] == "loss and gradients" and found["nodes"][0]["module"] == "wide"
+    assert load_rules(out).rules[-1].match.get("module") == ("wide",)
 
 
-def test_an_onnx_file_is_tuned_on_its_data(run, tmp_path):
+def test_a_stopped_search_of_an_onnx_file_on_its_data_ends_with_three_and_goes_on(run, tmp_path):
     model, batches = ranges.overflow_in_activations()
     onnx.save(model, tmp_path / "in.onnx")
     np.savez(tmp_path / "data.npz", **batches[0])
-    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz", "--tolerance", 0.02)
-    assert code == 0 and "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
-    code, _, _ = run(tmp_path / "in.onnx", tmp_path / "c.yaml")
-    assert code == 0  # drawn inputs
-
-
-def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):
-    model, batches = ranges.overflow_in_activations()
-    onnx.save(model, tmp_path / "in.onnx")
-    np.savez(tmp_path / "data.npz", **batches[0])
-    command = (tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz")
+    out = tmp_path / "a.yaml"
+    command = (tmp_path / "in.onnx", out, "--data", tmp_path / "data.npz", "--tolerance", 0.02)
     code, text, _ = run(*command, "--max-runs", 5)
     assert code == 3 and "not searched to the end" in text and Path(f"{command[1]}.journal").exists()
     code, text, _ = run(*command)
     assert code == 0 and "not searched" not in text and not Path(f"{command[1]}.journal").exists()
+    assert "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
+    assert f"written to {out}" in text and load_rules(out).rules
 
 
 @pytest.mark.parametrize(
@@ -85,7 +49,7 @@ def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):
         ((), 1, "the model needs example arguments"),
     ],
 )
-def test_wrong_usage(run, spec, tmp_path, options, code, told):
+def test_wrong_usage(run, wide, tmp_path, options, code, told):
     given = () if told.startswith("the model") else ("--args", "fp32[3,4]")
-    found, _, err = run(spec, tmp_path / "tuned.yaml", *given, *options)
+    found, _, err = run(wide, tmp_path / "tuned.yaml", *given, *options)
     assert found == code and told in err

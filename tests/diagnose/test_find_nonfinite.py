@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, LossScaleError
@@ -107,8 +108,7 @@ def loss_fn(model, x):
 
 
 def step_of(model: nn.Module, rules, **options) -> amp.TrainingStep:
-    options = {"dtype": "fp16", "loss_scale": None, "backend": "eager", **options}
-    return amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 1e-30), rules=rules, **options)
+    return sgd_step(model, loss_fn, 1e-30, rules=rules, **{"dtype": "fp16", "loss_scale": None, **options})
 
 
 def rule_file(folder: Path, more: dict[str, list[str]]) -> str:
@@ -137,10 +137,9 @@ def test_a_planted_fault_is_named_and_its_rule_fixes_it_in_a_new_step(fault, tmp
     assert node.planned in {one.name for one in decided} or phase == "backward"
 
 
-@pytest.mark.parametrize("fault", ["attention logits", "log of an underflowed softmax"])
-def test_the_report_of_a_step_that_ran_has_the_same_rule(fault, tmp_path):
-    make, x, more, *_ = FAULTS[fault]
-    step = step_of(make(), rule_file(tmp_path, more) if more else "default")
+def test_the_report_of_a_step_that_ran_has_the_same_rule(tmp_path):
+    make, x, more, *_ = FAULTS["log of an underflowed softmax"]
+    step = step_of(make(), rule_file(tmp_path, more))
     found = amp.find_nonfinite(step, x)
     step(x)
     report = step.nonfinite_report()

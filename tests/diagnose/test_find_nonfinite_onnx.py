@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_models
 import pytest
 import yaml
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
+from onnx_models import scalar
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, OnnxError
@@ -18,23 +20,17 @@ X = np.linspace(0.5, 1.0, 24, dtype=np.float32).reshape(2, 3, 4)
 def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
     """Between `gain` and twice that, in order, the sign of each column in turns."""
     made = np.linspace(gain, 2 * gain, rows * columns, dtype=np.float32).reshape(rows, columns)
-    return numpy_helper.from_array(made * (1 - 2 * (np.arange(columns) % 2)).astype(np.float32), name)
+    return scalar(name, made * (1 - 2 * (np.arange(columns) % 2)))
 
 
-def model(nodes, stored, x=X, result="y", kind=TensorProto.FLOAT):
-    inputs = [helper.make_tensor_value_info("x", kind, list(x.shape))]
-    outputs = [helper.make_tensor_value_info(result, kind, None)]
-    graph = helper.make_graph(nodes, "planted", inputs, outputs, stored)
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    return onnx.shape_inference.infer_shapes(made)
+def model(nodes, stored, kind=TensorProto.FLOAT):
+    ends = (onnx_models.info(name, *shape, kind=kind) for name, shape in (("x", X.shape), ("y", (None, None, None))))
+    inputs, outputs = ([one] for one in ends)
+    return onnx.shape_inference.infer_shapes(onnx_models.model(nodes, inputs, outputs, stored))
 
 
 def node(op, inputs, output, **attributes):
-    return helper.make_node(op, inputs, [output], f"the_{output}", **attributes)
-
-
-def scalar(name, value):
-    return numpy_helper.from_array(np.array(value, np.float32), name)
+    return onnx_models.node(op, inputs, [output], f"the_{output}", **attributes)
 
 
 def logits():
@@ -49,7 +45,7 @@ def logits():
             node("Softmax", ["masked"], "weights", axis=-1),
             node("MatMul", ["weights", "x"], "y"),
         ],
-        [weights("wq", 4, 4, 80.0), weights("wk", 4, 4, 80.0), numpy_helper.from_array(mask, "mask")],
+        [weights("wq", 4, 4, 80.0), weights("wk", 4, 4, 80.0), scalar("mask", mask)],
     )
 
 
@@ -58,7 +54,7 @@ def channel():
     up[:, 3] = 4e4  # one channel of eight
     return model(
         [node("MatMul", ["x", "w"], "h"), node("Mul", ["h", "small"], "y")],
-        [numpy_helper.from_array(up, "w"), scalar("small", 1e-3)],
+        [scalar("w", up), scalar("small", 1e-3)],
     )
 
 
@@ -135,7 +131,7 @@ def test_a_file_that_is_in_16_bits_already_gets_a_rule_too(stored, tmp_path):
     if stored == "whole":  # 16 bits from input to output
         low = model(
             [node("MatMul", ["x", "w"], "h"), node("Mul", ["h", "small"], "s"), node("Relu", ["s"], "y")],
-            [one("w", np.full((4, 4), 4e4)), one("small", 1e-5)],
+            [scalar("w", np.full((4, 4), 4e4), np.float16), scalar("small", 1e-5, np.float16)],
             kind=TensorProto.FLOAT16,
         )
     batch = {"x": X.astype(np.float16 if stored == "whole" else np.float32)}
@@ -147,10 +143,6 @@ def test_a_file_that_is_in_16_bits_already_gets_a_rule_too(stored, tmp_path):
     assert not amp.find_nonfinite(done, batch)
     widened = amp.find_nonfinite(low, batch, rules=str(tmp_path / "cured.yaml"))
     assert widened.results and "converted with these rules it is finite" in widened.cure
-
-
-def one(name, value):
-    return numpy_helper.from_array(np.array(value, np.float16), name)
 
 
 def test_a_node_without_a_name_is_told_by_its_own_node_of_the_plan():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 
@@ -30,9 +31,7 @@ def test_a_loss_function_that_is_none_is_refused(loss_fn, told):
 
 def test_options_that_would_be_passed_over_are_refused():
     model = nn.Linear(4, 2)
-    step = amp.training_step(
-        model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), 0.1), dtype="fp16", backend="eager"
-    )
+    step = sgd_step(model, lambda model, x: model(x).sum(), dtype="fp16")
     compiled = amp.compile(model, dtype="fp16", backend="eager")
     every = (amp.find_nonfinite, lambda one, x, **options: amp.profile(one, [x], **options),
              lambda one, x, **options: amp.tune(one, [x], **options))  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 from planted import linear
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 
@@ -46,11 +47,7 @@ def profile(model: nn.Module, loss_fn: Any, stepped: bool, dtype: str = "fp16", 
             rules: Any = "default") -> amp.Profile:  # fmt: skip
     if not stepped:
         return amp.profile(model, [X, X], dtype=dtype, loss_fn=loss_fn, loss_scale=scale, rules=rules)
-    step = amp.training_step(
-        model, loss_fn, torch.optim.SGD(model.parameters(), 0.0), dtype=dtype, loss_scale=scale, backend="eager",
-        rules=rules,
-    )  # fmt: skip
-    return amp.profile(step, [X, X])
+    return amp.profile(sgd_step(model, loss_fn, 0.0, dtype=dtype, loss_scale=scale, rules=rules), [X, X])
 
 
 @pytest.mark.sweep(3)
@@ -105,10 +102,7 @@ def test_both_in_one_model() -> None:
 
 def test_a_gradient_that_was_infinite_too_is_not_told_as_zeros() -> None:
     """One batch underflows, and another overflows: the infinite share is what counts."""
-    tiny = amp.training_step(
-        model := model_of(), lambda m, x: (m(x).float() * 1e-12).mean(), torch.optim.SGD(model.parameters(), 0.0),
-        dtype="fp16", loss_scale=1.0, backend="eager",
-    )  # fmt: skip
+    tiny = sgd_step(model_of(), lambda m, x: (m(x).float() * 1e-12).mean(), 0.0, dtype="fp16", loss_scale=1.0)
 
     def first(batches: Any) -> Any:
         rows = amp.profile(tiny, batches).of("weight gradient")

@@ -111,19 +111,6 @@ def test_of_two_nodes_that_are_harmless_alone_one_is_kept():
     assert found.kept in {("n0",), ("n1",)} and found.needed
 
 
-def test_nothing_is_kept_where_nothing_has_to_be():
-    found = find_kept(["a", "b"], lambda kept: 0.5, TOLERANCE)
-    assert found.kept == () and found.before == found.error == 0.5 and found.runs == 1
-    assert find_kept([], lambda kept: 0.5, TOLERANCE).kept == ()
-
-
-def test_a_tolerance_out_of_reach_is_told_with_the_error():
-    with pytest.raises(OutOfReachError, match="with all nodes kept the error is 3"):
-        find_kept(["a", "b", "c"], lambda kept: 3.0 if len(kept) == 3 else 9.0, TOLERANCE)
-    with pytest.raises(OutOfReachError):
-        find_kept([], lambda kept: math.nan, TOLERANCE)
-
-
 def test_time_and_runs_that_are_up_leave_a_set_that_meets_the_tolerance():
     order = [f"n{place}" for place in range(1000)]
     oracle = Planted(["n500", "n700"])

@@ -8,9 +8,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx_models import info, model, node, scalar
 from planted import linear
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 
@@ -32,20 +33,18 @@ class Faint(nn.Module):
 def imported() -> nn.Module:
     """Such a model from an ONNX file."""
     layers = {"w": linear(8, 8, seed=1), "v": linear(8, 2, seed=2)}
-    stored = [numpy_helper.from_array(one.weight.detach().numpy().T.copy(), name) for name, one in layers.items()]
-    stored += [numpy_helper.from_array(np.full(2, value, np.float32), name) for name, value in (("s", 1e-4), ("b", 1))]
+    stored = [scalar(name, one.weight.detach().numpy().T) for name, one in layers.items()]
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"]),
-        helper.make_node("Tanh", ["h"], ["t"]),
-        helper.make_node("MatMul", ["t", "v"], ["m"]),
-        helper.make_node("Mul", ["m", "s"], ["n"]),
-        helper.make_node("Mul", ["n", "s"], ["o"]),
-        helper.make_node("Add", ["o", "b"], ["y"]),
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Tanh", ["h"], ["t"]),
+        node("MatMul", ["t", "v"], ["m"]),
+        node("Mul", ["m", "s"], ["n"]),
+        node("Mul", ["n", "s"], ["o"]),
+        node("Add", ["o", "b"], ["y"]),
     ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, wide]) for name, wide in (("x", 8), ("y", 2))]
-    graph = helper.make_graph(nodes, "faint", ends[:1], ends[1:], stored)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    return amp.onnx_to_fx(model, trainable=lambda name, tensor: name in layers)
+    stored += [scalar("s", np.full(2, 1e-4)), scalar("b", np.ones(2))]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 2)], stored)
+    return amp.onnx_to_fx(source, trainable=lambda name, tensor: name in layers)
 
 
 def step_of(model, **options):
@@ -86,10 +85,7 @@ def test_a_loss_scale_is_advised_that_keeps_the_gradients_not_some_of_them():
     model = linear(64, 64, seed=1)
 
     def step_with(scale, loss_of=lambda y: (y.float() * sizes).sum()):
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        return amp.training_step(
-            model, lambda model, x: loss_of(model(x)), optimizer, dtype="fp16", loss_scale=scale, backend="eager"
-        )
+        return sgd_step(model, lambda model, x: loss_of(model(x)), 0.0, dtype="fp16", loss_scale=scale)
 
     x = torch.ones(1, 64)
     cure = amp.find_nonfinite(step_with(None), x).cure
@@ -176,18 +172,14 @@ def test_narrowed_state_of_a_traced_optimizer_is_refused():
 
 def faint_file() -> onnx.ModelProto:
     """Numbers made too small for FP16, and large again."""
-    weights = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in
-               (("small", 1e-4), ("large", 1e4))]  # fmt: skip
     nodes = [
-        helper.make_node("Tanh", ["x"], ["t"], "tanh"),
-        helper.make_node("Mul", ["t", "small"], ["s"], "down"),
-        helper.make_node("Mul", ["s", "small"], ["u"], "further"),
-        helper.make_node("Mul", ["u", "large"], ["v"], "up"),
-        helper.make_node("Mul", ["v", "large"], ["y"], "last"),
+        node("Tanh", ["x"], ["t"], "tanh"),
+        node("Mul", ["t", "small"], ["s"], "down"),
+        node("Mul", ["s", "small"], ["u"], "further"),
+        node("Mul", ["u", "large"], ["v"], "up"),
+        node("Mul", ["v", "large"], ["y"], "last"),
     ]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 8]) for name in ("x", "y")]
-    graph = helper.make_graph(nodes, "faint", ends[:1], ends[1:], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [scalar("small", 1e-4), scalar("large", 1e4)])
 
 
 def test_an_underflow_in_a_file():
@@ -197,9 +189,6 @@ def test_an_underflow_in_a_file():
     report = amp.find_nonfinite(faint_file(), batch, rules=rules, dtype="fp16")
     assert not report and "counted by amp.profile" in str(report)
     found = amp.tune(faint_file(), [batch], rules=rules)
-    assert (
-        found.before >= 1.0
-        and found.error <= found.tolerance
-        and {"further", "up"} <= {node.name for node in found.nodes}
-    )
-    assert any("becomes zero" in node.detail for node in found.nodes)
+    assert found.before >= 1.0 and found.error <= found.tolerance
+    assert {"further", "up"} <= {one.name for one in found.nodes}
+    assert any("becomes zero" in one.detail for one in found.nodes)

@@ -6,12 +6,12 @@ import json
 import sys
 
 import pytest
+from graph_reading import parse_graph
 
 from amp_compiler.cli import main as cli
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import StoredNumbers
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.exclusions import import_rules
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
@@ -29,14 +29,12 @@ def asked(path, ranges=None, magnitude=None):
     assert loaded.rules == load_rules(str(rules)).rules
     found = {}
     for name in NAMES:
-        graph = PrecisionGraph("onnx")
-        graph.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
-        graph.add_value(Value("w", DType.FLOAT32, (8, 3), 24, ValueKind.PARAMETER))
-        op = f"onnx.{name.rpartition('/')[2]}" if "/" in name else "onnx.Conv"
-        node = Node(name, op, (Operand("x", "A"), Operand("w", "B")), ("y",))
-        graph.add_node(node, [Value("y", DType.FLOAT32, (2, 3), 6)])
+        op = name.rpartition("/")[2] if "/" in name else "Conv"
+        inputs = "input x: fp32[2, 8]\nparam w: fp32[8, 3]"
+        graph = parse_graph(f"graph onnx\n{inputs}\ny = onnx.{op}(A=x, B=w) -> fp32[2, 3] name={name}")
         graph.stored_numbers = lambda value: None if magnitude is None else StoredNumbers(most=magnitude)
-        decision = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {}).decide(node)
+        matcher = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {})
+        decision = matcher.decide(graph.nodes[name])
         found[name] = decision.precision.value
     return {name for name, precision in found.items() if precision == "fp32"}
 
@@ -52,8 +50,6 @@ def written(tmp_path, name, content):
     [
         ("a.txt", "/lm_head/MatMul\n\n# a comment\nhead  # another\n", {"/lm_head/MatMul", "head"}),
         ("a.txt", "/blocks.?/attn/*:float32\n/blocks.1/attn/MatMul:float16\n", {"/blocks.0/attn/MatMul"}),
-        ("a.txt", "/blocks*:fp32\n", {name for name in NAMES if "blocks" in name}),
-        ("a.json", ["head"], {"head"}),
         ("a.json", {"nodes_to_exclude": [r"/blocks\.\d/attn.*"]}, {name for name in NAMES if "attn" in name}),
         ("a.json", {"nodes_to_exclude": "head"}, {"head"}),
         ("a.json", {"nodes_to_exclude": ["MatMul"]}, set()),
@@ -95,15 +91,12 @@ def test_options_that_are_no_rules_are_told(tmp_path):
         ("a.json", {"nodes_to_exlude": ["a"]}, "'nodes_to_exlude' is no option.*did you mean 'nodes_to_exclude'"),
         ("a.json", {"op_types_to_exclude": ["Sofmax"]}, "no ONNX op 'Sofmax'.*Softmax"),
         ("a.json", {"nodes_to_exclude": ["(["]}, "no regular expression"),
-        ("a.json", {"nodes_to_exclude": [3]}, "an entry is 3, which is no name"),
         ("a.json", {"nodes_to_exclude": 3}, "no list of names"),
         ("a.json", {"data_max": "many"}, "no number"),
-        ("a.json", {"data_max": True}, "no number"),
         ("a.json", "{no json", "it is no JSON"),
         ("a.yaml", "a: [", "it is no YAML"),
         ("a.txt", "layer:int8\n", "'int8' is no precision"),
         ("a.txt", "# nothing\n", "it names no node"),
-        ("a.json", {}, "it names no node"),
     ],
     ids=str,
 )
@@ -111,14 +104,6 @@ def test_what_cannot_be_read_is_refused(name, content, told, tmp_path):
     with pytest.raises(RuleError, match=told) as raised:
         import_rules(written(tmp_path, name, content))
     assert "a." in raised.value.where and raised.value.hint
-
-
-def test_no_file_and_no_text(tmp_path):
-    with pytest.raises(RuleError, match="cannot be read: no such file"):
-        import_rules(tmp_path / "none.txt")
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(RuleError, match="no UTF-8 text"):
-        import_rules(tmp_path / "a.txt")
 
 
 def test_the_shell_writes_a_file_that_is_good(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,14 @@
 """The op table against torch and onnx themselves: names, argument names, promotion and exactness."""
 
 import collections
+from itertools import islice
 
 import onnx.defs
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_compiler.errors import RuleError
 from amp_compiler.onnx.model.contrib import contrib_schemas
@@ -55,10 +58,6 @@ def test_every_onnx_op_is_in_the_table():
     assert all(onnx.defs.has(name) or ("", name) in contrib_schemas() for name in own)
 
 
-def test_an_unknown_op_is_of_the_family_unknown():
-    assert TABLE.info("mylib.op").family == "unknown"
-
-
 def test_slots_are_names_of_schema_arguments():
     """Some ops of a family may lack a slot that it gives to all; one that no op of it has is a mistake."""
     by_family = collections.defaultdict(set)
@@ -96,7 +95,6 @@ def test_products_are_emulated_on_a_cpu_in_fp16_and_without_kernels_in_bf16():
 
 # ---- promotes: with (bf16, fp32) operands the op itself computes in FP32
 
-BINARY = ("pow", "atan2", "arctan2", "hypot", "logaddexp", "logaddexp2", "xlogy", "special_xlogy", "special_xlog1py")
 CALLS = {
     "rsub": lambda a, b: torch.rsub(a, b),
     "addcmul": lambda a, b: torch.addcmul(a, b, b),
@@ -141,58 +139,28 @@ def test_ops_that_do_not_promote_are_not_marked():
 
 # ---- exact: op(round(x)) == round(op(x)), to the bit
 
-INDEX = torch.tensor([[[0, 1, 1, 0]]])
-EXACT_CALLS = {
-    "relu": torch.relu,
-    "neg": torch.neg,
-    "negative": torch.negative,
-    "abs": torch.abs,
-    "absolute": torch.absolute,
-    "positive": torch.positive,
-    "maximum": lambda x: torch.maximum(x, x.flip(0)),
-    "minimum": lambda x: torch.minimum(x, x.flip(0)),
-    "fmax": lambda x: torch.fmax(x, x.flip(0)),
-    "fmin": lambda x: torch.fmin(x, x.flip(0)),
-    "amax": lambda x: torch.amax(x, 1),
-    "amin": lambda x: torch.amin(x, 1),
-    "max_pool1d": lambda x: F.max_pool1d(x, 2),
-    "max_pool2d": lambda x: F.max_pool2d(x, 2),
-    "max_pool3d": lambda x: F.max_pool3d(x[None], (1, 2, 2)),
-    "msort": torch.msort,
-    "embedding": lambda x: F.embedding(torch.tensor([1, 0]), x[0]),
-    "masked_fill": lambda x: torch.masked_fill(x, x > 0.5, 0.1),
-    "constant_pad_nd": lambda x: F.pad(x, (1, 1), value=0.1),
-    "reflection_pad1d": lambda x: F.pad(x, (1, 1), mode="reflect"),
-    "replication_pad1d": lambda x: F.pad(x, (1, 1), mode="replicate"),
-    "index_fill": lambda x: torch.index_fill(x, 0, torch.tensor([0]), 0.1),
-    "masked_scatter": lambda x: torch.masked_scatter(x, torch.ones_like(x, dtype=torch.bool), x.flip(0)),
-    "select_scatter": lambda x: torch.select_scatter(x, x[0] + 0, 0, 1),
-    "slice_scatter": lambda x: torch.slice_scatter(x, x[:1] + 0, 0, 1, 2),
-    "gather": lambda x: torch.gather(x, 0, INDEX),
-    "pixel_shuffle": lambda x: F.pixel_shuffle(x.reshape(4, 3, 2), 2),
-    "im2col": lambda x: F.unfold(x[None], 2),
-    "tril": torch.tril,
-    "fft_fftshift": torch.fft.fftshift,
-    "cat": lambda x: torch.cat([x, x]),
-    "where": lambda x: torch.where(x.float().round() > 0, x, x.flip(0)),
-}
 
-
-@pytest.mark.parametrize("name", EXACT_CALLS)
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_rounding_commutes_with_exact_ops(name, low):
-    assert TABLE.info(f"aten.{name}").exact
-    mask = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)) * 3
-    if name in ("masked_fill", "where"):  # the condition is an operand of its own, which rounding must not change
-        condition = mask > 0.5
-        run = (
-            (lambda x: torch.masked_fill(x, condition, 0.1))
-            if name == "masked_fill"
-            else (lambda x: torch.where(condition, x, x.flip(0)))
-        )
-    else:
-        run = EXACT_CALLS[name]
-    torch.testing.assert_close(run(mask.to(low)), run(mask).to(low), rtol=0, atol=0)
+def test_rounding_commutes_with_exact_ops(low):
+    """Of torch's own list of ops those that the table calls exact, but for one that reads memory as it lies."""
+    seen = set()
+    for op in op_db:
+        names = op.aten_name, op.name.replace(".", "_"), op.name.rpartition(".")[2]
+        exact = any(TABLE.info(f"aten.{name}").exact for name in names) and low in op.supported_dtypes("cpu")
+        skipped = not exact or op.name == "as_strided" or "empty" in op.name  # which has no values
+        for sample in () if skipped else islice(op.sample_inputs("cpu", torch.float32), 4):
+            given = sample.input, sample.args, sample.kwargs
+            first, others, named = tree_map(lambda one: one.to(low) if is_fp32(one) else one, given)
+            found, wanted = op(first, *others, **named), op(given[0], *given[1], **given[2])
+            for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+                if is_fp32(other):
+                    torch.testing.assert_close(one, other.to(low), rtol=0, atol=0, equal_nan=True, msg=op.name)
+            seen.add(op.name)
+    assert len(seen) > 100
+
+
+def is_fp32(value):
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
 def test_families_of_views_and_movement_are_exact_and_arithmetic_is_not():
@@ -218,50 +186,7 @@ def test_families_of_views_and_movement_are_exact_and_arithmetic_is_not():
 
 # ---- kept slots: 16-bit data beside FP32 parameters
 
-SIZE = (2, 4, 8)
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_normalisations_take_16_bit_data_beside_fp32_parameters(low):
-    data, width, channels = torch.randn(SIZE).to(low), torch.ones(8), torch.ones(4)
-    made = {
-        "layer_norm": F.layer_norm(data, (8,), width, width),
-        "rms_norm": F.rms_norm(data, (8,), width),
-        "group_norm": F.group_norm(data, 2, channels, channels),
-        "instance_norm": F.instance_norm(data, channels, channels, channels, channels),
-        "batch_norm": F.batch_norm(data, channels, channels, channels, channels, training=True),
-    }
-    for name, result in made.items():
-        assert result.dtype is low
-        assert {"weight", "bias"} <= TABLE.info(f"aten.{name}").keep
-
-
 # ---- emulation: what is said to lack a kernel still lacks it
-
-SCORES = torch.rand(3, 4)
-WITHOUT_KERNELS = {
-    "cdist": lambda low: torch.cdist(X.to(low), X.to(low)),
-    "fft_rfft": lambda low: torch.fft.rfft(X.to(low)),
-    "linalg_inv": lambda low: torch.linalg.inv(torch.eye(3, dtype=low)),
-    "quantile": lambda low: torch.quantile(X.to(low), 0.5),
-    "special_erfcx": lambda low: torch.special.erfcx(X.to(low)),
-    "avg_pool3d": lambda low: F.avg_pool3d(X[None].to(low), (1, 2, 2)),
-    "multi_margin_loss": lambda low: F.multi_margin_loss(SCORES.to(low), torch.tensor([0, 1, 2])),
-    "ctc_loss": lambda low: F.ctc_loss(
-        torch.rand(4, 1, 3).to(low), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
-    ),
-}
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions may have the kernels")
-@pytest.mark.parametrize("name", WITHOUT_KERNELS)
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_emulated_ops_have_no_kernel_on_the_cpu(name, low):
-    assert {"cpu.fp16", "cpu.bf16"} <= TABLE.info(f"aten.{name}").emulate
-    with pytest.raises(RuntimeError):
-        WITHOUT_KERNELS[name](low)
-    WITHOUT_KERNELS[name](torch.float32)
-
 
 # ---- kernels that compute in FP32 by themselves
 

@@ -12,7 +12,7 @@ from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ops.loss_scale import make_loss_scale
 from amp_compiler.policy.json_schema import schema
-from amp_compiler.policy.loader import load_rules, preset_names
+from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import Comparison, Precision, RuleSet
 from amp_compiler.policy.schema import RuleFileModel, RuleModel
 from amp_compiler.policy.yaml_tree import MAX_BYTES, parse_yaml
@@ -173,73 +173,47 @@ WRONG = [
     ({}, "'version' is missing"),
     ({"version": 2}, "2 is not 1"),
     ({"version": True}, "whole number 1"),
-    ({"version": 1.0}, "whole number 1"),
-    ({"version": "1"}, "whole number 1"),
     ({"version": 1, "rulez": []}, "unknown key 'rulez' .*did you mean 'rules'"),
     ({"version": 1, "rules": 3}, "valid list"),
-    ({"version": 1, "rules": [3]}, "where a mapping belongs"),
-    ({"version": 1, "allow": "matmul"}, "valid list"),
     ({"version": 1, "allow": []}, "at least 1"),
-    ({"version": 1, "allow": ["matmull"]}, "no op family 'matmull'.*did you mean 'matmul'"),
     ({"version": 1, "allow": ["linear"]}, "no op family 'linear'.*'aten.linear'"),
     ({"version": 1, "deny": ["fp32"]}, "is a precision"),
     ({"version": 1, "allow": ["aten.add_"]}, "in place.*'aten.add'"),
     ({"version": 1, "allow": ["aten.add.Tensor"]}, "overloads.*'aten.add'"),
     ({"version": 1, "allow": ["aten.linar*"]}, "matches no known op.*did you mean 'aten.linear'"),
     ({"version": 1, "allow": ["matmul", "matmul"]}, "already in 'allow'"),
-    ({"version": 1, "allow": ["matmul"], "deny": ["matmul"]}, "already in 'allow'"),
     ({"version": 1, "allow": ["matmul"], "blacklist": ["matmul"]}, "already in 'allow'"),
     ({"version": 1, "allow": ["matmul"], "whitelist": ["softmax"]}, "another name of 'allow'"),
     ({"version": 1, "extends": "defualt"}, "no preset 'defualt'.*did you mean 'default'"),
     ({"version": 1, "extends": "./missing.yaml"}, "cannot be read"),
     (rule(precision="lo"), "'lo' is not .*did you mean 'low'"),
-    (rule(precision=None), "None is not"),
-    (rule(math="fp4"), "'fp4' is not"),
-    (rule(backward={"precision": "widest"}), "'widest' is not"),
     (rule(backward={"precison": "low"}), "unknown key 'precison'.*did you mean 'precision'"),
-    (rule(wy="x"), "unknown key 'wy'.*did you mean 'why'"),
     ({"version": 1, "rules": [{"match": {}, "why": "x"}]}, "asks for nothing"),
-    ({"version": 1, "rules": [{"match": {}, "precision": "low", "backward": 3}]}, "where a mapping belongs"),
     (rule(refuse="do otherwise"), "'refuse' stands alone"),
     ({"version": 1, "rules": [{"match": {}, "refuse": ""}]}, "at least 1 character"),
     (match(output="yes"), "valid boolean"),
-    (match(depthwise=1), "valid boolean"),
     (match(opp="x"), "unknown key 'opp'.*did you mean 'op'"),
-    (match(op="aten.linar"), "matches no known op.*did you mean 'aten.linear'"),
     (match(op="linear"), "matches no known op"),
-    (match(op=[]), "at least 1"),
     (match(op=None), "valid string"),
-    (match(family="matmull"), "no op family"),
     (match(node="("), "no regular expression.*character 1"),
     (match(reduction_size="8192"), "no comparison"),
-    (match(reduction_size=[1]), "no comparison"),
-    (match(reduction_size="> x"), "no comparison"),
-    (match(reduction_size=True), "no comparison"),
     (match(absmax="=> 3"), "no comparison"),
-    (match(inputs="fp31"), "'fp31' is not .*did you mean 'fp32'"),
     (match(phase="backward"), "'phase: backward' would match nothing.*'backward: {precision: fp32}'"),
     (rule(precision="fp32", math="fp16"), r"compute in fp16, which is narrower.*rules\.0\.math.*'precision: low'"),
     (rule(precision="keep", math="fp32"), "leaves a node as it was captured"),
-    (match(phase="forwards"), "'forwards' is not .*did you mean 'forward'"),
     (match(device="cdua"), "'cdua' is not .*did you mean 'cuda'"),
     (match(dtype="fp32"), "'fp32' is not"),
-    (match(attr={}), "at least 1"),
     (match(attr={"a": {}}), "wrong"),
     ({"version": 1, "loss_scale": {"mode": "dynamical"}}, "did you mean 'dynamic'"),
-    ({"version": 1, "loss_scale": {"init": "5"}}, "valid number"),
     ({"version": 1, "loss_scale": {"init": 0}}, "greater than 0"),
     ({"version": 1, "loss_scale": {"init": float("inf")}}, "finite"),
-    ({"version": 1, "loss_scale": {"growth_factor": 1}}, "greater than 1"),
     ({"version": 1, "loss_scale": {"backoff_factor": 1.5}}, "less than 1"),
     ({"version": 1, "loss_scale": {"growth_interval": 1.5}}, "integer"),
     ({"version": 1, "loss_scale": {"min": 2, "max": 1}}, "above its 'max'"),
     ({"version": 1, "weights": {"master": "bf16"}}, "'bf16' is not"),
-    ({"version": 1, "weights": {"rounding": "stochastik"}}, "did you mean 'stochastic'"),
     ({"version": 1, "keep": {"size": True}}, "did you mean 'sizes'"),
-    ({"version": 1, "keep": {"angles": "no"}}, "valid boolean"),
     ({1: 2}, "not text"),
     ({"version": 1, "allow": {"matmul"}}, "type set"),
-    ("defalt", "no preset 'defalt'.*did you mean 'default'"),
     ("version: 1\n", "looks like the text"),
     ("no/such.yaml", "cannot be read"),
     (Path("a\0b"), "cannot be read"),
@@ -261,17 +235,12 @@ def test_wrong_rules(rules, message):
         ("version: 1\nrules:\n- match: {op: aten.linar}\n  precision: low\n", "no known op", 3, 15),
         ("version: 1\nallow: [matmul,\n  softmaxx]\n", "no op family", 3, 3),
         ("version: 1\nallow: [matmul]\ndeny: [matmul]\n", "already in 'allow' at line 2", 3, 8),
-        ("version: 1\nrules:\n- match: {}\n  precision: lo\n", "is not 'low'", 4, 14),
         ("version: 1\nrules:\n- match: {node: [a, '(']}\n  precision: low\n", "regular expression", 3, 21),
-        ("version: 1\nversion: 1\n", "a second time", 2, 1),
         ("version: 1\nallow: [matmul\n", "not YAML", 3, 1),
         ("version: 1\nwhy: !!python/object:os.system x\n", "tag", 2, 6),
-        ("version: 1\n---\nversion: 1\n", "a single document", 2, 1),
         ("version: 1\nextends: nothing\n", "no preset", 2, 10),
-        ("version: 1\nextends: gone/nothing.yaml\n", "cannot be read", 2, 10),
         ("- 1\n", "mapping", 1, 1),
         ("", "mapping, and this is empty", 1, 1),
-        ("version: *x\n", "alias", 1, 10),
         ("? [1]\n: 2\n", "key is not text", 1, 3),
         ("a: " + "[" * 40 + "]" * 40, "nested too deeply", 1, 35),
     ],
@@ -282,12 +251,6 @@ def test_mistakes_in_a_file_have_a_place(write, text, message, line, column):
         load_rules(path)
     assert (caught.value.file, caught.value.line, caught.value.column) == (str(path), line, column)
     assert "; " in str(caught.value), "every error says its hint"
-
-
-def test_errors_come_in_file_order(write):
-    with pytest.raises(RuleError) as caught:
-        load_rules(write("zzz: 1\nversion: 1\nrules: 3\n"))
-    assert caught.value.line == 1 and caught.value.key == "zzz"
 
 
 def test_circle_of_extends_names_the_chain(write):
@@ -334,14 +297,6 @@ def test_deep_and_circular_dicts_are_refused():
 def test_committed_schema_is_current():
     committed = resources.files("amp_compiler.rules").joinpath("schema.json").read_text(encoding="utf-8")
     assert json.loads(committed) == json.loads(json.dumps(schema())), "write it again with amp-compiler rules schema"
-
-
-def test_schema_names_every_key():
-    made = schema()
-    assert set(made["properties"]) == set(RuleFileModel.model_fields)
-    assert set(made["$defs"]["RuleModel"]["properties"]) == set(RuleModel.model_fields)
-    assert made["additionalProperties"] is False
-    assert "matmul" in str(made["$defs"]["MatchModel"]["properties"]["family"])
 
 
 # ---- whatever is written, the outcome is a rule set or a RuleError
@@ -393,11 +348,3 @@ def test_any_file_loads_or_is_refused(tmp_path, raw):
         assert isinstance(load_rules(path), RuleSet)
     except RuleError as error:
         assert error.file == str(path)
-
-
-def test_preset_names_are_sorted():
-    assert list(preset_names()) == sorted(preset_names())
-    assert {"default", "fast", "safe", "apex-o1", "apex-o2", "apex-o3", "nvcaffe", "tensorflow", "mxnet"} <= set(
-        preset_names()
-    )
-    assert "ops" not in preset_names()

@@ -1,4 +1,4 @@
-"""Scenarios of checkpoints that several ranks write and read; see `rank_scenarios`, whose processes run them."""
+"""Scenarios of checkpoints that several ranks write and read; see `rank_harness`, whose processes run them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_harness import Case, Place, rows, same_everywhere, scenario, sgd, squares, told, trained_together, weights_of
+from rank_harness import (
+    Case,
+    Place,
+    rows,
+    rules,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    step_of,
+    told,
+    trained_together,
+    weights_of,
+)
 from torch import Tensor, nn
 
 import amp_compiler as amp
@@ -68,13 +81,12 @@ def synchronized_norms(place: Place) -> dict[str, Any]:
 @scenario
 def synchronized_in_16_bits(place: Place) -> dict[str, Any]:
     """Whole, and with the update split over the ranks; with gradients in another type than the data's."""
-    split = {"version": 1, "extends": "default", "reduce": {"shard": "update"}}
     typed = {"match": {"family": "batch_norm"}, "backward": {"precision": "fp32"}}
     wide = {"version": 1, "extends": "default", "rules": [typed]}
     found: dict[str, Any] = {}
     for name, options in {
         "whole": {"dtype": "bf16"},
-        "split": {"dtype": "bf16", "rules": split},
+        "split": {"dtype": "bf16", "rules": rules(shard="update")},
         "backward in FP32": {"dtype": "fp16", "loss_scale": 128.0, "rules": wide},
     }.items():
         model, step = trained_together(place, case_of(of_rows), **options)
@@ -110,36 +122,6 @@ def _mean_of_both(model: nn.Module, one: Sequence[Tensor], other: Sequence[Tenso
     return (squares(model, *one) + squares(model, *other)) / 2
 
 
-class Cut(nn.Module):
-    """Takes the first rows of a batch, of each rank as many as it is told."""
-
-    def __init__(self, count: int, kinds: Kinds) -> None:
-        super().__init__()
-        self.net, self.count = of_rows(kinds), count
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x[: self.count])
-
-
-def cut_squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y[: model.count]).square().sum()
-
-
-@scenario
-def synchronized_rows_of_other_counts(place: Place) -> dict[str, Any]:
-    """Where Python values leave each rank another number of rows."""
-    found: dict[str, Any] = {}
-    for counts in ((3, 4), (2, 4)):
-        ours = Case(lambda counts=counts: Cut(counts[place.rank], JOINED), cut_squares, lambda: rows(3), _slow_sgd, {})
-        model, step = trained_together(place, ours, enabled=False)
-        kept = [slice(4 * rank, 4 * rank + count) for rank, count in enumerate(counts)]
-        batches = [tuple(torch.cat([tensor[one] for one in kept]) for tensor in batch) for batch in rows(3)]
-        torch.manual_seed(0)
-        jointly = by_torch(of_rows(PLAIN), lambda m, x, y: (m(x) - y).square().sum() / 2, batches, _slow_sgd)
-        found[str(counts)] = {"same": same_everywhere(step, model), "weights": weights_of(model), "jointly": jointly}
-    return found
-
-
 class InRegion(nn.Module):
     """A norm in a region of autocast in a type that the step does not have."""
 
@@ -171,9 +153,8 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
     """Ranks that would wait for one another, and a loss that is no one graph."""
     batch = list(map(place.part, rows(1)[0]))
 
-    def said(model: nn.Module, **options: Any) -> str:
-        options = {"process_group": place.group, "dtype": "bf16", "backend": "eager", **options}
-        return told(lambda: amp.training_step(model, squares, sgd(model.parameters()), **options)(*batch))
+    def said(model: nn.Module) -> str:
+        return told(lambda: step_of(place, model, dtype="bf16")(*batch))
 
     apart = nn.Sequential(nn.SyncBatchNorm(8, process_group=place.alone if place.rank == 0 else None), nn.Linear(8, 4))
     return {
@@ -222,7 +203,3 @@ def compiled_norms(place: Place) -> dict[str, Any]:
             model, step = trained_together(place, case, backend=backend, **options)
             found[f"{name} {backend}"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
     return found
-
-
-def _slow_sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 1e-3, momentum=0.9)

@@ -229,8 +229,8 @@ CASES = {
     "adamw": Case(dense, squares, rows, adamw, {}),
     "clipping": Case(dense, squares, rows, adamw, {"clip_norm": 0.1}),
     "tied": Case(Tied, words, ids, sgd, {}),
-    "traced": Case(dense, squares, rows, adagrad, {}),
-    "complex": Case(Rotated, squares, rows, adamw, {"clip_norm": 0.1}),
+    "traced": Case(dense, squares, lambda: rows(15), adagrad, {}),
+    "complex": Case(Rotated, squares, lambda: rows(15), adamw, {"clip_norm": 0.1}),
 }
 
 
@@ -244,7 +244,7 @@ def trained_together(place: Place, case: Case, **options: Any) -> tuple[nn.Modul
 
 def trained_alone(place: Place, case: Case, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
     """One process, with the weights of rank 0, that takes the ranks' parts one after another (accumulate=)."""
-    model, step = case.made(0, process_group=place.alone, accumulate=place.size, **options)
+    model, step = case.made(0, process_group=place.alone, **{"accumulate": place.size, **options})
     for batch in case.batches():
         for parts in zip(*(tensor.chunk(place.size) for tensor in batch), strict=True):
             step(*parts)
@@ -284,6 +284,18 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
         if number == 4:
             x[0, of_the_sum] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
         yield x
+
+
+def step_of(place: Place, model: nn.Module, optimizer: Any = sgd, loss: Any = squares, **options: Any) -> Any:
+    """A step of the place's ranks, node by node."""
+    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+    options = {"backend": "eager", "process_group": place.group, **options}
+    return amp.training_step(model, loss, made, **options)
+
+
+def rules(**section: Any) -> dict[str, Any]:
+    """`default` with such a section `reduce`."""
+    return {"version": 1, "extends": "default", "reduce": section}
 
 
 def told(run: Callable[[], Any]) -> str:

@@ -1,4 +1,4 @@
-"""Scenarios in which the update is split over the ranks; see `rank_scenarios`, whose processes run them."""
+"""Scenarios in which the update is split over the ranks; see `rank_harness`, whose processes run them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rank_harness import (
     CASES,
     Case,
     Place,
-    overflowing,
     rows,
     scenario,
     squares,
+    step_of,
     told,
     trained_together,
     weights_of,
 )
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_scenarios import Forked, Judging
+from training_scenarios import Judging
 
 import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
@@ -72,6 +72,7 @@ SPLIT = {
     "tied": replace(CASES["tied"], batches=lambda: ranks.ids(6), options=BF16),
     "16-bit model": replace(CASES["adamw"], model=lambda: odd().bfloat16(), batches=few, options=BF16),
 }
+PARTS = tuple(name for name in SPLIT if name not in ("sgd", "adamw", "fp16"))  # which are in others
 
 
 def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:
@@ -100,55 +101,14 @@ def everything(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
 
 @scenario
 def parts(place: Place) -> dict[str, Any]:
-    """Every case, with the update split and whole."""
-    return {name: in_both_ways(place, case) for name, case in SPLIT.items()}
-
-
-def in_both_ways(place: Place, case: Case) -> dict[str, Any]:
-    whole = trained_together(place, case, rules=rules(bucket_mb=REDUCE["bucket_mb"]))
-    split = trained_together(place, case, rules=rules(**REDUCE))
-    state = split[1]._optimizers[0].state[next(split[0].parameters())]
-    return {
-        "whole": everything(*whole),
-        "split": everything(*split),
-        "held": {key: tuple(value.shape) for key, value in state.items()},
-    }
-
-
-@scenario
-def parts_of_four(place: Place) -> dict[str, Any]:
-    """Parts of weights that four ranks cannot share evenly, one of them smaller than their number."""
-    case = replace(SPLIT["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 4)))
-    case = replace(case, options={"dtype": "bf16", "clip_norm": 1.0})
-    whole = trained_together(place, case)
-    split = trained_together(place, case, rules=rules(**REDUCE))
-    return {"whole": everything(*whole), "split": everything(*split), "plan": str(split[1].plan)}
-
-
-@scenario
-def an_overflow(place: Place) -> dict[str, Any]:
-    """FP16: at the third step one rank alone overflows, in a part of the gradient that the other one updates."""
-    found: dict[str, Any] = {"weights": [], "skipped": [], "scales": []}
-    model = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(model.weight)
-    step = amp.training_step(
-        model,
-        lambda m, x: m(x).sum(),
-        torch.optim.Adam(model.parameters(), 1e-2),
-        dtype="fp16",
-        loss_scale=amp.DynamicLossScale(1024.0, growth_interval=1000),
-        process_group=place.group,
-        backend="eager",
-        rules=rules(shard="update"),
-    )
-    for number, x in enumerate(overflowing(place, of_one=0, of_the_sum=3)):
-        step(x)
-        found["weights"].append(model.weight.detach().clone())
-        found["skipped"].append(int(step.skipped_steps))
-        found["scales"].append(float(step.loss_scale))
-        if number == 2:
-            found["report"] = step.nonfinite_report(cure=False)
-    found["events"] = [(one.step, one.parameters) for one in step.nonfinite_events()]
+    """Each of those cases, with the update split and whole."""
+    found: dict[str, Any] = {}
+    for name in PARTS:
+        whole = trained_together(place, SPLIT[name], rules=rules(bucket_mb=REDUCE["bucket_mb"]))
+        split = trained_together(place, SPLIT[name], rules=rules(**REDUCE))
+        state = split[1]._optimizers[0].state[next(split[0].parameters())]
+        held = {key: tuple(value.shape) for key, value in state.items()}
+        found[name] = {"whole": everything(*whole), "split": everything(*split), "held": held}
     return found
 
 
@@ -211,9 +171,7 @@ def memory_between_steps(place: Place) -> dict[str, Any]:
         before = live_bytes()
         model = nn.Sequential(nn.Linear(128, 512, bias=False), nn.Linear(512, 64, bias=False))
         optimizer = torch.optim.AdamW(model.parameters())
-        step = amp.training_step(
-            model, loss, optimizer, backend="eager", process_group=place.group, **BF16, rules=rules(**section)
-        )
+        step = step_of(place, model, optimizer, loss, rules=rules(**section), **BF16)
         step(x, y), step(x, y)
         found[name] = {"live": live_bytes() - before, "plan": str(step.plan), "by": step.execution}
         found["elements"] = sum(p.numel() for p in model.parameters())
@@ -237,7 +195,7 @@ def load(saved: dict[str, Any], model: nn.Module, step: amp.TrainingStep) -> Non
 
 @scenario
 def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
-    """From the ranks to one process, to ranks that split and that do not; from one process to the ranks."""
+    """From the ranks to one process and to one of a 16-bit model, and from one process to the ranks."""
     case = replace(SPLIT["fp16"], batches=lambda: rows(6))
     split, whole = rules(shard="update", precision="fp32"), rules(precision="fp32")
     batches = case.batches()
@@ -260,18 +218,12 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
     went_on(step, together)
     found: dict[str, Any] = {"saved": saved, "split": everything(model, step), "from one": {}}
     alone: dict[str, Any] = {"process_group": place.alone, "accumulate": place.size, "rules": whole}
-    for name, other, given, cut in (
-        ("one process", case, alone, one_by_one),
-        ("a 16-bit model", replace(case, model=lambda: odd().half()), alone, one_by_one),
-        ("split", case, {"process_group": place.group, "rules": split}, together),
-        ("whole", case, {"process_group": place.group, "rules": whole}, together),
-    ):
-        again, resumed = other.made(7, **given)
+    low = replace(case, model=lambda: odd().half())
+    for name, other in (("one process", case), ("a 16-bit model", low)):
+        again, resumed = other.made(7, **alone)
         load(saved, again, resumed)
-        went_on(resumed, cut)
+        went_on(resumed, one_by_one)
         found[name] = everything(again, resumed)
-        if name == "one process":
-            continue
     first, single = case.made(0, **alone)
     for batch in batches[:3]:
         for part in zip(*map(one_by_one, batch), strict=True):
@@ -321,32 +273,6 @@ def written_between(place: Place) -> dict[str, Any]:
 
 
 @scenario
-def missing_gradients_of_parts(place: Place) -> dict[str, Any]:
-    """Heads of which each rank runs another one, from the first call on; then all freeze a weight that is split."""
-    found = {}
-    for name, section in (("whole", {}), ("split", {"shard": "update"})):
-        torch.manual_seed(place.rank)
-        model = Forked()
-        step = amp.training_step(
-            model,
-            ranks.squares,
-            torch.optim.AdamW(model.parameters(), 1e-2),
-            dtype="bf16",
-            backend="eager",
-            process_group=place.group,
-            rules=rules(**section),
-        )
-        for number, batch in enumerate(few()):
-            model.chosen = (place.rank + number // 2) % 2
-            if number == 4:
-                model.base[0].weight.requires_grad_(False)
-            step(*map(place.part, batch))
-        kept = [p for name, p in model.named_parameters() if "unused" not in name]
-        found[name] = {"weights": [p.detach() for p in kept], "moments": moments_of(step)}
-    return found
-
-
-@scenario
 def what_cannot_be_split(place: Place) -> dict[str, Any]:
     """Each with what it was told."""
     batch = list(map(place.part, rows(1)[0]))
@@ -366,15 +292,7 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
         model = plain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for section in (REDUCE, {}):
-            amp.training_step(
-                model,
-                ranks.squares,
-                optimizer,
-                process_group=place.group,
-                rules=rules(**section),
-                backend="eager",
-                **BF16,
-            )(*batch)
+            step_of(place, model, optimizer, rules=rules(**section), **BF16)(*batch)
 
     return {
         "whole": told(whole_after_parts),

@@ -9,30 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_harness import adamw, equal, rows, sgd, squares
 from torch import nn
 
 import amp_compiler as amp
 
 
-def squares(model, x, y):
-    return (model(x) - y).square().mean()
-
-
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 2))
-
-
-def adamw(given):
-    return torch.optim.AdamW(given, 1e-2)
-
-
-def sgd(given):
-    return torch.optim.SGD(given, 0.05, momentum=0.9)
-
-
-def batches(count=6):
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+    return nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 4))
 
 
 def made(seed, model: Callable[[], nn.Module] = net, optimizer=adamw, **options):
@@ -47,11 +31,6 @@ def everything(model, step):
     states = [step._optimizers[0].state.get(p, {}) for p in model.parameters()]
     held = [value for state in states for _, value in sorted(state.items())]
     return [t.clone() for t in (*model.state_dict().values(), *held, step.loss_scale, step.skipped_steps)]
-
-
-def equal(some, others):
-    assert len(some) == len(others)
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
 
 
 FP16 = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 2}
@@ -69,7 +48,7 @@ STEPS = {
     "kahan": {"rules": KAHAN},
     "traced": {"optimizer": lambda given: torch.optim.NAdam(given, 1e-2)},
     "dropout and statistics": {
-        "model": lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        "model": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     },
     "gathered batches": {"accumulate": 3, "dtype": "fp16", "clip_norm": 1.0},
     "fp32": {"enabled": False},
@@ -83,22 +62,22 @@ STEPS = {
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_goes_on_to_the_bit(case, tmp_path):
     model, step = made(0, **STEPS[case])
-    for batch in batches()[:3]:
+    for batch in rows(6)[:3]:
         step(*batch)
     amp.save_checkpoint(step, tmp_path, 3)
     saved = everything(model, step)
-    for batch in batches()[3:]:
+    for batch in rows(6)[3:]:
         step(*batch)
     for trained_before in (False, True):
         again, resumed = made(7, **STEPS[case])
         if trained_before:
-            resumed(*batches()[0])
+            resumed(*rows(6)[0])
             resumed._optimizers[0].param_groups[0]["lr"] = 10.0
         found = amp.load_checkpoint(resumed, tmp_path)
         assert found == amp.Checkpoint(3, tmp_path / "3", None)
         if trained_before:
             assert equal(everything(again, resumed), saved)
-        for batch in batches()[3:]:
+        for batch in rows(6)[3:]:
             resumed(*batch)
         assert equal(everything(again, resumed), everything(model, step))
 
@@ -114,7 +93,7 @@ def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
 
 def test_plain_torch_reads_it(tmp_path):
     model, step = made(0, model=lambda: net().bfloat16())
-    for batch in batches():
+    for batch in rows(6):
         step(*batch)
     path = amp.save_checkpoint(step, tmp_path, 6)
     masters = [step._optimizers[0].state[p]["master"] for p in model.parameters()]
@@ -122,12 +101,12 @@ def test_plain_torch_reads_it(tmp_path):
     saved = torch.load(path / "rank-0.pt")["steps"][""]
     plain.load_state_dict(saved["model"])
     assert equal(masters, list(plain.parameters()))
-    assert saved["state"]["0.weight"]["exp_avg"].shape == (9, 4)
+    assert saved["state"]["0.weight"]["exp_avg"].shape == (9, 8)
 
 
 def gan(seed):
     torch.manual_seed(seed)
-    nets = {"made": nn.Linear(4, 4).bfloat16(), "judge": nn.Linear(4, 2)}
+    nets = {"made": nn.Linear(8, 8).bfloat16(), "judge": nn.Linear(8, 4)}
     first = amp.training_step(
         nets, lambda nets, x, y: -squares(lambda x: nets["judge"](nets["made"](x)), x, y),
         sgd(nets["made"].parameters()), dtype="bf16", backend="eager",
@@ -146,12 +125,12 @@ def test_the_steps_of_a_gan_are_one_checkpoint(tmp_path):
                 step(*batch)
 
     nets, steps = gan(0)
-    run(steps, batches()[:3])
+    run(steps, rows(6)[:3])
     path = amp.save_checkpoint(steps, tmp_path, 3)
-    run(steps, batches()[3:])
+    run(steps, rows(6)[3:])
     again, resumed = gan(7)
     amp.load_checkpoint(resumed, tmp_path)
-    run(resumed, batches()[3:])
+    run(resumed, rows(6)[3:])
     for name, step in steps.items():
         for key in nets:
             assert equal(everything(again[key], resumed[name]), everything(nets[key], step))
@@ -170,10 +149,10 @@ class Killed(BaseException):
 def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
     """Killed behind the making of the folder, when its file is to be written, and in front of the last name."""
     model, step = made(0)
-    step(*batches()[0])
+    step(*rows(6)[0])
     amp.save_checkpoint(step, tmp_path, 1)
     before = everything(model, step)
-    step(*batches()[1])
+    step(*rows(6)[1])
     real = Path.mkdir
 
     def kill(self, *args, **kwargs):
@@ -232,13 +211,24 @@ def test_a_damaged_file_is_named_and_changes_nothing(file, how, tmp_path):
     assert equal(everything(again, other), before)
 
 
+def frozen(dtype: torch.dtype) -> dict:
+    """A step whose first layer is in a type and not trained."""
+
+    def model() -> nn.Module:
+        made = net()
+        made[0].to(dtype).requires_grad_(False)
+        return made
+
+    return {"model": model, "optimizer": lambda given: sgd([p for p in given if p.requires_grad])}
+
+
 MISFITS: dict[str, tuple[dict, str]] = {
     "another layer": (
-        {"model": lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))},
+        {"model": lambda: nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 4))},
         r"only the checkpoint's optimizer has 2.bias; only the checkpoint's optimizer has 2.weight; .* and 3 more",
     ),
     "another shape": (
-        {"model": lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 2))},
+        {"model": lambda: nn.Sequential(nn.Linear(8, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 4))},
         r"model.0.bias is of shape \[9\] there and of \[5\] here; .* and 2 more",
     ),
     "another optimizer": ({"optimizer": sgd}, "holds the state of AdamW, and the step has SGD"),
@@ -251,16 +241,17 @@ MISFITS: dict[str, tuple[dict, str]] = {
         r"was saved with `weights: \{master: fp32\}`, and the step's rules say low",
     ),
     "other buffers": (
-        {"model": lambda: nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.BatchNorm1d(9), nn.Linear(9, 2))},
+        {"model": lambda: nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.BatchNorm1d(9), nn.Linear(9, 4))},
         "only the step has model.2.num_batches_tracked",
     ),
+    "a frozen weight of another type": (frozen(torch.bfloat16), r"model\.0\.bias is float32 there and bfloat16 here"),
 }
 
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
-    _, step = made(0)
-    step(*batches()[0])
+    _, step = made(0, **(frozen(torch.float32) if "frozen" in case else {}))
+    step(*rows(6)[0])
     amp.save_checkpoint(step, tmp_path, 1)
     options, told = MISFITS[case]
     other, misfit = made(7, **options)
@@ -282,22 +273,6 @@ def test_a_loss_scale_that_cannot_be_taken_over_changes_nothing(tmp_path):
     assert equal(everything(again, other), before)
 
 
-def test_a_frozen_weight_of_another_type_is_refused(tmp_path):
-    def frozen(dtype) -> nn.Module:
-        model = net()
-        model[0].to(dtype).requires_grad_(False)
-        return model
-
-    def rest(given):
-        return sgd([p for p in given if p.requires_grad])
-
-    _, step = made(0, model=lambda: frozen(torch.float32), optimizer=rest)
-    amp.save_checkpoint(step, tmp_path, 1)
-    _, other = made(0, model=lambda: frozen(torch.bfloat16), optimizer=rest)
-    with pytest.raises(amp.AmpError, match=r"model\.0\.bias is float32 there and bfloat16 here"):
-        amp.load_checkpoint(other, tmp_path)
-
-
 class Branching(nn.Module):
     def __init__(self):
         super().__init__()
@@ -312,15 +287,15 @@ class Branching(nn.Module):
 def test_a_step_is_saved_behind_the_last_gathered_batch(model, tmp_path):
     """And begins to gather anew where it is loaded."""
     make, (model, step) = model, made(0, model=model, accumulate=2)
-    step(*batches()[0])
+    step(*rows(6)[0])
     with pytest.raises(amp.AmpError, match=r"1 of 2 batches were gathered, .* behind step\.flush"):
         amp.save_checkpoint(step, tmp_path, 1)
-    step(*batches()[1])
+    step(*rows(6)[1])
     amp.save_checkpoint(step, tmp_path, 2)
     again, resumed = made(7, model=make, accumulate=2)
-    resumed(*batches()[0])
+    resumed(*rows(6)[0])
     amp.load_checkpoint(resumed, tmp_path)
-    for batch in batches()[2:]:
+    for batch in rows(6)[2:]:
         step(*batch)
         resumed(*batch)
     assert ("subgraph" in step.execution) == (make is Branching)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_harness import Place, adagrad, adamw, dense, rows, same_everywhere, scenario, sgd, squares, told, weights_of
+from rank_harness import (
+    Place,
+    adagrad,
+    dense,
+    rows,
+    rules,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    step_of,
+    told,
+    weights_of,
+)
 from torch import Tensor, nn
 
 import amp_compiler as amp
 
-COUNTS = (
-    (2, 6),
-    (6, 2),
-    (3, 5),
-    (2, 6),
-    (5, 3),
-    (4, 4),
-)  # rows of each rank, of eight; a SyncBatchNorm takes no single one
+COUNTS = (2, 6), (6, 2), (3, 5), (2, 6), (5, 3), (4, 4)  # rows of each rank; a SyncBatchNorm takes no single one
 
 
 def normed() -> nn.Module:
@@ -31,13 +37,11 @@ def branching(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 FP32: dict[str, Any] = {"enabled": False}
 FP16: dict[str, Any] = {"dtype": "fp16", "loss_scale": 1024.0, "accumulate": 2}
-SPLIT = {"version": 1, "extends": "default", "reduce": {"shard": "update"}}
+SPLIT = rules(shard="update")
 UNEVEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "clipping": (dense, squares, adamw, {**FP32, "clip_norm": 0.1}),
     "accumulated": (dense, squares, adagrad, {**FP32, "accumulate": 2, "clip_norm": 0.5}),
     "subgraphs": (dense, branching, sgd, {**FP32, "accumulate": 3}),
     "norms": (normed, squares, sgd, FP32),
-    "fp16": (dense, squares, sgd, FP16),
     "split": (dense, squares, sgd, {**FP16, "rules": SPLIT, "clip_norm": 0.5}),
 }
 
@@ -56,8 +60,7 @@ def _trained(place: Place, make: Any, loss: Any, optimize: Any, options: dict[st
         model = make()
         if synchronized:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-        options_of = {"backend": "eager", "process_group": group, **options, **changed}
-        return model, amp.training_step(model, loss, optimize(model.parameters()), **options_of)
+        return model, step_of(place, model, optimize, loss, **{**options, "process_group": group, **changed})
 
     model, step = made(place.group, synchronized=True, uneven="weight")
     jointly, one = made(place.alone, accumulate=1, enabled=False)
@@ -86,25 +89,23 @@ def uneven_batches_refused(place: Place) -> dict[str, Any]:
     x, y = map(place.part, rows(1)[0])
     odd, model = place.rank == 1, dense()
 
-    def made(**options: Any) -> amp.TrainingStep:
-        options = {"dtype": "bf16", "backend": "eager", "process_group": place.group, **options}
-        return amp.training_step(model, squares, sgd(model.parameters()), **options)
+    def made(uneven: str) -> amp.TrainingStep:
+        return step_of(place, model, dtype="bf16", uneven=uneven)
 
-    step = made(uneven="weight")
+    step = made("weight")
     found = {
         "rows": told(lambda: step(x, y[:3] if odd else y)),
         "none": told(lambda: step(x[:0], y[:0]) if odd else step(x, y)),
         "shape": told(lambda: step(x, y[:, :1] if odd else y)),
         "fine": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4])),
-        "options": told(lambda: made(uneven="weight" if odd else "refuse")),
-        "word": told(lambda: made(uneven="mean")),
+        "options": told(lambda: made("weight" if odd else "refuse")),
+        "word": told(lambda: made("mean")),
     }
     return {"told": found, "same": same_everywhere(step, model)}
 
 
 FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp32": (squares, {**FP32, "clip_norm": 0.5}),
-    "fp16": (squares, {"dtype": "fp16", "loss_scale": 1024.0}),
     "subgraphs": (branching, {"dtype": "bf16"}),
     "split": (squares, {"dtype": "fp16", "loss_scale": 1024.0, "rules": SPLIT}),
 }
@@ -120,13 +121,12 @@ def flushed(place: Place) -> dict[str, Any]:
             torch.manual_seed(0)
             model = dense()
             optimizer = sgd(model.parameters())
-            options_of = {"backend": "eager", "process_group": place.group, **options}
-            step = amp.training_step(model, loss, optimizer, accumulate=3, **options_of)
+            step = step_of(place, model, optimizer, loss, accumulate=3, **options)
             batches = [tuple(map(place.part, batch)) for batch in rows(5)]
             for batch in batches[:3]:
                 step(*batch)
             if way == "two":
-                step = amp.training_step(model, loss, optimizer, accumulate=2, **options_of)
+                step = step_of(place, model, optimizer, loss, accumulate=2, **options)
             else:
                 step.flush()  # of nothing
             for batch in batches[3:]:
@@ -155,24 +155,21 @@ def flushed_otherwise(place: Place) -> dict[str, Any]:
     """Ranks of which each trains a head of its own; uneven batches; a flush of one rank, while the other trains on."""
     found: dict[str, Any] = {}
     x, y = map(place.part, rows(1)[0])
-    options = {**FP32, "backend": "eager", "process_group": place.group}
-    for name in ("flush", "whole"):
+    for name, accumulate in (("flush", 3), ("whole", 1)):
         torch.manual_seed(0)
         model = Heads(place.rank)
-        step = amp.training_step(
-            model, squares, sgd(model.parameters()), accumulate=3 - 2 * (name == "whole"), **options
-        )
+        step = step_of(place, model, accumulate=accumulate, **FP32)
         step(x, y)
         step.flush()
         found[name] = weights_of(model)
     torch.manual_seed(0)
     model, counts = dense(), (2, 6)
-    step = amp.training_step(model, squares, sgd(model.parameters()), accumulate=3, uneven="weight", **options)
+    step = step_of(place, model, accumulate=3, uneven="weight", **FP32)
     step(*(tensor.split(counts)[place.rank] for tensor in rows(1)[0]))
     step.flush()
     torch.manual_seed(0)
     jointly = dense()
-    one = amp.training_step(jointly, squares, sgd(jointly.parameters()), **{**options, "process_group": place.alone})
+    one = step_of(place, jointly, process_group=place.alone, **FP32)
     one(*rows(1)[0])
     found |= {"uneven": weights_of(model), "jointly": weights_of(jointly)}
     step(x, y)

@@ -4,52 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 
 import pytest
 from page_plans import transformer
-from test_page import HOSTILE, hostile_plan
+from test_page import HOSTILE, Page, hostile_plan
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.report.cell import MOST_CASTS, MOST_NODES
-
-NO_CONTENT = ("area", "br", "col", "hr", "img", "input", "wbr")
-
-
-class Reader(HTMLParser):
-    """Reads HTML in which every element is closed, in turn; gathers tags, and the texts of the cells of tables."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.cells: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.tags.append(tag)
-        if tag not in NO_CONTENT:
-            self.open.append(tag)
-        if tag == "td":
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1] == "td":
-            self.cells[-1] += data
-
-    def handle_comment(self, data: str) -> None:
-        raise AssertionError(f"a comment: {data}")
 
 
 def test_nodes_and_casts_stand_in_tables():
     plan = transformer(13)
     text = plan._repr_html_()
-    cells = Reader(text).cells
+    cells = Page(text).cells
     for node in plan.nodes:
         at = cells.index(node.name)
         assert cells[at + 1 : at + 3] == [node.op, node.module]
@@ -63,7 +30,7 @@ def test_nodes_and_casts_stand_in_tables():
 def test_what_the_model_says_is_text_alone():
     plan = hostile_plan()
     text = plan._repr_html_()
-    read = Reader(text)
+    read = Page(text)
     assert HOSTILE not in text and "<script" not in text
     assert set(read.tags) <= {"div", "p", "b", "code", "table", "caption", "thead", "tbody", "tr", "th", "td"}
     assert any("<script>" in cell for cell in read.cells)  # to be read, as it is called
@@ -75,7 +42,7 @@ def test_of_a_large_plan_a_part_is_shown(length):
     nodes = [replace(node, name=node.name + "&" * length, reason="x" * length) for node in plan.nodes]
     casts = [replace(cast, users=cast.users * length) for cast in plan.casts[:50]]
     text = replace(plan, nodes=tuple(nodes), casts=(*casts, *plan.casts[50:]), rules="r" * length)._repr_html_()
-    read = Reader(text)
+    read = Page(text)
     assert len(text) < 100_000
     assert read.tags.count("tr") == 2 + MOST_NODES + MOST_CASTS
     assert f"the first {MOST_NODES} of 10,000 nodes" in text
@@ -85,10 +52,10 @@ def test_of_a_large_plan_a_part_is_shown(length):
 def test_the_largest_casts_are_shown():
     plan = transformer(1000)
     largest = replace(plan.casts[-1], value="largest", bytes=10**9)
-    assert "largest" in Reader(replace(plan, casts=(*plan.casts, largest))._repr_html_()).cells
+    assert "largest" in Page(replace(plan, casts=(*plan.casts, largest))._repr_html_()).cells
 
 
 def test_an_empty_plan_has_no_tables_and_text_stays_text():
     plan = PrecisionPlan("bf16", "default", "cpu", (), ())
-    assert "table" not in Reader(plan._repr_html_()).tags
+    assert "table" not in Page(plan._repr_html_()).tags
     assert str(plan) == plan.to_text() and repr(plan).startswith("PrecisionPlan(")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from page_plans import LAYER, MIXED, transformer
+from page_plans import LAYER, MIXED, random_plan, transformer
 from planning import plan_text
 from test_page import hostile_plan, small_step
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.ir.plan import PlannedCast, PlannedModel, PlannedNode, PrecisionPlan
@@ -105,7 +106,7 @@ def names(browser) -> list[str]:
     return column(browser, 1)
 
 
-@pytest.mark.parametrize("nodes", [ALL, 12 * len(LAYER), 40 * len(LAYER)])
+@pytest.mark.parametrize("nodes", [ALL, 40 * len(LAYER)])
 def test_at_first_some_thirty_boxes_are_open(browser, tmp_path, nodes):
     transformer(nodes).to_html(tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
@@ -138,19 +139,6 @@ def test_modules_unfold_and_fold(browser, pages):
     assert "6.0 KiB" in text(browser, ".castlabel")
     click(browser, '[data-module="model.layers.1"]')
     assert (count(browser, ".module.folded"), count(browser, ".box")) == (LAYERS, 0)
-
-
-def test_only_what_was_unfolded_and_what_holds_it_is_laid_out_anew(browser, pages):
-    browser.open(pages["one"])
-    fold(browser)
-    click(browser, '[data-module="model.layers.0"]')
-    browser.run(
-        "window.laid = []; const layout = Libraries.layout;"
-        "window.Libraries = {...Libraries, layout: (graph) => { laid.push(graph.nodeCount()); layout(graph); }}"
-    )
-    click(browser, '[data-module="model.layers.2.attention"], [data-module="model.layers.2"]')
-    # The layers, and the whole graph; not layer 0, which stands open beside it and is layer 2's measure.
-    assert browser.run("return laid.length") == 2
 
 
 def test_the_keyboard_unfolds(browser, pages):
@@ -346,8 +334,7 @@ def test_a_search_lists_links_that_unfold(browser, pages):
 
 def test_tensors_of_zeros_alone_stand_first_and_red(browser, tmp_path):
     model, x = nn.Linear(4, 2), torch.zeros(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, lambda model, x: model(x).sum(), optimizer, dtype="bf16", backend="eager")
+    step = sgd_step(model, lambda model, x: model(x).sum())
     step.to_html(tmp_path / "page.html", profile=amp.profile(step, [(x,), (x,)]))
     browser.open(tmp_path / "page.html")
     ranges = browser.run(
@@ -440,7 +427,7 @@ def test_many_nodes_of_one_module_are_put_together_by_runs(browser, pages):
     assert count(browser, ".box") == 300
 
 
-@pytest.mark.parametrize("name", ["one", "two", "step", "hostile"])
+@pytest.mark.parametrize("name", ["two", "step", "hostile"])
 def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
     browser.open(pages[name], "#node=linear", width=360, height=740)
     for tab in ("casts", "rules", "nodes"):
@@ -449,7 +436,7 @@ def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
     assert browser.run("return document.querySelector('.pane').clientHeight") >= 200
 
 
-@pytest.mark.parametrize("name", ["one", "two", "step", "cnn"])
+@pytest.mark.parametrize("name", ["two", "step"])
 def test_on_a_phone_the_graph_is_within_the_first_screen(browser, pages, name):
     browser.open(pages[name], width=390, height=844)
     assert browser.run("return document.querySelector('.pane').getBoundingClientRect().top") < 844 * 0.6
@@ -464,38 +451,6 @@ def test_on_a_phone_the_graph_is_within_the_first_screen(browser, pages, name):
     browser.open(pages[name])
     assert browser.run("return document.getElementById('by-op').getClientRects().length")
     assert not browser.run("return document.getElementById('more').getClientRects().length")
-
-
-@pytest.mark.parametrize("width", [360, 1400])
-def test_names_break_at_signs_alone(browser, pages, width, tmp_path):
-    long = "encoder.layer_with_a_long_name.attention.self.query_key_value_projection/MatMul_with_bias"
-    plan = transformer(13)
-    nodes = tuple(replace(node, module=f"{long}.{index}") for index, node in enumerate(plan.nodes))
-    replace(plan, nodes=nodes).to_html(tmp_path / "page.html")
-    browser.open(tmp_path / "page.html", "#node=linear_1", width=width)
-    broken = browser.run(
-        """
-        const broken = [], range = document.createRange();
-        for (const name of document.querySelectorAll('.name')) {
-          const letters = [];
-          for (const node of name.childNodes) {
-            if (node.nodeType !== Node.TEXT_NODE) continue;
-            for (let at = 0; at < node.length; at += 1) {
-              range.setStart(node, at);
-              range.setEnd(node, at + 1);
-              letters.push([node.data[at], range.getBoundingClientRect().top]);
-            }
-          }
-          letters.forEach(([letter, top], at) => {
-            if (!at || top <= letters[at - 1][1] + 4) return;
-            if (!'._/:'.includes(letters[at - 1][0])) broken.push(name.textContent);
-          });
-        }
-        return broken;
-        """
-    )
-    assert broken == []
-    assert browser.run("return document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.parametrize("width", [390, 1400])
@@ -551,7 +506,7 @@ def drawings(browser) -> list[str]:
     return browser.run("return [...document.querySelectorAll('#graphs button')].map((tab) => tab.value)") or [""]
 
 
-@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "flat", "cnn", "more", "fp8"])
+@pytest.mark.parametrize("name", ["two", "step", "hostile", "flat", "cnn", "fp8"])
 def test_texts_stand_in_their_boxes(browser, pages, name):
     browser.open(pages[name])
     for graph in drawings(browser):
@@ -565,7 +520,7 @@ def test_texts_stand_in_their_boxes(browser, pages, name):
         click(browser, "#fold")
 
 
-@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "cnn", "more"])
+@pytest.mark.parametrize("name", ["two", "step", "hostile"])
 def test_every_panel_is_made_of_texts(browser, pages, name):
     browser.open(pages[name])
     shown = "document.querySelectorAll(arguments[0])[arguments[1]]"
@@ -579,12 +534,6 @@ def test_every_panel_is_made_of_texts(browser, pages, name):
         for at in range(count(browser, SHOWN)):  # a module that is clicked on folds, and its nodes are gone
             browser.run(f"{shown}?.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))", SHOWN, at)
             assert browser.run(NO_TEXT) == []
-
-
-def test_results_are_counted_by_plan(browser, pages):
-    browser.open(pages["two"])
-    pills = "return [...document.querySelectorAll('.pill.output > text')].map((text) => text.textContent)"
-    assert browser.run(pills) == ["returned", "returned"]
 
 
 def test_texts_of_a_picture_stand_in_their_boxes(browser, tmp_path):
@@ -617,7 +566,7 @@ return [...document.querySelectorAll("body *")].filter((element) => seen(element
 """
 
 
-@pytest.mark.parametrize(("name", "fragment"), [("one", ""), ("two", ""), ("step", "#node=linear"), ("hostile", "")])
+@pytest.mark.parametrize(("name", "fragment"), [("two", ""), ("step", "#node=linear"), ("hostile", "")])
 def test_on_paper_all_is_there(browser, pages, name, fragment):
     browser.open(pages[name], fragment, scheme="dark")
     paper(browser)
@@ -669,28 +618,10 @@ def test_names_run_nothing(browser, pages):
     assert browser.run("return document.documentElement.dataset.ready") == "yes"
 
 
-def any_plan(rng: random.Random) -> PrecisionPlan:
-    """Nodes that read anything: what comes later and themselves too, through casts or not, in any modules."""
-    names = [f"n{index}" for index in range(rng.randint(1, 150))]
-    nodes, casts = [], []
-    for name in names:
-        near = rng.choice([[*names, "x", "w"], names[: names.index(name)] or ["x"]])
-        inputs = tuple(rng.choice(near) for _ in range(rng.randint(0, 4)))
-        module = ".".join(rng.choice("abc") for _ in range(rng.randint(0, 4)))
-        outputs = tuple((name + tail, rng.choice(["bf16", "fp32", "i64"])) for tail in ("", "_1")[: rng.randint(1, 2)])
-        precision = rng.choice(["low", "fp32", "keep"])
-        nodes.append(PlannedNode(name, "aten.any", "", module, precision, "", "", outputs=outputs, inputs=inputs))
-        for place, value in enumerate(inputs):
-            if rng.random() < 0.3:
-                casts.append(PlannedCast(value, "fp32", rng.choice(["bf16", "fp32"]), 6, ((name, place),)))
-    outputs = tuple(rng.sample(names, min(len(names), rng.randint(0, 8))))
-    return PrecisionPlan("bf16", "default", "cpu", tuple(nodes), tuple(casts), (("x", "fp32"),), outputs)
-
-
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_any_two_plans_can_be_drawn(browser, tmp_path, seed):
     rng = random.Random(seed)
-    one, other = any_plan(rng), any_plan(rng)
+    one, other = (random_plan(rng, rng.randint(1, 150)) for _ in range(2))
     one.to_html(tmp_path / "page.html", other=other)
     browser.open(tmp_path / "page.html")
     click(browser, "#unfold")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -45,12 +43,8 @@ def test_every_quantity_has_a_panel(tmp_path: Path) -> None:
     draw_runs({"a": run(9), "b": run(5)}, tmp_path / "run.svg")
     found = texts(tmp_path / "run.svg")
     assert set(PANELS) <= set(found) and {"a", "b", "zero", "subnormal", "infinite or NaN", "step"} <= set(found)
-
-
-def test_what_a_run_has_not_takes_no_panel(tmp_path: Path) -> None:
     draw_runs({"a": run(1)}, tmp_path / "run.svg")
-    found = texts(tmp_path / "run.svg")
-    assert "milliseconds a step" not in found and "a" not in found
+    assert not {"milliseconds a step", "a"} & set(texts(tmp_path / "run.svg"))  # what a run has not takes no panel
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
@@ -62,18 +56,6 @@ def test_the_same_run_gives_the_same_file(tmp_path: Path, kind: str, monkeypatch
         pictures.append((tmp_path / f"{name}.{kind}").read_bytes())
     assert pictures[0] == pictures[1]
     assert matplotlib.rcParams["lines.linewidth"] == 9.0
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_picture_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
-    lines = "".join(one.to_json() + "\n" for one in run(9))
-    (tmp_path / "run.jsonl").write_text(lines)
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-m", "amp_compiler", "plot", "run.jsonl", "-o", f"{seed}.svg"]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
-    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
 
 
 def test_a_point_between_gaps_is_drawn(tmp_path: Path) -> None:
@@ -110,12 +92,9 @@ def test_no_curve_hides_another(tmp_path: Path, names: str) -> None:
                 assert wider or float(above.get("stroke-opacity", 1)) < 1
 
 
-def test_another_ending_is_refused(tmp_path: Path) -> None:
+def test_what_draws_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(amp.AmpError, match="'txt' is no kind of picture"):
         draw_runs({"a": run(3)}, tmp_path / "run.txt")
-
-
-def test_without_matplotlib_the_fix_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(amp.AmpError, match="matplotlib is not installed, which draws runs; pip install matplotlib"):
         draw_runs({"a": run(3)}, tmp_path / "run.png")

@@ -56,7 +56,10 @@ def test_human_bytes(count, text):
     assert human_bytes(count) == text
 
 
-def test_the_wide_table_shows_everything_of_a_node():
+def test_the_wide_table_shows_everything_of_a_node_and_the_narrow_one_no_reasons():
+    narrow = table_of(MIXED, width=100)
+    assert max(map(len, narrow.splitlines())) <= 100
+    assert "mine.yaml:7" in narrow and "model.py:12" in narrow and "tensor cores" not in narrow
     text = table_of(MIXED)
     line = next(line for line in text.splitlines() if line.startswith(" relu"))
     for part in (
@@ -72,12 +75,6 @@ def test_the_wide_table_shows_everything_of_a_node():
         assert part in line
 
 
-def test_the_narrow_table_has_no_reasons():
-    text = table_of(MIXED, width=100)
-    assert max(map(len, text.splitlines())) <= 100
-    assert "mine.yaml:7" in text and "model.py:12" in text and "tensor cores" not in text
-
-
 def test_the_cast_table_tells_the_models_own_casts():
     lines = table_of(MIXED).splitlines()
     assert any("x" in line and "6.0 KiB" in line and "linear[0]" in line and "the plan" in line for line in lines)
@@ -88,6 +85,7 @@ def test_the_summary_counts():
     line = summary_line(MIXED)
     assert "4 nodes (2 bf16, 1 fp32, 1 keep)" in line
     assert "2 casts (1 the model's own) move 6.6 KiB" in line
+    assert "0 nodes · 0 casts move 0 B" in table_of(plan())
 
 
 def test_names_are_not_read_as_markup(capsys):
@@ -95,18 +93,6 @@ def test_names_are_not_read_as_markup(capsys):
     shown = capsys.readouterr().out
     assert "x[bold]" in shown
     assert "[red]m[/red]" in shown
-
-
-def test_an_empty_plan_has_a_table():
-    assert "0 nodes · 0 casts move 0 B" in table_of(plan())
-
-
-def test_to_html_writes_the_same_bytes_each_time(tmp_path):
-    first, second = tmp_path / "a.html", tmp_path / "b.html"
-    MIXED.to_html(first)
-    MIXED.to_html(second)
-    assert first.read_bytes() == second.read_bytes()
-    assert first.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_to_html_names_a_folder_that_is_not_there(tmp_path):

@@ -63,15 +63,3 @@ def test_a_name_that_an_input_has_already_is_not_given_again():
     product, norm = (node for node in for_people(plan, plan).nodes if node.family != "view")
     assert product.inputs == ("weight", own) and own != "weight"
     assert {"norm.weight", "norm.bias"} <= set(norm.inputs)
-
-
-def test_a_step_has_the_names_of_its_16_bit_weights(tmp_path):
-    model = nn.Sequential(nn.Linear(8, 4))
-    step = amp.training_step(
-        model, lambda model, x: model(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16",
-        loss_scale=None, backend="eager",
-    )  # fmt: skip
-    step(X)
-    step.to_html(tmp_path / "step.html")
-    text = (tmp_path / "step.html").read_text(encoding="utf-8")
-    assert "0.weight in bf16" in text and "p_model" not in text and "<b>Sequential</b>" in text

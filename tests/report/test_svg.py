@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_plans import random_plan
 from planning import plan_text
 from test_page import HOSTILE, MIXED, PARTS, hostile_plan
 
@@ -97,25 +98,10 @@ def test_a_read_past_an_upcast_comes_from_the_value_itself():
     assert wires_of(root) == [(0, [1], None), (1, [2, 3], -14)]
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> PrecisionPlan:
-    """Random graphs: each node reads up to three values, some made only later, some through casts."""
-    rng = random.Random(draw(st.integers(0, 10**6)))
-    names = [f"n{index}" for index in range(draw(st.integers(1, 60)))]
-    nodes, casts = [], []
-    for index, name in enumerate(names):
-        near = ["x", *names[: index + rng.choice([0, 0, 2])]][-rng.choice([2, 5, 60]) :]
-        inputs = tuple(rng.choice(near) for _ in range(rng.randint(0, 3)))
-        nodes.append(node(name, *inputs, precision=rng.choice(["low", "fp32", "keep"])))
-        if inputs and rng.random() < 0.4:
-            casts.append(PlannedCast(inputs[0], "bf16", "fp32", index, ((name, 0),)))
-    outputs = tuple(name for name in names if rng.random() < 0.1)
-    return plan_of(*nodes, casts=tuple(casts), outputs=outputs)
-
-
 @settings(max_examples=60, deadline=None)
-@given(plans())
-def test_lines_run_from_makers_to_readers_and_no_two_lie_on_another(plan: PrecisionPlan) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 60))
+def test_lines_run_from_makers_to_readers_and_no_two_lie_on_another(seed: int, nodes: int) -> None:
+    plan = random_plan(random.Random(seed), nodes)
     root = ET.fromstring(plan_svg(plan))
     rows = [(kind, *text.split()[:2]) for kind, text in rows_of(root)]
     at = {name: place for place, (_, op, name) in enumerate(rows) if op not in ("cast", "returned")}

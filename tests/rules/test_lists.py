@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from graph_reading import parse_graph
 from ruamel.yaml import YAML
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision
@@ -22,19 +23,15 @@ FILES = {stem: file for stem, file in READ.items() if "lists" in file}  # the ot
 PLACES = [(low, device) for low in (DType.FLOAT16, DType.BFLOAT16) for device in ("cpu", "cuda", "onnx")]
 
 
-def depthwise() -> tuple[PrecisionGraph, Node]:
-    """A convolution of 8 channels with a filter for each."""
-    graph = PrecisionGraph()
-    for name, shape in (("x", (2, 8, 4, 4)), ("w", (8, 1, 3, 3))):
-        graph.add_value(Value(name, DType.FLOAT32, shape, kind=ValueKind.INPUT))
-    return graph, Node("y", "aten.conv2d", (Operand("x", "input"), Operand("w", "weight")), ("y",), {"groups": 8})
+DEPTHWISE = "graph cpu\ninput x: fp32[2, 8, 4, 4]\ninput w: fp32[8, 1, 4, 4]\n"  # 8 channels, a filter for each
 
 
 def decided(file: dict, ours: str, low: DType, device: str) -> Precision:
     """What the preset asks of an op, or of a node that a word of the file describes."""
     rules, graph = load_rules(file["preset"]), PrecisionGraph(device)
     if ours == "depthwise":
-        graph, node = depthwise()
+        graph = parse_graph(f"{DEPTHWISE}y = aten.conv2d(input=x, weight=w){{groups=8}} -> fp32[2, 8, 1, 1]")
+        node = graph.nodes["y"]
     elif ours == "gelu by tanh":
         node = Node("y", "aten.gelu", (), (), {"approximate": "tanh"})
     elif ours.startswith("part "):

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch.nn import functional as F
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import RuleError
@@ -68,15 +69,7 @@ def test_apex_halves_a_model_with_or_without_its_batch_norms(preset, keep, fp32)
 def test_apex_trains_what_it_has_halved(preset, keep, fp32):
     """O3 updates 16-bit weights, O2 the FP32 masters of them; the loss is computed of FP32 outputs."""
     model, masters = net(), net()
-    step = amp.training_step(
-        model,
-        lambda model, x: (model(x) ** 2).mean(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        rules=rules_of(preset, keep),
-        dtype="bf16",
-        loss_scale=None,
-        backend="eager",
-    )
+    step = sgd_step(model, lambda model, x: (model(x) ** 2).mean(), rules=rules_of(preset, keep), loss_scale=None)
     expected = halved(masters, keep_batchnorm_fp32=fp32)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for _ in range(3):
@@ -127,24 +120,14 @@ def test_other_norms_are_halved_with_their_parameters(norm, preset):
 @pytest.mark.parametrize("norm", NORMS)
 def test_apex_o3_trains_the_parameters_of_every_norm_in_16_bits(norm):
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), copy.deepcopy(NORMS[norm]))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(
-        model, lambda m, x: (m(x) - 1).square().mean(), optimizer, rules="apex-o3", dtype="bf16", backend="eager"
-    )
+    step = sgd_step(model, lambda m, x: (m(x) - 1).square().mean(), rules="apex-o3")
     assert step(X).isfinite() and {value.dtype for value in model.parameters()} == {BF16}
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_16_bit_statistics_are_written_by_a_step_and_kept_by_one_that_is_skipped(backend):
     model, expected = net(), halved(net(), keep_batchnorm_fp32=False)
-    step = amp.training_step(
-        model,
-        lambda model, x: (model(x) ** 2).mean(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        rules="apex-o3",
-        dtype="bf16",
-        backend=backend,
-    )
+    step = sgd_step(model, lambda model, x: (model(x) ** 2).mean(), rules="apex-o3", backend=backend)
     step(X)
     expected(X.to(BF16))
     # Inductor rounds elsewhere within its decomposition, to a neighbour among the 16-bit numbers.
@@ -163,8 +146,7 @@ def test_any_hand_written_loss_sees_fp32(preset, loss_fn):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     x, y = torch.randn(2, 8), torch.full((2, 4), -20.0 if "exp" in loss_fn.__code__.co_names else -400.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = amp.training_step(model, loss_fn, optimizer, rules=preset, dtype="fp16", loss_scale=None, backend="eager")
+    step = sgd_step(model, loss_fn, 0.0, rules=preset, dtype="fp16", loss_scale=None)
     expected = loss_fn(copy.deepcopy(model), x, y).detach()
     assert float((step(x, y) - expected) / expected).__abs__() < 1e-2
     outside = [node for node in step.plan.nodes if node.module == "<loss_fn>"]
@@ -180,15 +162,7 @@ def test_what_a_model_returns_is_fp32(preset):
 
 def test_apex_o0_is_plain_fp32():
     plain, model = net(), net()
-    step = amp.training_step(
-        model,
-        lambda model, x: model(x).sum(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        rules="apex-o0",
-        dtype="fp16",
-        loss_scale=None,
-        backend="eager",
-    )
+    step = sgd_step(model, lambda model, x: model(x).sum(), rules="apex-o0", dtype="fp16", loss_scale=None)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     loss = plain(X).sum()
     loss.backward()

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "on_gpu.sh"
@@ -18,20 +17,9 @@ TEXT = SCRIPT.read_text(encoding="utf-8")
 WORDS = ("prepare", "first", "second", "step")
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["bash", str(SCRIPT), *words], capture_output=True, text=True, check=False)
-
-
 def test_it_is_a_script_that_bash_can_read():
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     assert SCRIPT.stat().st_mode & 0o100
-
-
-@pytest.mark.parametrize("words", [(), ("third",)])
-def test_it_tells_its_words(words):
-    done = run(*words)
-    assert done.returncode == 2
-    assert all(re.search(rf"^  {word}\b", done.stderr, flags=re.MULTILINE) for word in WORDS)
 
 
 def test_what_it_runs_exists():
@@ -90,15 +78,3 @@ def test_the_table_of_tests_is_short(table, tmp_path, capsys):
     assert [one["outcome"] for one in json.loads((tmp_path / "t.json").read_text())["kernels"]] == [
         "passed", "failure", "passed",
     ]  # fmt: skip
-
-
-def test_a_table_of_nothing_is_an_error(table, tmp_path, capsys):
-    assert table(tmp_path / "kernels.xml") == 1
-    assert "nothing ran" in capsys.readouterr().out
-
-
-def test_facts_need_a_device(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_facts.py"])
-    assert runpy.run_path(str(ROOT / "tools" / "gpu_facts.py"))["main"]() == 1
-    assert "no CUDA device" in capsys.readouterr().err
