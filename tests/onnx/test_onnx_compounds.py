@@ -9,8 +9,6 @@ from onnx_models import DTYPES, casts, check
 
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
-from amp_compiler.onnx.lowering.compounds import find_compounds
-from amp_compiler.onnx.model.model import open_model, read_model
 
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
 WRITTEN = {
@@ -29,46 +27,23 @@ def inner(plan):
     return {entry.name: entry.precision for entry in plan.nodes if entry.op != "onnx.MatMul"}
 
 
-def kinds(source):
-    return [ways[0].kind for ways in find_compounds(read_model(open_model(source)).ir.graph)]
-
-
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ("default", "fp16"),
+        ("default", "bf16"),
+        *((rules, "fp16") for rules in ("fast", "apex-o3", "safe", "tensorflow")),
+    ],
+)
 @pytest.mark.parametrize("name", WRITTEN)
-def test_norms_are_found(name):
-    source = WRITTEN[name]()
-    (ways,) = find_compounds(read_model(open_model(source)).ir.graph)
-    assert ways[0].kind == ("layer_norm" if "layer" in name else "rms_norm")
-    assert len(ways[0].nodes) == len(source.graph.node) - 2  # all but the products
-    assert set(ways[0].match.values) >= {"x", "epsilon"}
-
-
-@pytest.mark.parametrize("form", [*TANH_FORMS, *ERF_FORMS])
-def test_gelus_are_found(form):
-    source = gelu(form)
-    (ways,) = find_compounds(read_model(open_model(source)).ir.graph)
-    assert ways[0].kind == "gelu" and len(ways[0].nodes) == len(source.graph.node) - 2
-
-
-@pytest.mark.parametrize("source", [norm(exponent=3.0), gelu("pow", power=2.0), gelu("half_x", half=0.4)])
-def test_what_is_something_else(source):
-    assert kinds(source) == []
-
-
-@BOTH
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_norm_is_fp32_from_its_input_to_its_result(name, dtype):
-    done = check(WRITTEN[name](), dtype, fuse=False)
-    assert set(inner(done.plan).values()) == {"fp32"}
-    assert len(casts(done.model)) == 4  # of the input and of the output of the graph, and of those of the norm
-    reasons = [entry.reason for entry in done.plan.nodes if entry.precision == "fp32"]
-    assert all("norm" in reason or "the range of fp16" in reason for reason in reasons)
-
-
-@pytest.mark.parametrize("rules", ["fast", "apex-o3", "safe", "tensorflow"])
-@pytest.mark.parametrize("name", WRITTEN)
-def test_so_it_is_under_other_rules(name, rules):
+def test_a_norm_is_fp32_from_its_input_to_its_result(name, rules, dtype):
     """ONNX Runtime fuses it to one op of one type: `check` loads the model."""
-    assert set(inner(check(WRITTEN[name](), "fp16", rules, fuse=False).plan).values()) == {"fp32"}
+    done = check(WRITTEN[name](), dtype, rules, fuse=False)
+    assert set(inner(done.plan).values()) == {"fp32"}
+    if rules == "default":
+        assert len(casts(done.model)) == 4  # of the input and of the output of the graph, and of those of the norm
+        reasons = [entry.reason for entry in done.plan.nodes if entry.precision == "fp32"]
+        assert all("norm" in reason or "the range of fp16" in reason for reason in reasons)
 
 
 @BOTH
@@ -114,17 +89,9 @@ def test_calibration_keeps_a_gelu_whole(form):
     assert {entry.precision for entry in plan.nodes} == {"fp32"}
 
 
-@pytest.mark.parametrize("make", [norm, lambda: gelu("pow")])
-def test_safe_keeps_it_in_fp32(make):
-    assert set(inner(convert_onnx(make(), rules="safe").plan).values()) == {"fp32"}
-
-
-def test_outliers_whose_squares_overflow():
-    source = norm(products=False)
-    feeds = {"x": (RNG.standard_normal((2, 5, 8)) * 3000).astype(np.float32)}
-    assert verify(source, convert_onnx(source, dtype="fp16").model, [feeds]).outputs[0].relative < 1e-3
-
-
-def test_rules_name_the_part():
-    rules = {"version": 1, "extends": "default", "rules": [{"match": {"part": "gelu"}, "precision": "fp32"}]}
-    assert set(inner(convert_onnx(gelu("pow"), rules=rules).plan).values()) == {"fp32"}
+@pytest.mark.parametrize(("source", "part"), [(gelu("pow"), "gelu"), (norm(opset=23), "rms_norm")])
+def test_rules_name_the_part_and_the_op_that_it_becomes(source, part):
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"part": part}, "precision": "fp32"}]}
+    for fuse in (False, True):
+        assert set(inner(convert_onnx(source, rules=rules, fuse=fuse).plan).values()) == {"fp32"}
+    assert set(inner(convert_onnx(source, rules="safe").plan).values()) == {"fp32"}
