@@ -184,12 +184,9 @@ row(
     builds=2,
 )(lambda m, x: m.part(m.fc(x)))
 row("global", change=set_global, builds=2)(lambda m, x: m.fc(x) * FACTOR)
-row(
-    "context variable",
-    change=lambda m, n: CONTEXT.set(1.0 + 2 * n),
-    builds=5,
-    broken="compile step backend" if torch.__version__ < "2.14" else "",
-)(lambda m, x: m.fc(x) * CONTEXT.get())
+row("context variable", change=lambda m, n: CONTEXT.set(1.0 + 2 * n), breaks=5 if torch.__version__ < "2.14" else "")(
+    lambda m, x: m.fc(x) * CONTEXT.get()
+)
 row("environment", change=lambda m, n: os.environ.update(AMP_TEST_SCALE=str(1 + 2 * n)), builds=3)(
     lambda m, x: m.fc(x) * float(os.environ["AMP_TEST_SCALE"])
 )
@@ -206,12 +203,9 @@ row(
     change=lambda m, n: m.single.fill_(1 + n),
     **READS,
 )(lambda m, x: m.fc(x) * m.single.item())
-row(
-    "tensor as an index",
-    {"index": torch.tensor(2)},
-    change=lambda m, n: m.index.fill_(1 + n),
-    builds=2,
-)(lambda m, x: m.fc(x) + 9 * X[:, : m.index].sum())
+row("tensor as an index", {"index": torch.tensor(2)}, change=lambda m, n: m.index.fill_(1 + n), builds=2)(
+    lambda m, x: m.fc(x) + 9 * X[:, : m.index].sum()
+)
 row("tensor that is no buffer", {"gain": (torch.ones(4),)}, change=lambda m, n: m.gain[0].fill_(1.0 + 2 * n))(
     lambda m, x: m.fc(x) * m.gain[0]
 )
@@ -224,13 +218,9 @@ row(
 row("deterministic algorithms", change=lambda m, n: torch.use_deterministic_algorithms(n == 1), builds=2)(
     lambda m, x: m.fc(x) * (3.0 if torch.are_deterministic_algorithms_enabled() else 1.0)
 )
-row(
-    "initial seed",
-    calls=SIX,
-    settles=False,
-    builds={"compile": 3, "step": 5, "backend": 3},
-    broken="compile step backend",
-)(lambda m, x: m.fc(x) * (1.0 + torch.initial_seed() % 7))
+row("initial seed", calls=SIX, settles=False, breaks={"compile": 3, "step": 5, "backend": 3})(
+    lambda m, x: m.fc(x) * (1.0 + torch.initial_seed() % 7)
+)
 row(
     "default of an argument",
     change=lambda m, n: setattr(type(m).forward, "__defaults__", (1.0 + 2 * n,)),
@@ -274,7 +264,7 @@ class ReadsProperty(WithProperty):
         return self.fc(x) * self.doubled
 
 
-@row("cached_property that forward reads first", builds=3, broken="step")
+@row("cached_property that forward reads first", step_breaks=3)
 class ReadsCached(WithProperty):
     def forward(self, x):
         return self.fc(x) * self.width
@@ -315,8 +305,7 @@ row(
     doors=TRAINED,
     calls=SIX,
     change=lambda m, n: m.loss_weights.__setitem__(1, 2 + 2 * (n // 3)),
-    builds=3,
-    broken="step",
+    step_breaks=3,
 )(lambda m, x: m.fc(3 * x))
 
 
@@ -327,6 +316,11 @@ row("learning rate", change=lambda m, n: OPTIMIZER.param_groups[0].update(lr=1.0
 row(
     "number of threads",
     change=lambda m, n: torch.set_num_threads(1 + n % 2),
-    builds={"compile": 4, "step": 7, "backend": 4},
-    broken="compile step backend",
+    breaks={"compile": 4, "step": 7, "backend": 4},
 )(lambda m, x: m.fc(x) * (1.0 + 2 * torch.get_num_threads()))
+
+
+@row("inverse of a count, and its root", {"count": 0}, calls=((X,),) * 6, builds=2)
+def averages(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    return m.fc(x) * (1 / m.count) + m.count**-0.5
