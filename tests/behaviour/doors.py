@@ -263,29 +263,20 @@ class Way:
         return result, [g.clone() for g in gradients] if training else []
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said += record.getMessage().splitlines()
-
-
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
     """What torch and the compiler log meanwhile."""
-    lines = Lines()
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("amp_compiler", "torch")]
     for one in loggers:
-        one.addHandler(lines)
+        one.addHandler(handler)
     try:
-        yield lines.said
+        yield said
     finally:
         for one in loggers:
-            one.removeHandler(lines)
+            one.removeHandler(handler)
 
 
 def run(row: Row, door: str, backend: str = "eager") -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -183,13 +182,6 @@ row(
     builds=0,
     broken="inference",
 )(lambda m, x: m.out(m.fc(x)))
-row(
-    "copy of the compiled module",
-    use=lambda m, x: copy.deepcopy(m)(x),
-    doors=("inference", "compile"),
-    settles=False,
-    builds=5,
-)(lambda m, x: m.out(m.fc(x)))
 row("compiled module inside another", use=lambda m, x: nn.Sequential(m, nn.Tanh())(x), doors=FORWARD)(
     lambda m, x: m.out(m.fc(x))
 )
@@ -335,7 +327,6 @@ for name in ("multi_margin_loss", "multilabel_margin_loss", "nll_loss", "cross_e
 row("byte() of 16 bits", calls=((X,), (9 * X,)), autocast=True, fp32=True)(
     lambda m, x: (m.fc(x) * 40).abs().byte().float() + 0 * m.fc(x)
 )
-row("int() of 16 bits", calls=((X,), (9 * X,)), autocast=True)(lambda m, x: (m.fc(x) * 40).int().float() + 0 * m.fc(x))
 row("pow_ in place", inductor=True)(lambda m, x: (m.fc(x).abs() + 1).pow_(-0.5) * x)
 row(
     "whole power of a number",

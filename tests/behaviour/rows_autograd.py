@@ -47,22 +47,7 @@ class Straight(torch.autograd.Function):
         return grad
 
 
-class NoContext(torch.autograd.Function):
-    @staticmethod
-    def forward(x, scale):
-        return x * scale
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.scale = inputs[1]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 3 * ctx.scale, None
-
-
 row("autograd.Function", inductor=True)(lambda m, x: m.out(Doubled.apply(m.fc(x))))
-row("autograd.Function with setup_context")(lambda m, x: m.out(NoContext.apply(m.fc(x), 2.0)))
 row("straight-through estimator by a Function", tolerance=0.3)(lambda m, x: m.out(Straight.apply(m.fc(x))))
 row("detach inside")(lambda m, x: m.out(m.fc(x).detach()) + m.fc(x))
 
@@ -176,13 +161,6 @@ row(
     change=at(1, lambda m: m.register_forward_hook(lambda module, args, y: y * 3)),
     builds=2,
     broken="backend",
-)(lambda m, x: m.out(m.fc(x)))
-row(
-    "forward hook that keeps what passes",
-    begin=lambda m: (
-        setattr(m, "found", {}) or m.fc.register_forward_hook(lambda module, args, y: m.found.update(hidden=y))
-    ),
-    builds=2,
 )(lambda m, x: m.out(m.fc(x)))
 row(
     "backward hook on a module",
@@ -388,18 +366,3 @@ class Buffered(nn.Module):
 
     def forward(self, x):
         return self.fc(x) * self.gain
-
-
-@row(
-    "exception within a transform",
-    change=lambda m, n: setattr(m, "fail", n == 1),
-    broken="compile",
-    today={"backend": "FP32 without a word"},
-)
-def within(m, x):
-    def inner(t):
-        if m.fail:
-            raise ValueError("in the middle")
-        return m.fc(t).sin()
-
-    return torch.func.jvp(inner, (x,), (torch.ones_like(x),))[1]

@@ -50,12 +50,6 @@ row(
     "loss over two calls of the model", **loss(lambda m, x: (m(x) - m(2 * x)).square().mean()), broken="compile backend"
 )(PLAIN)
 row(
-    "loss of several batch sizes",
-    calls=((X,), (X[:4],), (X[:3],), (X[:2],)),
-    **loss(lambda m, x: m(x).square().mean()),
-    builds=2,
-)(PLAIN)
-row(
     "loss of a dict",
     calls=(({"x": X},),) * 3,
     loss=lambda model: lambda m, batch: m(batch["x"]).square().mean(),
@@ -160,17 +154,6 @@ def logging_loss(model: Any) -> Any:
         value = m(x).square().mean()
         model.losses.append(value.detach())
         return value
-
-    return loss_fn
-
-
-row("counter in the loss", {"n": 0}, calls=((X,),) * 5, loss=lambda model: counting(model), builds=2)(PLAIN)
-
-
-def counting(model: Any) -> Any:
-    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        model.n += 1
-        return m(x).square().mean() * model.n
 
     return loss_fn
 

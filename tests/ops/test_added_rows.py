@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_update import hyper, number
+from update_arguments import hyper, number
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import update as cpu_update

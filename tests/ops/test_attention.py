@@ -194,37 +194,25 @@ def calls(monkeypatch):
 
 @needs_loops
 @pytest.mark.compiles
-def test_compiled_models_use_it_in_the_users_own_loop(calls):
+@torch._inductor.config.patch(force_disable_caches=True)  # a graph from the cache goes through no pass
+def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_still_run(calls):
     torch.manual_seed(0)
-    model = Attention(True)
-    x = torch.randn(2, 10, 32)
-    compiled = amp.compile(model, dtype="bf16")
-    mean_square(compiled, x).backward()
+    model, x, seen = Attention(True), torch.randn(2, 10, 32), []
+
+    def note(graph):
+        seen.append(graph)
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=(note, note)):
+        mean_square(amp.compile(model, dtype="bf16"), x).backward()
     assert calls == [(2, 4, 10, 8)]
+    assert len(seen) == 4  # each in forward and backward
     found, model.project.weight.grad = model.project.weight.grad, None
     mean_square(model, x).backward()
     assert (found - model.project.weight.grad).norm() < 0.02 * found.norm()
 
 
-@needs_loops
 @pytest.mark.compiles
-def test_passes_that_the_user_has_given_inductor_still_run(calls, tmp_path, monkeypatch):
-    from torch._inductor import config
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    seen = []
-
-    def note(graph):
-        seen.append(graph)
-
-    with config.patch(post_grad_custom_post_pass=(note, note)):
-        mean_square(amp.compile(Attention(True), dtype="bf16"), torch.randn(2, 10, 32)).backward()
-    assert len(seen) == 4  # each in forward and backward
-    assert len(calls) == 1
-
-
-@pytest.mark.compiles
-@torch._inductor.config.patch(force_disable_caches=True)  # a graph from the cache goes through no pass
+@torch._inductor.config.patch(force_disable_caches=True)
 def test_the_pass_puts_no_bounds_on_symbolic_sizes():
     sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("rows", min=2, max=64)}
     weights = {}

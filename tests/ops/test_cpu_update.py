@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from update_arguments import BY_NAME, FLOATS, assert_same_bits
+from update_arguments import BY_NAME, FLOATS, assert_same_bits, hyper, number
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import build as cpu_build
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compi
 def gradients():
     torch.manual_seed(0)
     return [torch.randn(size).to(dtype) for size, dtype in zip(SIZES, itertools.cycle(FLOATS), strict=False)]
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def hyper(*values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def by_reference(name, arguments):

@@ -15,10 +15,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lesser_processors import compiler_without
-from test_cpu_update import by_reference, hyper, number
-from update_arguments import BY_NAME, EVERY, copies, update_arguments
+from test_cpu_update import by_reference
+from update_arguments import BY_NAME, EVERY, copies, hyper, number, update_arguments
 
+from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
@@ -263,6 +263,16 @@ def test_results_are_the_same_for_any_number_of_threads():
     finally:
         torch.set_num_threads(before)
     assert equal(results[0], results[1]) and equal(results[0], results[2])
+
+
+def compiler_without(features: str) -> tuple[list[str], str]:
+    """A command of g++ that leaves features (as g++ names them) out, and the macros that it then defines."""
+    compiler = ["g++", *(f"-mno-{feature}" for feature in features.split())]
+    asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        return compiler, subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no g++ that knows these flags")
 
 
 @pytest.mark.long

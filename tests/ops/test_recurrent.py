@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -52,13 +54,13 @@ def results_and_gradients(op, kind, leaves, options, seeds):
     return [*results, *torch.autograd.grad(results, read, [s.to(r.dtype) for s, r in zip(seeds, results, strict=True)])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layers", [1, 2])
+FORMS = [(a, b, c, a == b, a == c) for a, b, c in itertools.product((True, False), repeat=3)]  # any two meet any two
+
+
+@pytest.mark.parametrize(("bias", "bidirectional", "batch_first", "double", "deep"), FORMS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_torchs_network_to_the_last_bits(kind, layers, bias, bidirectional, batch_first, dtype):
+def test_it_is_torchs_network_to_the_last_bits(kind, bias, bidirectional, batch_first, double, deep):
+    layers, dtype = 1 + deep, torch.float64 if double else torch.float32
     layer = module(kind, 6, 5, layers, bias=bias, bidirectional=bidirectional, batch_first=batch_first).to(dtype)
     x = torch.randn(3, 4, 6, dtype=dtype)
     states = first_states(kind, layers * (1 + bidirectional), 3 if batch_first else 4, 5, dtype=dtype)
@@ -75,10 +77,11 @@ def test_it_is_torchs_network_to_the_last_bits(kind, layers, bias, bidirectional
 
 @pytest.mark.parametrize("native", [pytest.param(True, marks=NATIVE), False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch", [1, 3, 33])
-@pytest.mark.parametrize(("steps", "features", "hidden"), [(1, 32, 32), (7, 20, 45), (40, 70, 96)])
+@pytest.mark.parametrize(
+    ("steps", "batch", "features", "hidden"), [(1, 33, 32, 32), (7, 1, 20, 45), (7, 33, 20, 45), (40, 3, 70, 96)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_16_bits_results_are_rounded_once(kind, steps, features, hidden, batch, dtype, native, monkeypatch):
+def test_in_16_bits_results_are_rounded_once(kind, steps, batch, features, hidden, dtype, native, monkeypatch):
     """No error grows from step to step: outputs are as near as two roundings, of the inputs of a product and theirs."""
     if not native:
         monkeypatch.setattr(cpu_recurrent, "can_run", lambda data: False)

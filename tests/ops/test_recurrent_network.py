@@ -54,10 +54,10 @@ def by_network(kind, layer, x, states, train=True):
     return recurrent_network.network(kind, x, states, list(layer._flat_weights), *options_of(layer, train))
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("layers", "bias", "bidirectional", "batch_first"),
+    [(1, True, True, True), (1, False, False, False), (3, True, False, True), (3, False, True, False)],
+)
 @pytest.mark.parametrize(("kind", "projected"), [*((kind, 0) for kind in KINDS), ("lstm", 2)])
 def test_it_is_torchs_network(kind, projected, layers, bias, bidirectional, batch_first):
     options = {"proj_size": projected} if projected else {}

@@ -60,7 +60,7 @@ def update_arguments(
         f"{state.name}s": [torch.rand_like(w, dtype=moment) for w in weights] if state.used(group) else []
         for state in one.states
     }
-    hyper = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
+    values = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
     given = {
         "masters": weights,
         "weights": weights,
@@ -70,7 +70,7 @@ def update_arguments(
         "steps": [torch.tensor(float(numbers.get("step", number * number))) for number in range(len(weights))],
         "started": torch.tensor(float(numbers.get("started", 1.0))),
         "rng": torch.tensor([2**40 + 17, 5]),
-        "hyper": torch.tensor([float(one) for one in hyper], dtype=torch.float64),
+        "hyper": hyper(*map(float, values)),
         "coef": torch.tensor(numbers.get("coef", 0.37)),
         "skip": torch.tensor(numbers.get("skip", 0.0)),
         "mode": int(Storage.NEAREST if mode is None else mode),
@@ -78,6 +78,14 @@ def update_arguments(
         **flags,
     }
     return [given[parameter.name] for parameter in one.parameters(low=mode is not None)]
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def hyper(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def copies(arguments: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from fx_reader import parse_fx
-from test_golden_fx import FILES, MARK, pass_of
+from test_golden import FILES, MARK, pass_of
 
 from amp_compiler.passes.pipeline import ONNX_CAPTURE
 from amp_compiler.passes.spec import SPECS, complaint
