@@ -71,12 +71,8 @@ class Unfit(Exception):
     """Eager torch itself does not run the sample, or the form means nothing for it."""
 
 
-def unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The op as it is: torch's own sets a seed before it, which the sweep does around each run."""
-    return op(*args, **kwargs)
-
-
-common_methods_invocations.wrapper_set_seed = unseeded
+# Torch's own sets a seed before each call, which the sweep does around each run.
+common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 
 def name_of(op: Any) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreting import convert_as_devices_do
+from triton import language as tl
 from triton.runtime import interpreter
 from update_arguments import BY_NAME, EVERY, FLOATS, LOWS, NAMES, assert_same_bits, copies, update_arguments
 
@@ -20,6 +20,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda import triton_kernels
 from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.cuda.pointer_tables import TableCache
+from amp_compiler.ops.cuda.stale_copies import DeviceCopies
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update.rounding import Storage
 
@@ -43,13 +44,26 @@ def round_once(x, y, z):
 
 @pytest.fixture(autouse=True)
 def device_arithmetic(monkeypatch):
-    convert_as_devices_do(monkeypatch)
+    truncate, in_python = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
+
+    def cast(self, src, dst_type):
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy()
+            return interpreter.TensorHandle(rounded.view(np.uint16), tl.bfloat16)
+        return truncate(self, src, dst_type)
+
+    def numbers_in_python(tensor, scope):
+        in_python(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     def fma(self, x, y, z):
         with np.errstate(all="ignore"):
             return interpreter.TensorHandle(round_once(x.data, y.data, z.data), z.dtype.scalar)
 
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", numbers_in_python)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", cast)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(kernels, "TABLES", TableCache())
     with np.errstate(all="ignore"):
         yield
 
@@ -263,3 +277,47 @@ def test_any_sizes_and_magnitudes(case, sizes, exponent, more):
     arguments = update_arguments(*case, sizes, more=more)
     arguments[1] = [grad.float() * 2.0**exponent for grad in arguments[1]]
     assert_both_agree(case[0].operator(low=False), arguments)
+
+
+# ---- copies of weights in 16 bits that are compared with them
+
+COPIED = [(3,), (1024,), (1025,), (100, 77), (64, 65, 3, 3)]
+
+
+def pair(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), 1e30])
+    return weight, weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("takes", [False, True])
+def test_what_differs_is_brought_together(dtype, takes):
+    pairs = [pair(shape, dtype) for shape in COPIED]
+    copies = DeviceCopies(pairs, takes)
+    before = [(weight.clone(), low.clone()) for weight, low in pairs]
+    for turn in range(3):
+        copies.follow(turn)
+    assert copies.unread()() == []
+    for (weight, low), (old, old_low) in zip(pairs, before, strict=True):
+        assert torch.equal(weight.view(torch.int32), old.view(torch.int32))
+        assert torch.equal(low.view(torch.int16), old_low.view(torch.int16))
+    for place in (1, 3, 4):
+        weight, low = pairs[place]
+        (low if takes else weight).mul_(-1)
+    copies.follow(3)
+    assert copies.unread()() == [1, 3, 4]
+    for place, (weight, low) in enumerate(pairs):
+        assert torch.equal(weight.to(dtype).nan_to_num(5.0), low.nan_to_num(5.0)), place
+        sign = -1 if place in (1, 3, 4) else 1
+        wanted = before[place][1].float() if takes and sign < 0 else before[place][0]
+        assert torch.equal(weight.nan_to_num(5.0), (wanted * sign).nan_to_num(5.0)), place
+
+
+def test_every_element_is_looked_at_in_turn():
+    weight, low = pair((100, 77), torch.bfloat16)
+    copies = DeviceCopies([(weight, low)], False)
+    weight[99, 76] = 7.0
+    for turn in range(-(-7700 // 1024)):
+        copies.follow(turn)
+    assert float(low[99, 76]) == 7.0

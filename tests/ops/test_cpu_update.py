@@ -1,6 +1,9 @@
 """What surrounds the native loops of the updates on a CPU; what they compute is held in `test_fused_optimizers.py`."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +163,20 @@ def test_a_compiler_with_arguments_and_a_user_without_a_name(monkeypatch, tmp_pa
     monkeypatch.setenv("CXX", f"env {compiler} -DEXTRA=1")
     assert cpu_build.library.__wrapped__() is not None
     assert [path.suffix for folder in tmp_path.iterdir() for path in folder.iterdir()] == [".so"]
+
+
+def test_of_those_that_ask_together_one_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
+    compiled = []
+
+    def compile_slowly(command, **options):
+        compiled.append(command)
+        time.sleep(0.2)
+        Path(command[-1]).write_text("library")
+
+    monkeypatch.setattr(cpu_build.subprocess, "run", compile_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: cpu_build._built(["g++"], {"a.cpp": ""}), range(3)))
+    assert len(compiled) == 1 and len(set(made)) == 1
+    assert made[0].read_text() == "library"
+    assert cpu_build._built(["g++"], {"a.cpp": "other"}) != made[0] and len(compiled) == 2

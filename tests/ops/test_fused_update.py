@@ -13,7 +13,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ops.update import formulas as update_math
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update import rounding
-from amp_compiler.ops.update.operators import FUSED, decomposition
+from amp_compiler.ops.update.operators import COMMIT, FUSED, commit, decomposition
 from amp_compiler.ops.update.rounding import Storage
 
 assert fused_update
@@ -250,3 +250,24 @@ def test_wrong_arguments_are_named():
         OPS.sgd_update([torch.ones(2)], [torch.ones(2)], [], [], *few)
     with pytest.raises(LoweringError, match="stochastically"):
         rounding.dropped_bits(torch.float32)
+
+
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+@pytest.mark.parametrize("run", [COMMIT, commit], ids=["operator", "traceable"])
+def test_writes_are_all_committed_or_none(run, skip):
+    targets = [torch.zeros(3), torch.zeros((), dtype=torch.int64)]
+    run(torch.tensor(skip), targets, [torch.ones(3), torch.tensor(7)])
+    assert targets[0].tolist() == [1.0 - skip] * 3
+    assert targets[1].item() == (0 if skip else 7)
+
+
+def test_nan_is_not_committed_where_the_step_is_skipped():
+    target = torch.ones(2)
+    commit(torch.tensor(1.0), [target], [torch.full((2,), float("nan"))])
+    assert target.tolist() == [1.0, 1.0]
+
+
+def test_a_commit_opens_into_a_choice_and_a_copy():
+    traced = make_fx(decomposition(COMMIT), tracing_mode="fake")(torch.zeros(()), [torch.zeros(3)], [torch.ones(3)])
+    targets = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.ne.Scalar", "aten.where.self", "aten.copy_.default"]

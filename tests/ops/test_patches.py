@@ -126,15 +126,6 @@ def test_patches_are_those_of_unfold_and_gradients_the_sums_in_fp32_rounded_once
     assert torch.equal(fold_patches(rows, list(geometry[0]), *geometry[1:]), expected)
 
 
-def test_the_result_times_a_weight_is_the_convolution(path):
-    sizes, *options = PLAIN
-    generator = torch.Generator().manual_seed(2)
-    x, weight = (torch.randint(-4, 5, shape, generator=generator).to(BF16) for shape in (sizes, (4, 3, *options[0])))
-    exact = F.conv2d(x.double(), weight.double(), None, *options[1:])
-    product = patches(x, *options).double() @ weight.double().reshape(4, -1).t()
-    assert torch.equal(product.reshape(2, *exact.shape[2:], 4).permute(0, 3, 1, 2), exact)
-
-
 @QUICK
 @given(geometry=geometries(), lay=layouts())
 def test_autograd_folds(geometry, lay):

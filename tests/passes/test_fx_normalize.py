@@ -83,37 +83,6 @@ def test_running_statistics_are_updated_and_marked():
     assert graph.values["b_running_mean"].volatile
 
 
-def test_a_disabled_autocast_region_is_pinned_and_inlined():
-    def function(m, x):
-        with torch.autocast("cpu", enabled=False):
-            y = m.fc(x)
-        return m.fc(y)
-
-    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
-    first, second = (node for node in graph.nodes.values() if node.op == "aten.linear")
-    assert first.pin is not None and first.pin.precision == "fp32"
-    assert "test_fx_normalize.py" in first.pin.reason
-    assert second.pin is None
-
-
-def test_an_enabled_autocast_region_is_left_to_the_rules_and_keeps_its_result_types():
-    def function(m, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = m.fc(x)
-            z = y * 2 + x
-        return y, z + 1
-
-    captured, graph = normal_form(Lambda(function, fc=nn.Linear(8, 8)), X)
-    values = [graph.values[name] for name in graph.outputs]
-    assert [value.dtype.short for value in values] == ["bf16", "fp32"]
-    linear = next(node for node in graph.nodes.values() if node.op == "aten.linear")
-    assert linear.pin is None and graph.values[linear.outputs[0]].dtype.short == "fp32"
-    assert (
-        captured.graph_module(*[torch.ones(v.shape) for v in list(graph.values.values())[:3]])[0].dtype
-        == torch.bfloat16
-    )
-
-
 def test_a_cast_that_does_nothing_touches_only_its_own_uses():
     graph = check_equal(Lambda(lambda m, x: (m.fc(x).float().sum(), m.fc(x)), fc=nn.Linear(8, 8)), X)
 

@@ -32,10 +32,11 @@ from amp_compiler.ops.loss_scale import StaticLossScale
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
-from amp_compiler.passes.pipeline import ONNX_PLAN
+from amp_compiler.passes.pipeline import ONNX_CAPTURE, ONNX_PLAN
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
 from amp_compiler.passes.plan.classify import Classify
 from amp_compiler.passes.plan.make_plan import make_plan, plan_of
+from amp_compiler.passes.spec import SPECS, complaint
 from amp_compiler.passes.step.reduce_gradients import Bucket, SharedGradient
 from amp_compiler.passes.step.trace_update import StateTensor, TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
@@ -256,3 +257,15 @@ def test_every_pass_has_a_case_that_changes_and_one_that_is_left_alone(name: str
     changes = {given.partition(TARGET)[0].partition(RANGES)[0] != expected for given, _, expected in texts}
     assert True in changes
     assert False in changes or name in ("differentiate", "fuse_update")  # these two always add something
+
+
+def test_a_row_that_a_mask_hides_whole_is_zeros() -> None:
+    case = "zero_hidden_rows/a_mask_of_truth_values"
+    text = (GOLDEN / f"{case}.txt").read_text(encoding="utf-8").partition(MARK)[0]
+    graph = pass_of(case, text)(parse_fx(text)).subject
+    q, mask = torch.rand(1, 2, 4, 16), torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    mask[0, 0, 2] = False
+    (made,) = graph(q, q, q, mask)
+    assert torch.equal(made, parse_fx(text)(q, q, q, mask)[0].nan_to_num())
+    assert not made[0, :, 2].any() and made[0, :, 1].all()
+    assert complaint(graph, SPECS["ONNX_CAPTURE"]) is None and ONNX_CAPTURE.names == ("zero_hidden_rows",)
