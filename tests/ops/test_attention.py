@@ -10,6 +10,7 @@ import torch._inductor.config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.nn import functional as F
 
 import amp_compiler as amp
@@ -189,8 +190,9 @@ def calls(monkeypatch):
 
 @needs_loops
 @pytest.mark.compiles
-@torch._inductor.config.patch(force_disable_caches=True)  # a graph from the cache goes through no pass
-def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_still_run(calls):
+def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_still_run(calls, tmp_path, monkeypatch):
+    pick_vec_isa()  # what the processor can do is asked in the folder of all tests
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the cache goes through no pass
     torch.manual_seed(0)
     model, x, seen = Attention(True), torch.randn(2, 10, 32), []
 
@@ -207,7 +209,7 @@ def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_stil
 
 
 @pytest.mark.compiles
-@torch._inductor.config.patch(force_disable_caches=True)
+@torch._inductor.config.patch(force_disable_caches=True)  # as above
 def test_the_pass_puts_no_bounds_on_symbolic_sizes():
     sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("rows", min=2, max=64)}
     weights = {}

@@ -1,4 +1,4 @@
-"""Recurrent networks as one operator, which runs on a CPU here: types, the graph; for numbers see `test_recurrent.py`."""
+"""Recurrent networks as one operator, which runs on a CPU here: types and graphs; numbers are in `test_recurrent`."""
 
 from __future__ import annotations
 
