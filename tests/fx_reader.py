@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
 import re
@@ -20,7 +19,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 
 _BY_SHORT = {dtype.short: dtype for dtype in DType}
-_LINE = re.compile(r"(?P<name>\w+)(?:: (?P<type>[^=]+))? = (?P<call>.*)")
+_LINE = re.compile(r"(?P<name>\w+)(?:: (?P<type>[^=]+))? = (?P<function>[\w.]+)\((?P<arguments>.*)\)")
 _TENSOR = re.compile(
     r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\{(?P<stride>[^}]*)\})?(?:@(?P<device>[\w:]+))?(?P<parameter>!)?"
 )
@@ -88,12 +87,23 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
+class _Names(dict[str, Any]):
+    """What names in a text stand for; those that are not here are namespaces of operators."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(torch.ops, name)
+
+
+_PYTHON = {"torch": torch, "operator": operator, "math": math, "inf": math.inf, "nan": math.nan, "slice": slice}
+_FUNCTIONS = _Names({**_PYTHON, "device": torch.device, **FUNCTIONS})
+
+
 class _Reader:
     """Reads the lines of one graph."""
 
     def __init__(self, mode: FakeTensorMode, root: torch.nn.Module) -> None:
         self.mode, self.root, self.graph = mode, root, fx.Graph()
-        self.made: dict[str, fx.Node] = {}
+        self.names = _Names({**_FUNCTIONS, "given": lambda *arguments, **keywords: (arguments, keywords)})
 
     def read(self, lines: list[str]) -> fx.GraphModule:
         for line in lines:
@@ -105,8 +115,7 @@ class _Reader:
     def _read(self, line: str) -> None:
         content, _, marks = line.partition("  # ")
         if content.split(" ")[0] == "return":
-            tree = ast.parse(f"[{content.removeprefix('return').strip()}]", mode="eval").body
-            self.graph.output(tuple(self._evaluate(tree)))
+            self.graph.output(self._given(content.removeprefix("return"))[0])
             return
         if content.startswith("in "):
             name, _, kind = content.removeprefix("in ").partition(": ")
@@ -114,51 +123,28 @@ class _Reader:
         else:
             match = _LINE.fullmatch(content)
             if match is None:
-                raise ValueError("a node is written 'name: type = op(arguments)'")
+                raise ValueError(f"a node is written 'name: type = op(arguments)', not {content!r}")
             name, kind = match["name"], match["type"] or ""
-            node = self._call(name, ast.parse(match["call"], mode="eval").body)
+            node = self._call(name, match["function"], *self._given(match["arguments"]))
         assert node.name == name
         if kind or node.op == "call_function":
             node.meta["val"] = self._value(kind.strip()) if kind else None
         for mark in marks.split():
             self._mark(node, mark)
-        self.made[name] = node
+        self.names[name] = node
 
-    def _call(self, name: str, call: ast.expr) -> fx.Node:
-        if not isinstance(call, ast.Call):
-            raise ValueError("there is no call behind '='")
-        arguments = tuple(self._evaluate(one) for one in call.args)
-        keywords = {str(one.arg): self._evaluate(one.value) for one in call.keywords}
-        function = ast.unparse(call.func)
+    def _given(self, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords of a call, of which the text stands between its parentheses."""
+        return eval(f"given({text})", {}, self.names)  # type: ignore[no-any-return]
+
+    def _call(self, name: str, function: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> fx.Node:
         if function == "attribute":
             if not hasattr(self.root, arguments[0]):
                 setattr(self.root, arguments[0], torch.nn.Module())
             return self.graph.create_node("get_attr", arguments[0], name=name)
         if function in ("call_method", "call_module"):
             return self.graph.create_node(function, arguments[0], arguments[1:], keywords, name)
-        return self.graph.create_node("call_function", _function(function), arguments, keywords, name)
-
-    def _evaluate(self, tree: ast.expr) -> Any:
-        if isinstance(tree, ast.Name):
-            if tree.id in self.made:
-                return self.made[tree.id]
-            if tree.id in ("inf", "nan"):
-                return getattr(math, tree.id)
-            return _function(tree.id)
-        if isinstance(tree, ast.Attribute):
-            return _function(ast.unparse(tree))
-        if isinstance(tree, ast.List):
-            return [self._evaluate(item) for item in tree.elts]
-        if isinstance(tree, ast.Tuple):
-            return tuple(self._evaluate(item) for item in tree.elts)
-        if isinstance(tree, ast.Dict):
-            return {ast.literal_eval(k): self._evaluate(v) for k, v in zip(tree.keys, tree.values, strict=True)}  # type: ignore[arg-type]
-        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
-            return -self._evaluate(tree.operand)
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in ("device", "slice"):
-            arguments = [self._evaluate(one) for one in tree.args]
-            return torch.device(*arguments) if tree.func.id == "device" else slice(*arguments)
-        return ast.literal_eval(tree)
+        return self.graph.create_node("call_function", eval(function, {}, _FUNCTIONS), arguments, keywords, name)
 
     def _value(self, text: str) -> Any:
         if text.startswith("("):
@@ -184,20 +170,3 @@ class _Reader:
             return
         key = Key(f"amp_{name}")
         node.meta[key] = _MARKS.get(key, key.kind)(value or "true")
-
-
-def _function(name: str) -> Any:
-    """The function, operator or constant of torch that a dotted name stands for."""
-    if name in FUNCTIONS:
-        return FUNCTIONS[name]
-    first, _, rest = name.partition(".")
-    value: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
-    if first == "higher_order":
-        return getattr(torch.ops.higher_order, rest)
-    if value is None:
-        value, rest = torch.ops, name
-    for part in rest.split("."):
-        value = getattr(value, part)
-    if value is None or isinstance(value, torch._ops.OpOverloadPacket):
-        raise ValueError(f"'{name}' names no operator; write its overload too")
-    return value

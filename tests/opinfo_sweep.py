@@ -18,7 +18,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import amp_compiler as amp
 
@@ -59,33 +59,20 @@ class Result:
         outcome: one of `OUTCOMES`.
         note: the text of the error, or what is wrong, or why it was not run.
         subgraphs: whether it ran in Dynamo's subgraphs.
-        seconds: how long all runs of it took.
     """
 
     op: str
     outcome: str
     note: str = ""
     subgraphs: bool = False
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where in the arguments of an op a tensor stands."""
-
-    index: int
 
 
 class Unfit(Exception):
     """Eager torch itself does not run the sample, or the form means nothing for it."""
 
 
-def unseeded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The op as it is: torch's own sets a seed before it, which the sweep does around each run."""
-    return op(*args, **kwargs)
-
-
-common_methods_invocations.wrapper_set_seed = unseeded
+# Torch's own sets a seed before each call, which the sweep does around each run.
+common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 
 def name_of(op: Any) -> str:
@@ -107,48 +94,13 @@ def sample_of(op: Any) -> Any:
     first = None
     for sample in islice(op.sample_inputs(DEVICE, torch.float32, requires_grad=bool(op.supports_autograd)), SAMPLES):
         first = first or sample
-        tensors: list[Tensor] = []
-        taken_out((sample.input, sample.args, sample.kwargs), tensors)
+        tensors = [leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(leaf, Tensor)]
         sizes = [tensor.numel() for tensor in tensors]
         if sizes and min(sizes) > 0 and 1 < max(sizes) < 20_000 and any(map(trains, tensors)):
             return sample
     if first is None:
         raise Unfit("it has no sample of FP32")
     return first
-
-
-def taken_out(value: Any, tensors: list[Tensor]) -> Any:
-    """The same arguments with a `Slot` for each tensor, which goes into the list."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Slot(len(tensors) - 1)
-    if type(value) in (list, tuple):
-        return type(value)(taken_out(one, tensors) for one in value)
-    if type(value) is dict:
-        return {key: taken_out(one, tensors) for key, one in value.items()}
-    return value
-
-
-def filled(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The reverse."""
-    if isinstance(value, Slot):
-        return tensors[value.index]
-    if type(value) is list:
-        return [filled(one, tensors) for one in value]
-    if type(value) is tuple:
-        return tuple([filled(one, tensors) for one in value])
-    if type(value) is dict:
-        return {key: filled(one, tensors) for key, one in value.items()}
-    return value
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """Tensors and numbers of an output, in order."""
-    if isinstance(value, (list, tuple)):
-        return [leaf for one in value for leaf in leaves_of(one)]
-    if isinstance(value, dict):
-        return [leaf for one in value.values() for leaf in leaves_of(one)]
-    return [value]
 
 
 def trains(tensor: Tensor) -> bool:
@@ -174,9 +126,9 @@ class Call(nn.Module):
         super().__init__()
         self.rounded = rounded
         sample = sample_of(op)
-        tensors: list[Tensor] = []
-        self.arguments = taken_out((sample.input, *sample.args), tensors)
-        self.keywords = taken_out(sample.kwargs, tensors)
+        self.leaves, self.spec = tree_flatten(((sample.input, *sample.args), sample.kwargs))
+        self.slots = [place for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        tensors = [self.leaves[place] for place in self.slots]
         wanted = [trains(one) and (one.requires_grad or not op.supports_autograd) for one in tensors]
         tensors = [one.detach().clone() if one.layout is torch.strided else one.detach() for one in tensors]
         self.function, self.finish = op.op, sample.output_process_fn_grad
@@ -229,13 +181,17 @@ class Call(nn.Module):
             x = self.linear(x) if x.dim() else self.linear(x.reshape(1)).reshape(())
             x = x.bfloat16().float() if self.rounded else x
             tensors[self.behind] = x if self.differentiable else x.detach().clone()
-        return self.finish(self.function(*filled(self.arguments, tensors), **filled(self.keywords, tensors)))
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.slots, tensors, strict=True):
+            leaves[place] = tensor
+        arguments, keywords = tree_unflatten(leaves, self.spec)
+        return self.finish(self.function(*arguments, **keywords))
 
 
 def objective(output: Any) -> Any:
     """A number that depends on every floating-point output."""
     total: Any = 0.0
-    for leaf in leaves_of(output):
+    for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf = leaf.to_dense() if leaf.layout is not torch.strided else leaf
             leaf = (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).float()
@@ -261,7 +217,7 @@ def run_forward(call: Call, run: Callable[..., Any]) -> Seen:
     seed()
     batch = call.batch()
     output = run(*batch)
-    values, gradients = leaves_of(output), {}
+    values, gradients = tree_leaves(output), {}
     loss = objective(output)
     if call.differentiable and isinstance(loss, Tensor) and loss.requires_grad:
         wanted = {str(place): one for place, one in enumerate(batch) if one.requires_grad}
@@ -441,11 +397,9 @@ def unfilled(seen: Seen, way: str) -> Seen:
 def results(way: str, form: str, names: Sequence[str]) -> Iterator[Result]:
     """Run ops one by one."""
     for number, name in enumerate(names, 1):
-        start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = judged(name, way, form)
-        yield Result(found.op, found.outcome, found.note, found.subgraphs, round(time.perf_counter() - start, 3))
+            yield judged(name, way, form)
         if number % RESET_EVERY == 0:
             torch._dynamo.reset()
 

@@ -9,7 +9,6 @@ import io
 import itertools
 import logging
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,16 +76,12 @@ class Outcome:
         faults: in what it differs from eager.
         builds: graphs that were built.
         runs: graphs that ran in each call.
-        first: seconds of the first call.
-        warm: seconds of the last one.
         refused: what an `AmpError` said.
     """
 
     faults: list[str] = field(default_factory=list)
     builds: int = 0
     runs: list[int] = field(default_factory=list)
-    first: float = 0.0
-    warm: float = 0.0
     refused: str = ""
     inside: int = 1
 
@@ -268,29 +263,20 @@ class Way:
         return result, [g.clone() for g in gradients] if training else []
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said += record.getMessage().splitlines()
-
-
 @contextlib.contextmanager
 def listening() -> Iterator[list[str]]:
     """What torch and the compiler log meanwhile."""
-    lines = Lines()
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("amp_compiler", "torch")]
     for one in loggers:
-        one.addHandler(lines)
+        one.addHandler(handler)
     try:
-        yield lines.said
+        yield said
     finally:
         for one in loggers:
-            one.removeHandler(lines)
+            one.removeHandler(handler)
 
 
 def run(row: Row, door: str, backend: str = "eager") -> Outcome:
@@ -319,10 +305,7 @@ def _run(row: Row, door: str, backend: str) -> Outcome:
             expected.append(eager.call(number, call))
             METER.runs.clear()
             before, built = ours_before(ours), len(METER.builds)
-            began = time.perf_counter()
             actual.append(ours.call(number, call))
-            outcome.warm = time.perf_counter() - began
-            outcome.first = outcome.first or outcome.warm
             if expected[-1].error is None:
                 outcome.runs.append(len(METER.runs) if door == "step" else getattr(ours, "ran", 0))
             eager.follow(ours)

@@ -34,42 +34,28 @@ row("loss with labels", calls=((X, LABELS),) * 3, inductor=True, **loss(lambda m
 row(
     "loss with a branch on itself",
     **loss(lambda m, x: y * 2 if (y := m(x).square().mean()) > 0.01 else y),
-    builds=3,
-    broken="step",
+    step_breaks=3,
 )(PLAIN)
 row(
-    "loss that prints",
-    **loss(lambda m, x: (m(x).square().mean(), print("loss of", tuple(x.shape)))[0]),
-    builds=2,
-    broken="step",
+    "loss that prints", **loss(lambda m, x: (m(x).square().mean(), print("loss of", tuple(x.shape)))[0]), step_breaks=2
 )(PLAIN)
 row(
     "loss with a gradient penalty",
     **loss(lambda m, x: penalized(m, x)),
-    builds={"compile": 1, "step": 4, "backend": 1},
-    broken="step",
+    step_breaks={"compile": 1, "step": 4, "backend": 1},
 )(PLAIN)
-row("loss with a hook", **loss(lambda m, x: hooked(m, x)), builds=3, broken="step")(PLAIN)
 row("loss that raises", calls=((X,), (X[:3],), (X,)), **loss(lambda m, x: raising(m, x)))(PLAIN)
 row("loss of no gradient but zeros", **loss(lambda m, x: m(x).square().sum() * 0 + 1), fp32=True)(PLAIN)
 row(
     "loss over two calls of the model", **loss(lambda m, x: (m(x) - m(2 * x)).square().mean()), broken="compile backend"
 )(PLAIN)
 row(
-    "loss of several batch sizes",
-    calls=((X,), (X[:4],), (X[:3],), (X[:2],)),
-    **loss(lambda m, x: m(x).square().mean()),
-    builds=2,
-)(PLAIN)
-row(
     "loss of a dict",
     calls=(({"x": X},),) * 3,
     loss=lambda model: lambda m, batch: m(batch["x"]).square().mean(),
     doors=("step",),
-    builds=0,
-    broken="step",
+    step_breaks=0,
 )(PLAIN)
-row("rows of a mask in the loss", **loss(lambda m, x: m(x)[LABELS > 0].square().mean()))(PLAIN)
 
 
 def penalized(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -77,12 +63,6 @@ def penalized(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = m(x)
     (slope,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
     return y.square().mean() + (slope.norm(dim=1) - 1).square().mean()
-
-
-def hooked(m: Any, x: torch.Tensor) -> torch.Tensor:
-    y = m(x)
-    y.register_hook(lambda gradient: 2 * gradient)
-    return y.square().mean()
 
 
 def raising(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -93,16 +73,6 @@ def raising(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 def learned(model: Any) -> Any:
     spread = nn.Parameter(torch.zeros(4))
-
-    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return (torch.exp(-spread) * m(x).square().mean(0) + spread).sum()
-
-    loss_fn.beside = [spread]
-    return loss_fn
-
-
-def leaf(model: Any) -> Any:
-    spread = torch.zeros(4, requires_grad=True)
 
     def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
         return (torch.exp(-spread) * m(x).square().mean(0) + spread).sum()
@@ -142,7 +112,6 @@ class OfTrainer:
 
 
 row("parameter beside the model", loss=learned)(PLAIN)
-row("leaf tensor beside the model", loss=leaf)(PLAIN)
 row("module beside the model, in the loss", loss=criterion)(PLAIN)
 row("parameters of a trainer", loss=OfTrainer)(PLAIN)
 
@@ -185,29 +154,6 @@ def logging_loss(model: Any) -> Any:
         value = m(x).square().mean()
         model.losses.append(value.detach())
         return value
-
-    return loss_fn
-
-
-def noted(model: Any) -> Any:
-    model.log = {}
-
-    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        value = m(x).square().mean()
-        model.log["loss"] = value.detach()
-        return value
-
-    return loss_fn
-
-
-row("loss that is noted in a dict", loss=noted, builds=2)(PLAIN)
-row("counter in the loss", {"n": 0}, calls=((X,),) * 5, loss=lambda model: counting(model), builds=2)(PLAIN)
-
-
-def counting(model: Any) -> Any:
-    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        model.n += 1
-        return m(x).square().mean() * model.n
 
     return loss_fn
 

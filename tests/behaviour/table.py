@@ -92,17 +92,26 @@ class Net(nn.Module):
         self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
 
 
-def row(name: str, has: dict[str, Any] | None = None, **fields: Any) -> Callable[[Any], Any]:
+def row(
+    name: str, has: dict[str, Any] | None = None, *, breaks: Any = None, step_breaks: Any = None, **fields: Any
+) -> Callable[[Any], Any]:
     """Add a row.
 
     Args:
         name: of the row.
         has: attributes of the model, each model with its own.
+        breaks: most graphs that are built, by door or in all, where it is one graph through no door that trains.
+        step_breaks: the same where it is no one graph in a step alone.
         fields: of `Row`.
 
     Returns:
         What takes the forward function of a `Net`, each model with a class of its own, or a class of modules.
     """
+
+    if breaks is not None:
+        fields |= {"builds": breaks, "broken": "compile step backend"}
+    if step_breaks is not None:
+        fields |= {"builds": step_breaks, "broken": "step"}
 
     def add(given: Any) -> Any:
         def make() -> nn.Module:

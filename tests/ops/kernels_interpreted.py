@@ -12,31 +12,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreting import convert_as_devices_do
+from triton import language as tl
 from triton.runtime import interpreter
-from update_arguments import EVERY, NAMES, update_arguments
+from update_arguments import BY_NAME, EVERY, FLOATS, LOWS, NAMES, assert_same_bits, copies, update_arguments
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda import triton_kernels
 from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.cuda.pointer_tables import TableCache
+from amp_compiler.ops.cuda.stale_copies import DeviceCopies
 from amp_compiler.ops.update import operators as fused_update
-from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 
 assert fused_update
 OPS = torch.ops.amp_compiler
 BLOCK = kernels.BLOCK
 SIZES = (0, 1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLAGS = (False, True)
-
-
-def crossed(*columns):
-    """All combinations of values; quick is every second one, in which each pair of values of two columns is met."""
-    places = itertools.product(*(range(len(values)) for values in columns))
-    marks = [[pytest.mark.slow] * (sum(place) % 2) for place in places]
-    return [pytest.param(*values, marks=one) for values, one in zip(itertools.product(*columns), marks, strict=True)]
 
 
 def round_once(x, y, z):
@@ -52,43 +44,43 @@ def round_once(x, y, z):
 
 @pytest.fixture(autouse=True)
 def device_arithmetic(monkeypatch):
-    convert_as_devices_do(monkeypatch)
+    truncate, in_python = interpreter.InterpreterBuilder.cast_impl, interpreter._patch_lang_tensor
+
+    def cast(self, src, dst_type):
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy()
+            return interpreter.TensorHandle(rounded.view(np.uint16), tl.bfloat16)
+        return truncate(self, src, dst_type)
+
+    def numbers_in_python(tensor, scope):
+        in_python(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     def fma(self, x, y, z):
         with np.errstate(all="ignore"):
             return interpreter.TensorHandle(round_once(x.data, y.data, z.data), z.dtype.scalar)
 
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", numbers_in_python)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", cast)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+    monkeypatch.setattr(kernels, "TABLES", TableCache())
     with np.errstate(all="ignore"):
         yield
 
 
-def tensors(sizes, dtypes, make=torch.randn):
-    return [make(size).to(dtype) for size, dtype in zip(sizes, itertools.cycle(dtypes), strict=False)]
-
-
-def copies(value):
-    return [copies(item) for item in value] if isinstance(value, (list, tuple)) else clone(value)
-
-
-def clone(value):
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def assert_same_bits(first, second):
-    for a, b in zip(first, second, strict=True):
-        if isinstance(a, (list, tuple)):
-            assert_same_bits(a, b)
-        elif isinstance(a, torch.Tensor):
-            assert a.dtype == b.dtype and a.stride() == b.stride()
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(torch.signbit(a[a == 0]), torch.signbit(b[b == 0]))
+def given_to(name, sizes=SIZES, **options):
+    """The arguments of an update by the name of its operator, and what is to be set of its flags."""
+    one, low = BY_NAME[name.partition("_")[0]], name.endswith("_low")
+    flags = {flag: options.pop(flag) for flag in one.flags if flag in options}
+    if low:
+        options = {"mode": Storage.NEAREST, "weight": torch.bfloat16, **options}
+    return update_arguments(one, flags, sizes, **options)
 
 
 def by_kernel(name, arguments):
     """What runs on a device when the operator of that name is called there."""
-    ((optimizer, low),) = ((one, low) for one in FUSED for low in FLAGS if one.operator(low) == name)
-    kernels.update(optimizer, optimizer.bound(low, arguments))
+    one = BY_NAME[name.partition("_")[0]]
+    kernels.update(one, one.bound(name.endswith("_low"), arguments))
 
 
 def assert_both_agree(name, arguments):
@@ -100,90 +92,45 @@ def assert_both_agree(name, arguments):
     return given_
 
 
-def extras(weights, low_dtype, mode):
-    if mode is None:
-        return [weight.to(low_dtype) for weight in weights] if low_dtype else []
-    return [weight * 2**-9 for weight in weights] if mode == Storage.KAHAN else []
+def with_a_storage():
+    """Every optimizer with masters and, in turn, with one storage, in turn of each type; the others are slow."""
+    for place, ((one, flags), name) in enumerate(zip(EVERY, NAMES, strict=True)):
+        yield pytest.param(one, flags, {}, id=name)
+        for number, mode in enumerate(Storage):
+            marks = [pytest.mark.slow] * (number != place % len(Storage))
+            types = {"weight": LOWS[place // 3 % 2], "moment": FLOATS[(number + place // 3) % 3]}
+            yield pytest.param(one, flags, {"mode": mode, **types}, marks=marks, id=f"{name}-{mode.name}")
 
 
-def adam_arguments(sizes=SIZES, low_dtype=None, weight=torch.float32, moment=torch.float32, **options):
-    amsgrad, mode = options.get("amsgrad", False), options.get("mode")
-    weights = tensors(sizes, [weight])
-    largest = tensors(sizes, [moment], torch.rand) if amsgrad else []
-    extra = extras(weights, low_dtype, mode)
-    steps = [torch.tensor(float(i * i)) for i in range(len(sizes))]
-    rng = [] if mode is None else [torch.tensor([2**40 + 17, 5])]
-    rest = [0.999, 1e-8, options.get("decay", 0.1), options.get("l1", 0.0)]
-    hyper = torch.tensor([1e-2, options.get("beta1", 0.9), *rest], dtype=torch.float64)
-    grads = tensors(sizes, options.get("grads", FLOATS))
-    moments = [tensors(sizes, [moment]), tensors(sizes, [moment], torch.rand), largest]
-    flags = [amsgrad, options.get("maximize", False), options.get("decoupled", True)]
-    scalars = [hyper, torch.tensor(0.37), torch.tensor(options.get("skip", 0.0))]
-    return [weights, grads, *moments, extra, steps, *rng, *scalars, *([] if mode is None else [int(mode)]), *flags]
+@pytest.mark.parametrize(("one", "flags", "storage"), list(with_a_storage()))
+def test_every_fused_optimizer(one, flags, storage):
+    """With nothing but its description."""
+    given_ = update_arguments(one, flags, (0, 1, 7, BLOCK - 1, BLOCK + 1), more=0.1, **storage)
+    assert_both_agree(one.operator(low=bool(storage)), given_)
 
 
-def sgd_arguments(sizes=SIZES, low_dtype=None, weight=torch.float32, moment=torch.float32, **options):
-    mode, momentum = options.get("mode"), options.get("momentum", 0.9)
-    weights = tensors(sizes, [weight])
-    extra = extras(weights, low_dtype, mode)
-    rng = [] if mode is None else [torch.tensor([-3, 2**33 + 1])]
-    rest = [options.get("dampening", 0.0), options.get("decay", 0.0), options.get("l1", 0.0)]
-    hyper = torch.tensor([1e-2, momentum, *rest], dtype=torch.float64)
-    buffers = tensors(sizes, [moment]) if momentum else []
-    scalars = [hyper, torch.tensor(0.37), torch.tensor(options.get("skip", 0.0))]
-    flags = [options.get("nesterov", False), options.get("maximize", False)]
-    started = torch.tensor(options.get("started", 1.0))
-    grads = tensors(sizes, FLOATS)
-    return [weights, grads, buffers, extra, started, *rng, *scalars, *([] if mode is None else [int(mode)]), *flags]
+NUMBERS = [
+    ("adam_update", {"beta1": 0.3, "weight_decay": 0.0}),
+    ("adam_update", {"beta1": 0.5, "more": 0.1, "decoupled": True}),
+    ("adam_update", {"beta1": 0.0, "more": 0.1}),
+    ("adam_update_low", {"beta1": 0.5, "l1_decay": 0.02, "weight_decay": 0.0}),
+    ("sgd_update", {"l1_decay": 0.02}),
+    ("sgd_update", {"momentum": 0.9, "started": 0.0}),
+    ("sgd_update", {"momentum": 0.9, "more": 0.3, "started": 0.0, "maximize": True}),
+    ("sgd_update", {"momentum": 0.9, "nesterov": True}),
+    ("sgd_update_low", {"l1_decay": 0.02, "mode": Storage.KAHAN}),
+    ("sgd_update_low", {"momentum": 0.9, "weight_decay": 0.1, "mode": Storage.STOCHASTIC}),
+]
 
 
-@pytest.mark.parametrize("decoupled", FLAGS)
-@pytest.mark.parametrize(("beta1", "decay"), [(0.3, 0.0), (0.5, 0.1), (0.0, 0.1)])
-def test_adam_with_other_numbers(beta1, decay, decoupled):
-    assert_both_agree("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
-
-
-MOMENTA = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
-
-
-@pytest.mark.parametrize(("kind", "decay", "started"), crossed(MOMENTA, (0.0, 0.1), (0.0, 1.0)))
-def test_sgd(kind, decay, started):
-    momentum, dampening, nesterov = kind
-    options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    assert_both_agree(
-        "sgd_update",
-        sgd_arguments(decay=decay, maximize=bool(decay), started=started, low_dtype=torch.float16, **options),
-    )
-
-
-def test_no_decay_leaves_an_infinite_weight_as_it_is():
-    for name, make, options in (
-        ("adam_update", adam_arguments, {"decoupled": False}),
-        ("sgd_update", sgd_arguments, {}),
-    ):
-        arguments = make((4,), decay=0.0, **options)
-        arguments[0][0][1] = float("inf")
-        assert assert_both_agree(name, arguments)[0][0][1].isinf()
-
-
-@pytest.mark.parametrize(("mode", "decay", "maximize"), crossed((None, *Storage), (0.0, 0.1), FLAGS))
-def test_l1_decay(mode, decay, maximize):
-    weight, suffix = (torch.float32, "") if mode is None else (torch.bfloat16, "_low")
-    options = {"weight": weight, "mode": mode, "decay": decay, "maximize": maximize, "l1": 0.02}
-    cases = [(f"sgd_update{suffix}", sgd_arguments, {})]
-    cases += [(f"adam_update{suffix}", adam_arguments, {"decoupled": decoupled}) for decoupled in FLAGS]
-    for name, make, more in cases:
-        arguments = make((0, 5, BLOCK + 3), **options, **more)
-        arguments[0][1][:] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-30])
-        changed = assert_both_agree(name, arguments)
-        assert changed[0][2].isfinite().all() and not changed[0][1][:2].isnan().any()
-
-
-@pytest.mark.parametrize(("mode", "weight", "moment"), crossed(tuple(Storage), (torch.float16, torch.bfloat16), FLOATS))
-def test_weights_without_masters(mode, weight, moment):
-    sizes = (0, 1, 6, BLOCK, 2 * BLOCK + 9)
-    assert_both_agree("adam_update_low", adam_arguments(sizes, weight=weight, moment=moment, mode=mode, amsgrad=True))
-    assert_both_agree("sgd_update_low", sgd_arguments(sizes, weight=weight, moment=moment, mode=mode, decay=0.1))
+@pytest.mark.parametrize(("name", "numbers"), NUMBERS, ids=str)
+def test_other_numbers_and_odd_weights(name, numbers):
+    arguments = given_to(name, (0, 5, BLOCK + 3), **numbers)
+    arguments[0][1][:] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-30])
+    changed = assert_both_agree(name, arguments)
+    assert changed[0][2].isfinite().all() and not changed[0][1][[0, 1, 4]].isnan().any()
+    if not numbers.get("more") and not numbers.get("weight_decay"):  # no decay leaves an infinite weight as it is
+        assert changed[0][1][2:4].isinf().all()
 
 
 def test_stochastic_rounding_of_small_and_special_values():
@@ -199,8 +146,8 @@ def test_stochastic_rounding_of_small_and_special_values():
 @pytest.mark.parametrize(("dtype", "pull"), [(torch.float16, 65504.0), (torch.bfloat16, 0.002 * 3.39e38)])
 def test_what_outgrows_its_type_is_clipped(dtype, pull, mode):
     largest = torch.finfo(dtype).max
-    for name, make in (("adam_update_low", adam_arguments), ("sgd_update_low", sgd_arguments)):
-        arguments = make((BLOCK + 1,), weight=dtype, moment=dtype, mode=mode, momentum=1.0, beta1=0.0)
+    for name in ("adam_update_low", "sgd_update_low"):
+        arguments = given_to(name, (BLOCK + 1,), weight=dtype, moment=dtype, mode=mode, momentum=1.0, beta1=0.0)
         arguments[0][0][:4] = torch.tensor([largest, -largest, largest, 1.0])
         arguments[1][0] = torch.randn(BLOCK + 1)
         arguments[1][0][:4] = torch.tensor([-pull, pull, float("nan"), float("inf")])
@@ -213,23 +160,24 @@ def test_what_outgrows_its_type_is_clipped(dtype, pull, mode):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", [None, *Storage])
 def test_a_skipped_step_changes_nothing(bad, mode):
-    weight = torch.float32 if mode is None else torch.bfloat16
-    suffix = "" if mode is None else "_low"
-    for name, make in (("adam_update", adam_arguments), ("sgd_update", sgd_arguments)):
-        arguments = make((3, BLOCK + 1), weight=weight, mode=mode, skip=1.0, low_dtype=torch.float16, amsgrad=True)
+    options = {} if mode is None else {"mode": mode}
+    for name in ("adam_update", "sgd_update") if mode is None else ("adam_update_low", "sgd_update_low"):
+        arguments = given_to(name, (3, BLOCK + 1), skip=1.0, more=0.1, **options)
         arguments[1][1][:] = bad
         before = copies(arguments)
-        by_kernel(name + suffix, arguments)
+        by_kernel(name, arguments)
         assert_same_bits(before, arguments)
 
 
 PLACES = (None, 0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK)
 
 
-@pytest.mark.parametrize(("place", "bad"), crossed(PLACES, (float("nan"), float("inf"), -float("inf"))))
+@pytest.mark.parametrize(
+    ("place", "bad"), list(zip(PLACES, [float("nan"), float("inf"), -float("inf")] * 2, strict=True))
+)
 def test_grad_check(place, bad):
     sizes = (0, 1, kernels.CHECK_BLOCK - 1, kernels.CHECK_BLOCK, 2 * kernels.CHECK_BLOCK + 1, 5, 7)
-    grads = tensors(sizes, FLOATS)
+    grads = [torch.randn(size).to(kind) for size, kind in zip(sizes, itertools.cycle(FLOATS), strict=False)]
     if place is not None:
         grads[4][place] = bad
     inv_scale = torch.tensor(1 / 64)
@@ -247,12 +195,12 @@ def test_an_overflowing_norm_is_no_bad_gradient_and_nothing_is_an_input_too():
     assert norm.isinf() and nonfinite == 0 and flags.tolist() == [0]
     norm, nonfinite, flags = kernels.grad_check([], torch.tensor(1.0))
     assert norm == 0 and nonfinite == 0 and flags.shape == (0,)
-    assert_both_agree("adam_update", adam_arguments(()))
-    assert_both_agree("sgd_update", sgd_arguments(()))
+    for name in ("adam_update", "sgd_update"):
+        assert_both_agree(name, given_to(name, ()))
 
 
 def test_unaligned_storage():
-    arguments = adam_arguments((BLOCK + 5, 2 * BLOCK))
+    arguments = given_to("adam_update", (BLOCK + 5, 2 * BLOCK), amsgrad=True)
     for column in (0, 1, 2, 3):
         arguments[column] = [torch.cat([tensor[:1], tensor])[1:] for tensor in arguments[column]]
     expected = copies(arguments)
@@ -278,7 +226,7 @@ def test_offsets_beyond_32_bits():
     """A row that claims 2**32 + 5 elements, of which only the last block is worked on; its memory is a small buffer."""
     size = 2**32 + 5
     chunk = size // BLOCK
-    arguments = sgd_arguments((size - chunk * BLOCK,))
+    arguments = given_to("sgd_update", (size - chunk * BLOCK,), momentum=0.9)
     expected = copies(arguments)
     columns = [arguments[1], arguments[0], [], arguments[2]]
     group = TableCache().groups(columns, torch.device("cpu"), BLOCK)[0]
@@ -303,29 +251,16 @@ def test_one_unaligned_tensor_leaves_the_others_aligned():
     assert found == {(single, True): [0, 2], (single, False): [1], (half, True): [3, 4]}
 
 
-def test_tables_are_kept_for_the_same_tensors_only():
-    cache, device = TableCache(), torch.device("cpu")
-    grads = [torch.randn(5), torch.randn(3).half()]
-    first = cache.groups([grads], device, 4)
-    assert [group.types for group in first] == [(torch.float32,), (torch.float16,)]
-    assert first[0].blocks.tolist() == [0, 1]
-    assert cache.groups([grads], device, 4) is first
-    assert cache.groups([[grads[0][:4], grads[1]]], device, 4) is not first
-    for size in range(1, 200):
-        cache.groups([[torch.empty(size)]], device, 4)
-    assert len(cache._tables) <= 64
-
-
 def test_what_the_kernels_refuse():
-    arguments = sgd_arguments((6,))
+    arguments = given_to("sgd_update", (6,), momentum=0.9)
     arguments[2] = [torch.zeros(12)[::2]]
     with pytest.raises(LoweringError, match="strides"):
         by_kernel("sgd_update", arguments)
-    arguments = sgd_arguments((6,))
+    arguments = given_to("sgd_update", (6,), momentum=0.9)
     arguments[0] = [arguments[0][0].double()]
     with pytest.raises(LoweringError, match="float64"):
         by_kernel("sgd_update", arguments)
-    arguments = adam_arguments((6,))
+    arguments = given_to("adam_update", (6,))
     arguments[6] = [torch.tensor(0)]
     with pytest.raises(LoweringError, match="step count"):
         by_kernel("adam_update", arguments)
@@ -333,31 +268,56 @@ def test_what_the_kernels_refuse():
 
 @settings(max_examples=15, deadline=None, database=None, derandomize=True)
 @given(
+    case=st.sampled_from(EVERY),
     sizes=st.lists(st.integers(0, 2 * BLOCK + 2), min_size=1, max_size=4),
     exponent=st.integers(-30, 30),
-    options=st.fixed_dictionaries({name: st.booleans() for name in ("amsgrad", "maximize", "decoupled")}),
-    decay=st.sampled_from([0.0, 1e-3, 0.5]),
-    low_dtype=st.sampled_from([None, torch.float16, torch.bfloat16]),
+    more=st.sampled_from([0.0, 1e-3, 0.5]),
 )
-def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay, low_dtype):
-    """Every flag, storage and gradients of each type are met by `test_every_fused_optimizer`."""
-    arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, low_dtype=low_dtype, **options)
-    arguments[1] = [grad * 2.0**exponent for grad in arguments[1]]
-    assert_both_agree("adam_update", arguments)
+def test_any_sizes_and_magnitudes(case, sizes, exponent, more):
+    arguments = update_arguments(*case, sizes, more=more)
+    arguments[1] = [grad.float() * 2.0**exponent for grad in arguments[1]]
+    assert_both_agree(case[0].operator(low=False), arguments)
 
 
-def with_a_storage():
-    """Every optimizer with masters and, in turn, with one storage; the others are slow."""
-    for place, ((one, chosen), name) in enumerate(zip(EVERY, NAMES, strict=True)):
-        yield pytest.param(one, chosen, None, id=name)
-        for number, mode in enumerate(Storage):
-            marks = [pytest.mark.slow] * (number != place % len(Storage))
-            yield pytest.param(one, chosen, mode, marks=marks, id=f"{name}-{mode.name}")
+# ---- copies of weights in 16 bits that are compared with them
+
+COPIED = [(3,), (1024,), (1025,), (100, 77), (64, 65, 3, 3)]
 
 
-@pytest.mark.parametrize(("one", "chosen", "mode"), with_a_storage())
-def test_every_fused_optimizer(one, chosen, mode):
-    """With nothing but its description."""
-    weight = torch.float32 if mode is None else torch.bfloat16
-    given_ = update_arguments(one, chosen, (0, 1, 7, BLOCK - 1, BLOCK + 1), mode=mode, weight=weight, more=0.1)
-    assert_both_agree(one.operator(low=mode is not None), given_)
+def pair(shape, dtype):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight.view(-1)[:3] = torch.tensor([float("nan"), float("inf"), 1e30])
+    return weight, weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("takes", [False, True])
+def test_what_differs_is_brought_together(dtype, takes):
+    pairs = [pair(shape, dtype) for shape in COPIED]
+    copies = DeviceCopies(pairs, takes)
+    before = [(weight.clone(), low.clone()) for weight, low in pairs]
+    for turn in range(3):
+        copies.follow(turn)
+    assert copies.unread()() == []
+    for (weight, low), (old, old_low) in zip(pairs, before, strict=True):
+        assert torch.equal(weight.view(torch.int32), old.view(torch.int32))
+        assert torch.equal(low.view(torch.int16), old_low.view(torch.int16))
+    for place in (1, 3, 4):
+        weight, low = pairs[place]
+        (low if takes else weight).mul_(-1)
+    copies.follow(3)
+    assert copies.unread()() == [1, 3, 4]
+    for place, (weight, low) in enumerate(pairs):
+        assert torch.equal(weight.to(dtype).nan_to_num(5.0), low.nan_to_num(5.0)), place
+        sign = -1 if place in (1, 3, 4) else 1
+        wanted = before[place][1].float() if takes and sign < 0 else before[place][0]
+        assert torch.equal(weight.nan_to_num(5.0), (wanted * sign).nan_to_num(5.0)), place
+
+
+def test_every_element_is_looked_at_in_turn():
+    weight, low = pair((100, 77), torch.bfloat16)
+    copies = DeviceCopies([(weight, low)], False)
+    weight[99, 76] = 7.0
+    for turn in range(-(-7700 // 1024)):
+        copies.follow(turn)
+    assert float(low[99, 76]) == 7.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_update import hyper, number
+from update_arguments import hyper, number
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import update as cpu_update
@@ -126,17 +126,15 @@ def test_another_default_device_changes_nothing():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_what_cannot_be_done_to_a_gradient_with_rows_is_refused():
-    gradient = Product.zeros(4, 5).plus_rows(torch.randn(2, 5), torch.tensor([1, 1]), -1)
-    for change in (gradient.transposed, lambda: gradient.reshaped(20)):
-        with pytest.raises(LoweringError, match="with added rows cannot be"):
+def test_what_cannot_be_done_is_refused():
+    zeros, values = Product.zeros(4, 5), torch.randn(2, 5)
+    gradient = zeros.plus_rows(values, torch.tensor([1, 1]), -1)
+    for change, says in (
+        (gradient.transposed, "with added rows cannot be"),
+        (lambda: gradient.reshaped(20), "with added rows cannot be"),
+        (lambda: zeros.plus_rows(values[:1], torch.tensor([1, 1]), -1), "1 rows of values are added at 2 places"),
+        (lambda: zeros.plus_rows(values, torch.tensor([0, 4]), -1), r"places 0 to 4 .* 4 rows"),
+        (lambda: zeros.plus_rows(values, torch.tensor([1, -5]), -1), r"places -1 to 1 .* 4 rows"),
+    ):
+        with pytest.raises(LoweringError, match=says):
             change()
-    with pytest.raises(LoweringError, match="1 rows of values are added at 2 places"):
-        Product.zeros(4, 5).plus_rows(torch.randn(1, 5), torch.tensor([1, 1]), -1)
-
-
-def test_places_outside_of_the_table_are_refused():
-    with pytest.raises(LoweringError, match=r"places 0 to 4 .* 4 rows"):
-        Product.zeros(4, 5).plus_rows(torch.randn(3, 5), torch.tensor([0, 4, 1]), -1)
-    with pytest.raises(LoweringError, match=r"places -1 to 1 .* 4 rows"):
-        Product.zeros(4, 5).plus_rows(torch.randn(2, 5), torch.tensor([1, -5]), -1)

@@ -40,6 +40,7 @@ def in_block(tensor, memory):
     return storage(tensor) == storage(memory._block)
 
 
+@settings(deadline=None)
 @given(TIMES)
 @example([])
 def test_buffers_that_are_in_use_together_do_not_overlap(times):

@@ -1,11 +1,15 @@
-"""The native CPU updates against their reference, bit for bit, around block boundaries, in every mix of types."""
+"""What surrounds the native loops of the updates on a CPU; what they compute is held in `test_fused_optimizers.py`."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_arguments import BY_NAME, FLOATS, assert_same_bits, hyper, number
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import build as cpu_build
@@ -13,89 +17,22 @@ from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update import reference
 from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
-from amp_compiler.ops.update.operators import FUSED
 
 BLOCK = 16384  # kRun in cpu_pieces.h
 SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-LOWS = (torch.float16, torch.bfloat16)
-FLAGS = st.booleans()
 
 pytestmark = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
 
 
-def tensors(dtypes=(torch.float32,), scale=1.0):
-    return [(scale * torch.randn(size)).to(dtype) for size, dtype in zip(SIZES, itertools.cycle(dtypes), strict=False)]
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def hyper(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def clone(value):
-    if isinstance(value, list):
-        return [item.clone() for item in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def same(first, second):
-    """Equal bits, with any NaN equal to any other."""
-    return first.dtype == second.dtype and torch.equal(first.isnan(), second.isnan()) and torch.equal(
-        first.nan_to_num(0.5), second.nan_to_num(0.5)
-    )  # fmt: skip
+def gradients():
+    torch.manual_seed(0)
+    return [torch.randn(size).to(dtype) for size, dtype in zip(SIZES, itertools.cycle(FLOATS), strict=False)]
 
 
 def by_reference(name, arguments):
     """The update in torch calls, with the square root that all kernels are held to."""
-    (optimizer,) = (one for one in FUSED if one.operator(low=False) == name)
+    optimizer = BY_NAME[name.partition("_")[0]]
     reference.update(optimizer, optimizer.bound(False, arguments), exact_sqrt)
-
-
-def assert_alike(name, arguments):
-    mine, theirs = clone_all(arguments), clone_all(arguments)
-    cpu_update.FUNCTIONS[name](*mine)
-    if not float(arguments[-4 if name == "adam_update" else -3]):
-        by_reference(name, theirs)
-    for a, b in zip(mine, theirs, strict=True):
-        if isinstance(a, list):
-            assert all(same(x, y) for x, y in zip(a, b, strict=True))
-        elif isinstance(a, torch.Tensor):
-            assert same(a, b)
-
-
-def clone_all(arguments):
-    return [clone(argument) for argument in arguments]
-
-
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@given(
-    amsgrad=FLAGS,
-    maximize=FLAGS,
-    decoupled=FLAGS,
-    low_weights=st.booleans(),
-    step=st.sampled_from([0.0, 1.0, 999.0]),
-    beta1=st.sampled_from([0.0, 0.5, 0.9]),
-    decay=st.sampled_from([0.0, 0.1]),
-    l1=st.sampled_from([0.0, 0.01]),
-    skip=st.sampled_from([0.0, 0.0, 1.0]),
-    seed=st.integers(0, 99),
-)
-def test_adam_is_bit_equal_to_its_reference(
-    amsgrad, maximize, decoupled, low_weights, step, beta1, decay, l1, skip, seed
-):
-    torch.manual_seed(seed)
-    weights, seconds = tensors(), [tensor.square() for tensor in tensors()]
-    arguments = [
-        weights, tensors(FLOATS, 100.0), tensors(), seconds, [s * 1.1 for s in seconds] if amsgrad else [],
-        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if low_weights else [],
-        [number(step) for _ in weights], hyper(1e-2, beta1, 0.999, 1e-8, decay, l1), number(0.013), number(skip),
-        amsgrad, maximize, decoupled,
-    ]  # fmt: skip
-    assert_alike("adam_update", arguments)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -113,68 +50,12 @@ def test_numbers_of_one_step_are_bit_equal_to_those_of_many(steps, lr, beta1, be
     given_ = ADAM.bound(False, [[]] * 6 + [steps, given_, number(1.0), number(0.0), False, False, False])
     mine = torch.from_numpy(cpu_update._step_numbers(ADAM, given_))[0]
     for row in reference.step_numbers(ADAM, steps, given_.hyper):
-        assert same(mine, row) and torch.equal(mine[~mine.isnan()].signbit(), row[~row.isnan()].signbit())
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_parameters_of_different_ages_are_updated_as_in_the_reference(amsgrad):
-    torch.manual_seed(0)
-    weights, seconds = tensors(), [tensor.square() for tensor in tensors()]
-    ages = [3.0, 0.0, 999.0, 3.0, 1.0, 0.0, 12345.0]
-    arguments = [
-        weights, tensors(FLOATS, 100.0), tensors(), seconds, [s * 1.1 for s in seconds] if amsgrad else [], [],
-        [number(age) for age in ages], hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), number(0.013), number(0.0),
-        amsgrad, False, True,
-    ]  # fmt: skip
-    assert_alike("adam_update", arguments)
-
-
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@given(
-    momentum=st.sampled_from([None, 0.5, 0.9]),
-    dampening=st.sampled_from([0.0, 0.3]),
-    decay=st.sampled_from([0.0, 0.1]),
-    l1=st.sampled_from([0.0, 0.01]),
-    started=st.sampled_from([0.0, 1.0]),
-    skip=st.sampled_from([0.0, 0.0, 1.0]),
-    low_weights=st.booleans(),
-    nesterov=FLAGS,
-    maximize=FLAGS,
-    seed=st.integers(0, 99),
-)
-def test_sgd_is_bit_equal_to_its_reference(
-    momentum, dampening, decay, l1, started, skip, low_weights, nesterov, maximize, seed
-):
-    torch.manual_seed(seed)
-    weights = tensors()
-    arguments = [
-        weights, tensors(FLOATS, 100.0), tensors() if momentum else [],
-        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if low_weights else [], number(started),
-        hyper(1e-2, momentum or 0.0, dampening, decay, l1), number(0.013), number(skip),
-        bool(momentum) and nesterov, maximize,
-    ]  # fmt: skip
-    assert_alike("sgd_update", arguments)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38, 1e-42, -0.0])
-def test_odd_values_come_out_as_in_the_reference(value):
-    torch.manual_seed(0)
-    weights, grads = tensors(), tensors(FLOATS)
-    for tensor in (*weights, *grads):
-        if tensor.numel():
-            tensor[0] = value
-    arguments = [
-        weights, grads, tensors(), [t.square() for t in tensors()], [],
-        [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)], [number(3.0) for _ in weights],
-        hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0), number(1.0), number(0.0), False, False, True,
-    ]  # fmt: skip
-    assert_alike("adam_update", arguments)
+        assert_same_bits(mine, row)
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
 def test_the_check_finds_the_tensor_and_the_norm(bad):
-    torch.manual_seed(0)
-    grads = tensors(FLOATS)
+    grads = gradients()
     if bad is not None:
         grads[5][BLOCK] = bad  # the only element of its second block
     norm, nonfinite, flags = cpu_update.grad_check(grads, number(0.25))
@@ -187,8 +68,7 @@ def test_the_check_finds_the_tensor_and_the_norm(bad):
 
 
 def test_the_norm_is_the_same_for_any_number_of_threads():
-    torch.manual_seed(0)
-    grads, before = tensors(FLOATS), torch.get_num_threads()
+    grads, before = gradients(), torch.get_num_threads()
     try:
         norms = []
         for threads in (1, 2, 3):
@@ -260,16 +140,8 @@ def test_memory_that_comes_back_as_another_type_or_layout_is_not_taken_for_the_o
     weights, memory = [torch.randn(4, 6)], torch.zeros(4, 6, dtype=torch.int16)
     for low in (torch.float16, torch.bfloat16):
         low_weights = [memory.view(low)]
-        arguments = (
-            weights,
-            [torch.ones(4, 6)],
-            [],
-            low_weights,
-            number(1.0),
-            hyper(0.1, 0, 0, 0, 0),
-            number(1.0),
-            number(0.0),
-        )
+        numbers = (number(1.0), hyper(0.1, 0, 0, 0, 0), number(1.0), number(0.0))
+        arguments = (weights, [torch.ones(4, 6)], [], low_weights, *numbers)
         cpu_update.FUNCTIONS["sgd_update"](*arguments, False, False)
         assert torch.equal(low_weights[0], weights[0].to(low))
     turned = [weights[0].as_strided((4, 6), (1, 4))]
@@ -291,3 +163,20 @@ def test_a_compiler_with_arguments_and_a_user_without_a_name(monkeypatch, tmp_pa
     monkeypatch.setenv("CXX", f"env {compiler} -DEXTRA=1")
     assert cpu_build.library.__wrapped__() is not None
     assert [path.suffix for folder in tmp_path.iterdir() for path in folder.iterdir()] == [".so"]
+
+
+def test_of_those_that_ask_together_one_compiles(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
+    compiled = []
+
+    def compile_slowly(command, **options):
+        compiled.append(command)
+        time.sleep(0.2)
+        Path(command[-1]).write_text("library")
+
+    monkeypatch.setattr(cpu_build.subprocess, "run", compile_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        made = list(pool.map(lambda _: cpu_build._built(["g++"], {"a.cpp": ""}), range(3)))
+    assert len(compiled) == 1 and len(set(made)) == 1
+    assert made[0].read_text() == "library"
+    assert cpu_build._built(["g++"], {"a.cpp": "other"}) != made[0] and len(compiled) == 2

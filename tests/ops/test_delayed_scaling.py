@@ -164,12 +164,13 @@ def test_batches_that_are_gathered_are_remembered_each() -> None:
 
 
 @pytest.mark.compiles
-def test_a_compiled_step_keeps_the_same() -> None:
+@pytest.mark.parametrize("preset", ["fp8-delayed", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_compiled_step_keeps_the_same(preset: str) -> None:
     kept, losses = [], []
     for backend in ("eager", "inductor"):
-        step = step_of(Product(), "fp8-delayed", backend=backend)
+        step = step_of(Product(), preset, backend=backend)
         losses.append([float(step(gradient.float())) for gradient in gradients(4)])
-        kept.append(step.state_dict()["amp_compiler"]["amaxes"]["layer:0"])
+        kept.append(list(step.state_dict()["amp_compiler"].get("amaxes", {}).values()))
     np.testing.assert_allclose(*kept, rtol=0.01)
     np.testing.assert_allclose(*losses, rtol=0.02)
 
@@ -190,13 +191,6 @@ def test_what_remembers_nothing_is_refused() -> None:
 
     with pytest.raises(amp.AmpError, match=r"a product in teacher has delayed scaling, and no gradient"):
         step_of(Detached(), "fp8-delayed")(torch.ones(2, 32))
-
-
-def test_a_second_derivative_and_a_wrong_history_are_refused() -> None:
-    with pytest.raises(amp.AmpError, match="history is for scaling: delayed"):
-        step_of(Product(), {"scaling": "rowwise", "history": 2})(gradients(1)[0])
-    with pytest.raises(amp.AmpError, match="greater than or equal to 1"):
-        step_of(Product(), {"scaling": "delayed", "history": 0})(gradients(1)[0])
 
 
 @pytest.mark.parametrize("larger", ["operand", "gradient"])

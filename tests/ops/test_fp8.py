@@ -62,7 +62,7 @@ def expected(x: np.ndarray, dtype: torch.dtype, way: Fp8, axis: int) -> np.ndarr
     return rounded_by_numpy(np.float32(x * scale).astype(np.float64), dtype).astype(np.float32) / scale
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["tensorwise", "rowwise", "mx"]), st.booleans(), st.sampled_from(list(FORMATS)), st.data())
 def test_operands_are_rounded_as_the_formats_say(
     scaling: Any, power_of_2: bool, dtype: torch.dtype, data: st.DataObject
@@ -101,6 +101,7 @@ RECIPES = {
     "tensorwise": "fp8",
     "rowwise": {"scaling": "rowwise"},
     "rowwise_with_gw_hp": {"scaling": "rowwise", "weight_gradient": "low"},
+    "gradients of 16 bits": "fp8",
 }
 
 
@@ -112,23 +113,25 @@ def product(left: Any, right: Any) -> Any:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_and_its_gradients_are_products_of_the_rounded_operands(recipe: str) -> None:
     """The recipes of torchao's float8 training, from their definitions; `tests/frameworks` compares with torchao."""
-    way = Fp8() if recipe == "tensorwise" else Fp8("e4m3", "rowwise", True)
-    narrow, incoming = torch.float8_e4m3fn, torch.float8_e5m2 if recipe == "tensorwise" else torch.float8_e4m3fn
+    low = recipe == "gradients of 16 bits"
+    way = Fp8("e4m3", "rowwise", True) if "rowwise" in recipe else Fp8()
+    narrow, incoming = torch.float8_e4m3fn, torch.float8_e4m3fn if "rowwise" in recipe else torch.float8_e5m2
     x, w, g = (torch.randn(shape, generator=GENERATOR).bfloat16() for shape in ((24, 64), (48, 64), (24, 48)))
     model, given_x = nn.Linear(64, 48), x.float().requires_grad_()
     with torch.no_grad():
         model.weight.copy_(w)
         model.bias.copy_(torch.arange(48.0))
-    compiled = amp.compile(model, rules=rules(RECIPES[recipe]), dtype="bf16", backend="eager")
+    asked = rules(RECIPES[recipe], **({"backward": {"math": "fp32"}} if low else {}))
+    compiled = amp.compile(model, rules=asked, dtype="bf16", backend="eager")
     result = compiled(given_x)
     result.backward(g.float())
     x_n, w_n, g_n = (one.float().numpy() for one in (x, w, g))
     wanted = product(expected(x_n, narrow, way, 1), expected(w_n, narrow, way, 1).T) + torch.arange(48.0).bfloat16()
     assert torch.equal(result, wanted.float())
     over = Fp8("e4m3", "tensorwise", True) if recipe == "rowwise_with_gw_hp" else way
-    to_input = product(expected(g_n, incoming, way, 1), expected(w_n, narrow, over, 0))
+    to_input = g @ w if low else product(expected(g_n, incoming, way, 1), expected(w_n, narrow, over, 0))
     assert torch.equal(given_x.grad, to_input.float())
-    if recipe == "rowwise_with_gw_hp":
+    if low or recipe == "rowwise_with_gw_hp":
         to_weight = g.t() @ x
     else:
         to_weight = product(expected(g_n, incoming, way, 0).T, expected(x_n, narrow, way, 0))
@@ -199,19 +202,6 @@ def test_what_does_not_fit_stays_in_16_bits_with_the_reason_or_is_refused() -> N
     assert all("its gradients are FP32" in node.reason for node in wide.nodes if node.op == "aten.linear")
 
 
-def test_gradients_of_16_bits_behind_fp8_products() -> None:
-    model, x = Mlp(), torch.randn(8, 64).bfloat16().float()
-    compiled = amp.compile(model, rules=rules("fp8", backward={"math": "fp32"}), dtype="bf16", backend="eager")
-    compiled(x).sum().backward()
-    ours = [one.grad.clone() for one in model.parameters()]  # type: ignore[union-attr]
-    # The last layer's gradient is a product of 16-bit operands: of what the layer before gave, and of ones.
-    fp8 = amp.compile(Mlp(), rules=rules("fp8"), dtype="bf16", backend="eager")
-    fp8(x).sum().backward()
-    theirs = [one.grad for one in fp8.parameters()]
-    assert not torch.equal(ours[-1], theirs[-1])
-    torch.testing.assert_close(ours[-1], theirs[-1], rtol=0.1, atol=0.05)
-
-
 @pytest.mark.parametrize(
     ("math", "said"),
     [
@@ -219,6 +209,8 @@ def test_gradients_of_16_bits_behind_fp8_products() -> None:
         ({"scaling": "columnwise"}, "tensorwise"),
         ({"power_of_2": "yes"}, "bool"),
         ({"history": 16}, "history"),
+        ({"scaling": "rowwise", "history": 2}, "history is for scaling: delayed"),
+        ({"scaling": "delayed", "history": 0}, "greater than or equal to 1"),
         ("fp4", "fp4"),
     ],
 )
@@ -227,25 +219,11 @@ def test_words_that_are_none_are_refused_where_they_stand(math: Any, said: str) 
         amp.explain(nn.Linear(16, 16), torch.randn(2, 16), rules=rules(math))
 
 
+@settings(deadline=None)
 @given(st.builds(Fp8, power_of_2=st.booleans()))
 def test_a_plan_reads_back_what_it_writes(way: Fp8) -> None:
     assert Fp8.parse(way.short) == way
     assert Fp8.parse(way.short.replace("fp8(", "fp4(")) is None
-
-
-@pytest.mark.slow  # with delayed scaling one is compiled by default
-@pytest.mark.compiles
-def test_a_compiled_step_is_near_one_that_runs_node_by_node() -> None:
-    losses = []
-    for backend in ("eager", "inductor"):
-        model = Mlp()
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        step = amp.training_step(
-            model, lambda m, x: m(x).square().mean(), optimizer, rules=rules("fp8"), dtype="bf16", backend=backend
-        )
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
-        losses.append([float(step(x)) for _ in range(4)])
-    np.testing.assert_allclose(*losses, rtol=0.02)
 
 
 def test_an_export_takes_it_with_calibration() -> None:

@@ -5,11 +5,12 @@ The Triton kernels stand in `kernels_interpreted.py`, with the same arguments.
 
 from __future__ import annotations
 
-import copy
+import functools
 
 import pytest
 import torch
-from update_arguments import EVERY, NAMES, tensors_of, update_arguments
+from toys import plain_step
+from update_arguments import EVERY, NAMES, assert_same_bits, copies, update_arguments
 
 import amp_compiler as amp
 from amp_compiler.errors import LoweringError
@@ -20,43 +21,68 @@ from amp_compiler.ops.update.fused import FusedOptimizer, State
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.sgd import SGD
 
-SIZES = (0, 1, 7, 16383, 16384, 16385)  # around kRun in chunks.h
+SIZES = (0, 1, 7, 16383, 16384, 16385, 3 * 16384 + 5)  # around kRun in chunks.h
 
 
-@pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
-@pytest.mark.parametrize("more", [0.0, 0.1])
-@pytest.mark.parametrize(("one", "flags"), EVERY, ids=NAMES)
-def test_the_loop_gives_the_bits_of_the_formula(one, flags, more):
-    given = update_arguments(one, flags, SIZES, more=more)
-    expected, before = copy.deepcopy(given), copy.deepcopy(given)
+NUMBERS = [
+    {"beta1": 0.5, "started": 0.0, "step": 0.0},
+    {"beta1": 0.0, "more": 0.1},
+    {"momentum": 0.9, "started": 0.0, "weight_decay": 0.1, "step": 999.0},
+    {"more": 0.1, "skip": 1.0},
+]
+needs_loops = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
+
+
+def run_by_loop(one, given):
+    """Leaves the bits of the formula."""
+    expected = copies(given)
     reference.update(one, one.bound(False, expected), exact_sqrt)
     cpu_update.update(one, one.bound(False, given))
-    assert all(map(torch.equal, tensors_of(given), tensors_of(expected)))
-    assert not all(map(torch.equal, tensors_of(given), tensors_of(before)))
+    assert_same_bits(given, expected)
+
+
+@needs_loops
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
+@pytest.mark.parametrize(("one", "flags"), EVERY, ids=NAMES)
+def test_the_loop_gives_the_bits_of_the_formula(one, flags, numbers):
+    given = update_arguments(one, flags, SIZES, **numbers)
+    before = copies(given)
+    if "skip" in numbers:
+        cpu_update.update(one, one.bound(False, given))
+        assert_same_bits(given, before)
+        return
+    run_by_loop(one, given)
+    assert not any(map(torch.equal, given[0][1:], before[0][1:]))
+
+
+@needs_loops
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38, 1e-42, -0.0])
+@pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
+def test_odd_values_come_out_as_of_the_formula(one, value):
+    given = update_arguments(one, {}, SIZES, more=0.1, coef=1.0)
+    for tensor in (*given[0][1:], *given[1][1:]):
+        tensor[0] = value
+    run_by_loop(one, given)
 
 
 @pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
 def test_a_step_trains_as_torch_does(one):
     """Eagerly, in FP32: what differs is the square root, which is correctly rounded here."""
-    found = []
+    found, x = [], torch.linspace(-1, 1, 20).reshape(4, 5)
+
+    def loss_of(module, batch):
+        return module(batch).square().mean()
+
     for fused in (True, False):
         torch.manual_seed(0)
         model = torch.nn.Linear(5, 3)
         optimizer = one.classes[0](model.parameters(), lr=0.05, foreach=False)
-        x = torch.linspace(-1, 1, 20).reshape(4, 5)
-
-        def loss_of(module, batch):
-            return module(batch).square().mean()
-
-        step = amp.training_step(model, loss_of, optimizer, enabled=False, backend="eager") if fused else None
+        step = functools.partial(plain_step, model, loss_of, optimizer)
+        if fused:
+            step = amp.training_step(model, loss_of, optimizer, enabled=False, backend="eager")
         for _ in range(4):
-            if step is not None:
-                step(x)
-            else:
-                optimizer.zero_grad()
-                loss_of(model, x).backward()
-                optimizer.step()
-        if step is not None:
+            step(x)
+        if fused:
             assert f"amp_compiler.{one.operator(low=False)}.default" in step.stages["fuse_update"].text
         found.append([parameter.detach() for parameter in model.parameters()])
     for mine, theirs in zip(*found, strict=True):

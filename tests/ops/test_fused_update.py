@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
+from update_arguments import assert_same_bits, copies, hyper, number, update_arguments
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.update import formulas as update_math
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update import rounding
-from amp_compiler.ops.update.operators import decomposition
+from amp_compiler.ops.update.operators import COMMIT, FUSED, commit, decomposition
 from amp_compiler.ops.update.rounding import Storage
 
 assert fused_update
@@ -28,14 +29,6 @@ def parameters(seed=0):
 
 def zeros(like):
     return [torch.zeros_like(tensor) for tensor in like]
-
-
-def hyper(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float32)
 
 
 def train(optimizer, weights, steps):
@@ -169,30 +162,14 @@ def test_scaling_by_a_power_of_two_changes_no_bit():
 def every_update(skip, bad=None):
     """Arguments for each update operator, by name, over weights of several shapes."""
     found = {}
-    for name in ("adam_update", "sgd_update", "adam_update_low", "sgd_update_low"):
-        low = name.endswith("_low")
-        weights = [w.bfloat16() if low else w for w in parameters()]
-        grads = [torch.randn_like(w).half() for w in parameters()]
-        if bad is not None:
-            grads[1][0, 0] = bad
-        extras = [w * 2**-9 for w in weights] if low else [torch.randn_like(w).bfloat16() for w in weights]
-        moments = [parameters(1), [w.abs() for w in parameters(2)], [w.abs() for w in parameters(3)]]
-        rng, mode = ([torch.tensor([7, 3])], [int(Storage.KAHAN)]) if low else ([], [])
-        scalars = [number(0.5), number(skip)]
-        if name.startswith("adam"):
-            steps = [number(i) for i in range(len(weights))]
-            numbers = [hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), *scalars]
-            found[name] = [weights, grads, *moments, extras, steps, *rng, *numbers, *mode, True, False, True]
-        else:
-            numbers = [hyper(1e-2, 0.9, 0.1, 0.1, 0.01), *scalars]
-            found[name] = [weights, grads, moments[0], extras, number(0), *rng, *numbers, *mode, False, True]
+    for one in FUSED:
+        for storage in ({}, {"mode": Storage.KAHAN, "weight": torch.bfloat16}):
+            flags = dict.fromkeys(one.flags, True) | {"nesterov": False, "maximize": one.name == "sgd"}
+            given_ = update_arguments(one, flags, SHAPES, more=0.1, skip=skip, started=0.0, **storage)
+            if bad is not None:
+                given_[1][1][0, 0] = bad
+            found[one.operator(low=bool(storage))] = given_
     return found
-
-
-def copies(value):
-    if isinstance(value, list):
-        return [copies(item) for item in value]
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def leaves(value):
@@ -204,13 +181,9 @@ def leaves(value):
 def test_a_skipped_step_changes_nothing(form, bad):
     for name, arguments in every_update(skip=1.0, bad=bad).items():
         operator = getattr(OPS, name).default
-        if form == "decomposition" and not name.endswith("_low"):
-            arguments[5 if name.startswith("adam") else 3] = [w.bfloat16() for w in arguments[0]]
         before = copies(arguments)
         (operator if form == "operator" else decomposition(operator))(*arguments)
-        for old, new in zip(leaves(before), leaves(arguments), strict=True):
-            if isinstance(old, torch.Tensor):
-                torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+        assert_same_bits(before, arguments)
 
 
 def test_the_decomposition_can_be_traced_and_does_the_same():
@@ -255,16 +228,8 @@ def test_grad_check(bad):
     assert nonfinite == float(bad is not None) and flags.dtype is torch.uint8
     assert flags.tolist() == [0, int(bad is not None), 0, 0]
     torch.library.opcheck(OPS.grad_check.default, (grads, number(0.5)), test_utils=("test_schema", "test_faketensor"))
-
-
-def test_a_norm_that_overflows_does_not_count_as_a_non_finite_gradient():
     norm, nonfinite, _ = OPS.grad_check([torch.full((4,), 3e38)], number(1))
-    assert norm.isinf() and nonfinite == 0
-
-
-def test_grad_check_of_nothing():
-    norm, nonfinite, flags = OPS.grad_check([], number(1))
-    assert norm == 0 and nonfinite == 0 and flags.shape == (0,)
+    assert norm.isinf() and nonfinite == 0, "a norm that overflows is no gradient that is not finite"
 
 
 def test_the_exact_square_root():
@@ -285,3 +250,24 @@ def test_wrong_arguments_are_named():
         OPS.sgd_update([torch.ones(2)], [torch.ones(2)], [], [], *few)
     with pytest.raises(LoweringError, match="stochastically"):
         rounding.dropped_bits(torch.float32)
+
+
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+@pytest.mark.parametrize("run", [COMMIT, commit], ids=["operator", "traceable"])
+def test_writes_are_all_committed_or_none(run, skip):
+    targets = [torch.zeros(3), torch.zeros((), dtype=torch.int64)]
+    run(torch.tensor(skip), targets, [torch.ones(3), torch.tensor(7)])
+    assert targets[0].tolist() == [1.0 - skip] * 3
+    assert targets[1].item() == (0 if skip else 7)
+
+
+def test_nan_is_not_committed_where_the_step_is_skipped():
+    target = torch.ones(2)
+    commit(torch.tensor(1.0), [target], [torch.full((2,), float("nan"))])
+    assert target.tolist() == [1.0, 1.0]
+
+
+def test_a_commit_opens_into_a_choice_and_a_copy():
+    traced = make_fx(decomposition(COMMIT), tracing_mode="fake")(torch.zeros(()), [torch.zeros(3)], [torch.ones(3)])
+    targets = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.ne.Scalar", "aten.where.self", "aten.copy_.default"]

@@ -45,35 +45,16 @@ def run_python(arguments, **environment):
 def test_under_the_interpreter(which, tmp_path):
     pytest.importorskip("triton")
     options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which]
-    arguments = ["-m", "pytest", *options, "kernels_interpreted.py", "stale_copies_interpreted.py"]
+    arguments = ["-m", "pytest", *options, "kernels_interpreted.py"]
     done = run_python(arguments, TRITON_INTERPRET="1", HYPOTHESIS_STORAGE_DIRECTORY=str(tmp_path))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= (40 if which == "slow" else 90)
+    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= (24 if which == "slow" else 60)
 
 
 @pytest.mark.long
 def test_the_module_imports_without_triton():
     done = run_python(["-c", WITHOUT_TRITON])
     assert done.returncode == 0, done.stderr
-
-
-def compile_kernel(kernel, signature, constants, capability, aligned=(), **options):
-    """Compile one kernel for a device that need not be there.
-
-    Returns:
-        The PTX, and what ptxas says about it.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
-    source = ASTSource(kernel, types, values, known)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["ptx"]
 
 
 def ptxas_report(ptx, folder):
@@ -126,57 +107,37 @@ KERNELS = {
 
 
 def compiled_ptx(name, capability):
+    """The PTX of a kernel for a device that need not be there."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter has taken the compiler's place")
+    import triton
     import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
     from amp_compiler.ops.cuda import triton_kernels
 
     kernel, signature, constants = KERNELS[name]
-    options, block = {
-        "check_kernel": (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK),
-    }.get(kernel, (kernels._OPTIONS, kernels.BLOCK))
+    checks = kernel == "check_kernel"
+    options, block = (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK) if checks else (kernels._OPTIONS, kernels.BLOCK)
     function = getattr(triton_kernels, kernel)
-    if "BLOCK" in function.arg_names:
-        constants = {"BLOCK": block, **constants}
-    options = {**options, **{key: value for key, value in constants.items() if key not in function.arg_names}}
-    constants = {key: value for key, value in constants.items() if key in function.arg_names}
-    values = {key: getattr(tl, value) if isinstance(value, str) else value for key, value in constants.items()}
-    values = {key: value for key, value in values.items() if key not in signature}
-    return compile_kernel(function, signature, values, capability, **options)
+    names = function.arg_names
+    options = {**options, **{key: value for key, value in constants.items() if key not in names}}
+    constants = {key: value for key, value in {"BLOCK": block, **constants}.items() if key in names}
+    values = {
+        (names.index(key),): getattr(tl, value) if isinstance(value, str) else value
+        for key, value in constants.items()
+        if key not in signature
+    }
+    known = {(names.index(key),): [["tt.divisibility", 16]] for key, kind in signature.items() if kind.startswith("*")}
+    source = ASTSource(function, {key: signature.get(key, "constexpr") for key in names}, values, known)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
 NEWER = ("adam, all options, unaligned", "sgd, stochastic", "check")  # the largest of each
-
-
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        pytest.param(name, capability, marks=[pytest.mark.slow] * (capability == 90 and name not in NEWER))
-        for name in KERNELS
-        for capability in (80, 90)
-    ],
-)
-def test_compiled_without_spills(name, capability, tmp_path):
-    report = ptxas_report(compiled_ptx(name, capability), tmp_path)
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
-    registers = int(re.search(r"Used (\d+) registers", report)[1])
-    assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
-
-
-@pytest.mark.parametrize("name", ["adam", "adam, all options, unaligned", "adam, Kahan", "sgd", "check"])
-def test_the_machine_code_rounds_as_the_reference_does(name):
-    ptx = compiled_ptx(name, 80)
-    assert not re.search(r"div\.full|sqrt\.approx|rsqrt|\.ftz", ptx)
-    # Contraction is off: an fma stands only where the kernel asks for one, and two blocks of code ask for each.
-    expected = {"adam": 3, "adam, all options, unaligned": 4, "adam, Kahan": 3, "sgd": 4, "check": 0}[name]
-    per_thread = 1024 // 128
-    assert len(re.findall(r"fma\.rn\.f32", ptx)) == expected * 2 * per_thread
-    if "sgd" not in name and name != "check":
-        assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
-
-
+PER_THREAD = 1024 // 128  # elements
+FMAS = {"adam": 3, "adam, all options, unaligned": 4, "adam, Kahan": 3, "sgd": 4, "check": 0}
 # For every column of a full block: bytes of an element, and whether it is read and written.
 COLUMNS = {
     "adam": {"gradient": (2, 1, 0), "weight": (4, 1, 1), "copy": (2, 0, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
@@ -187,15 +148,36 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
-@pytest.mark.parametrize("name", COLUMNS)
-def test_full_blocks_load_and_store_4_elements_of_every_column_and_share_none_between_warps(name, capability):
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        pytest.param(name, capability, marks=[pytest.mark.slow] * (capability == 90 and name not in NEWER))
+        for name in KERNELS
+        for capability in (80, 90)
+    ],
+)
+def test_machine_code(name, capability, tmp_path):
+    """Nothing spills; it rounds as the reference does; full blocks load and store 4 elements of every column."""
     ptx = compiled_ptx(name, capability)
-    per_thread = 16 if name == "check" else 8  # elements
-    for what, place in (("ld", 1), ("st", 2)):
-        for size in (2, 4):
-            columns = sum(column[0] == size for column in COLUMNS[name].values() if column[place])
-            found = re.findall(rf"\b{what}\.global\.v{size}\.b32", ptx)
-            assert len(found) == columns * per_thread // 4, (what, size)
+    report = ptxas_report(ptx, tmp_path)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
+    if name in FMAS:
+        assert not re.search(r"div\.full|sqrt\.approx|rsqrt|\.ftz", ptx)
+        # Contraction is off: an fma stands only where the kernel asks for one, and two blocks of code ask for each.
+        assert len(re.findall(r"fma\.rn\.f32", ptx)) == FMAS[name] * 2 * PER_THREAD
+    if name in FMAS and "adam" in name:
+        assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+    if name in COLUMNS:
+        check_columns(ptx, COLUMNS[name].values(), PER_THREAD * (1 + (name == "check")))
     if name != "check":  # which adds up what its warps have found
         assert "st.shared" not in ptx and "bar.sync" not in ptx
+
+
+def check_columns(ptx, columns, per_thread):
+    for what, place in (("ld", 1), ("st", 2)):
+        for size in (2, 4):
+            whole = sum(column[0] == size for column in columns if column[place])
+            found = re.findall(rf"\b{what}\.global\.v{size}\.b32", ptx)
+            assert len(found) == whole * per_thread // 4, (what, size)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from update_arguments import BY_NAME, FLOATS, assert_same_bits, update_arguments
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.ops import exponents
@@ -12,7 +13,6 @@ assert fused_update and exponents
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 OPS = torch.ops.amp_compiler
 SIZES = (0, 1, 2, 1023, 1024, 1025, 3079, 70001)
-GRADS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def move(value, device):
@@ -21,30 +21,13 @@ def move(value, device):
     return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def assert_same_bits(on_cpu, on_device):
-    for a, b in zip(on_cpu, on_device, strict=True):
-        if isinstance(a, (list, tuple)):
-            assert_same_bits(a, b)
-        elif isinstance(a, torch.Tensor):
-            torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0, equal_nan=True)
-
-
 def arguments_of(name, mode=Storage.NEAREST, sizes=SIZES, skip=0.0, dtype=torch.bfloat16):
     """Arguments of an update on the CPU, with gradients of mixed types."""
-    torch.manual_seed(0)
-    low = name.endswith("_low")
-    weights = [torch.randn(size).to(dtype if low else torch.float32) for size in sizes]
-    grads = [torch.randn(size).to(GRADS[i % 3]) for i, size in enumerate(sizes)]
-    extras = [(w * 2**-9 if low else w).to(dtype) for w in weights] if not low or mode == Storage.KAHAN else []
-    moments = [[torch.rand(size) for size in sizes] for _ in range(3)]
-    rng, tail = ([torch.tensor([7, 3])], [int(mode)]) if low else ([], [])
-    scalars = [torch.tensor(0.37), torch.tensor(skip)]
-    if name.startswith("adam"):
-        steps = [torch.tensor(float(i)) for i in range(len(sizes))]
-        numbers = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01], dtype=torch.float64)
-        return [weights, grads, *moments, extras, steps, *rng, numbers, *scalars, *tail, True, False, True]
-    numbers = torch.tensor([1e-2, 0.9, 0.0, 0.1, 0.01], dtype=torch.float64)
-    return [weights, grads, moments[0], extras, torch.tensor(0.0), *rng, numbers, *scalars, *tail, True, True]
+    one = BY_NAME[name.partition("_")[0]]
+    low = {"mode": Storage(mode), "weight": dtype} if name.endswith("_low") else {}
+    return update_arguments(
+        one, {"amsgrad": True, "nesterov": True, "decoupled": True}, sizes, more=0.1, skip=skip, **low
+    )
 
 
 CASES = [("adam_update", 0), ("sgd_update", 0)]
@@ -65,7 +48,7 @@ def test_the_device_gives_the_bits_of_the_reference(name, mode, skip, dtype):
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_grad_check(bad):
-    grads = [torch.randn(size).to(GRADS[i % 3]) for i, size in enumerate(SIZES)]
+    grads = [torch.randn(size).to(FLOATS[i % 3]) for i, size in enumerate(SIZES)]
     if bad is not None:
         grads[4][-1] = bad
     expected = OPS.grad_check(grads, torch.tensor(0.25))
@@ -144,7 +127,7 @@ def test_a_captured_step_replays_as_it_ran():
     torch.testing.assert_close(norm.cpu(), OPS.grad_check(on_cpu[1], torch.tensor(1.0))[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [*GRADS, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
 def test_exponents_are_counted_as_on_a_cpu(dtype):
     values = (torch.randn(70001, dtype=torch.float64) * 2.0 ** torch.randint(-150, 130, (70001,))).to(dtype)
     values[:3] = torch.tensor([0.0, float("inf"), float("nan")])

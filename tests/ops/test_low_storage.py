@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_arguments import hyper, number
 
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update import rounding
@@ -11,14 +12,6 @@ from amp_compiler.ops.update.rounding import Storage
 
 assert fused_update
 OPS = torch.ops.amp_compiler
-
-
-def hyper(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ import torch
 from fx_reader import parse_fx
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from toys import TOYS
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
@@ -54,12 +55,6 @@ def lstm_arguments(projected=0):
     return torch.randn(2, 3, 6), states, list(layer._flat_weights), True, 1, 0.0, True, False, True
 
 
-def test_the_operator_is_torchs_lstm():
-    with torch.no_grad():
-        found, expected = OWN.lstm(*lstm_arguments()), LSTM(*lstm_arguments())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_what_it_does_not_take_is_left_to_aten():
     arguments = lstm_arguments(projected=4)
     with torch.no_grad():
@@ -99,10 +94,6 @@ def test_a_compilers_backward_is_awaited_only_where_there_may_be_one():
     assert not NativeOps(FORWARD).awaited(graph)
     assert not NativeOps(JOINT).awaited(parse_fx(ATTENTION.replace("]", "]@cuda")).graph)
     assert not NativeOps(JOINT).awaited(parse_fx("in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg").graph)
-
-
-def test_a_backward_is_awaited_of_what_a_typed_op_runs():
-    graph = parse_fx(ATTENTION).graph
     (node,) = graph.find_nodes(
         op="call_function", target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     )
@@ -164,28 +155,10 @@ def test_an_unknown_stage_is_an_error():
         NativeOps("backward")
 
 
-@pytest.mark.parametrize("backward", ["", "fp32"])
+@pytest.mark.parametrize("backward", [{}, {"backward": {"precision": "fp32"}}], ids=["16 bits", "fp32"])
 def test_a_training_step_runs_the_operator_in_a_typed_op_too(backward):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.recurrent = nn.LSTM(32, 32, batch_first=True)
-
-        def forward(self, x):
-            return self.recurrent(x)[0]
-
-    rule = {
-        "match": {"op": "aten.lstm"},
-        "precision": "low",
-        **({"backward": {"precision": backward}} if backward else {}),
-    }
-    model = Recurrent()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    rules = {"version": 1, "extends": "default", "rules": [rule]}
-    step = amp.training_step(
-        model, lambda m, x: m(x).float().pow(2).mean(), optimizer, dtype="bf16", rules=rules, backend="eager"
-    )
-    step(torch.randn(2, 3, 32))
+    rule = {"match": {"op": "aten.lstm"}, "precision": "low", **backward}
+    step = TOYS["lstm"].step(amp, backend="eager", rules={"version": 1, "extends": "default", "rules": [rule]})
+    step(*TOYS["lstm"].batch())
     targets = [node.target for program in step._choice.programs for node in program.report.graph_module.graph.nodes]
     assert OWN.recurrent_layer.default in targets and LSTM not in targets

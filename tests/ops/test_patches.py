@@ -3,12 +3,10 @@
 Elements that are moved are compared to the bit. Sums are as well where FP32 has them exactly: bf16 integers up to 8.
 """
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,7 +15,10 @@ from amp_compiler.ops.cpu import patches as cpu_patches
 from amp_compiler.ops.images import fold_patches, patches
 
 BF16 = torch.bfloat16
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # all examples of a test take one path
+)  # fmt: skip
 PLAIN = ((2, 3, 5, 6), [3, 2], [2, 1], [1, 0], [1, 2])  # sizes, kernel, stride, padding, dilation: all of them differ
 CASES = {
     "all different": PLAIN,
@@ -27,21 +28,22 @@ CASES = {
     "wide and low": ((3, 5, 1, 40), [1, 5], [1, 2], [0, 6], [1, 3]),
     "many channels": ((2, 130, 3, 3), [3, 3], [1, 1], [1, 1], [1, 1]),
 }
-SHARP = pytest.mark.parametrize("case", list(CASES))
-PATHS = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 
 
 @pytest.fixture(params=[True, False], ids=["native", "torch"])
-def path(request):
+def path(request, monkeypatch):
     """Runs the test with the loops and without."""
-    with on(request.param):
-        yield
-
-
-def on(native):
-    if native and not cpu_patches.can_run(torch.ones(1, dtype=BF16)):
+    if not request.param:
+        monkeypatch.setattr(cpu_patches, "can_run", lambda tensor: False)
+    elif not cpu_patches.can_run(torch.ones(1, dtype=BF16)):
         pytest.skip("no C++ compiler on this machine")
-    return mock.patch.object(cpu_patches, "can_run", cpu_patches.can_run if native else lambda tensor: False)
+
+
+def named(test):
+    """A property is tried on the named cases too."""
+    for geometry in CASES.values():
+        test = example(geometry=geometry, lay=torch.Tensor.contiguous)(test)
+    return test
 
 
 @st.composite
@@ -113,42 +115,15 @@ def assert_folds(rows, geometry):
     assert bool(((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1.01 * summation).all())
 
 
-@PATHS
 @QUICK
+@named
 @given(geometry=geometries(), lay=layouts())
-def test_patches_are_those_of_unfold_in_the_order_of_a_weight(native, geometry, lay):
-    with on(native):
-        x = lay(images(geometry[0]))
-        assert_same_bits(patches(x, *geometry[1:]), unfolded(x, *geometry[1:]))
-
-
-@PATHS
-@QUICK
-@given(geometry=geometries())
-def test_gradients_are_the_sums_in_fp32_rounded_once(native, geometry):
-    with on(native):
-        assert_folds(rows_like(geometry), geometry)
-        rows = rows_like(geometry, exact=True)
-        expected = folded(rows, *geometry).to(BF16)
-        assert torch.equal(fold_patches(rows, list(geometry[0]), *geometry[1:]), expected)
-
-
-@SHARP
-def test_named_cases(path, case):
-    geometry = CASES[case]
-    x, rows = images(geometry[0]), rows_like(geometry, exact=True)
+def test_patches_are_those_of_unfold_and_gradients_the_sums_in_fp32_rounded_once(path, geometry, lay):
+    x, rows = lay(images(geometry[0])), rows_like(geometry, exact=True)
     assert_same_bits(patches(x, *geometry[1:]), unfolded(x, *geometry[1:]))
-    assert torch.equal(fold_patches(rows, list(geometry[0]), *geometry[1:]), folded(rows, *geometry).to(BF16))
     assert_folds(rows_like(geometry), geometry)
-
-
-def test_the_result_times_a_weight_is_the_convolution(path):
-    sizes, *options = PLAIN
-    generator = torch.Generator().manual_seed(2)
-    x, weight = (torch.randint(-4, 5, shape, generator=generator).to(BF16) for shape in (sizes, (4, 3, *options[0])))
-    exact = F.conv2d(x.double(), weight.double(), None, *options[1:])
-    product = patches(x, *options).double() @ weight.double().reshape(4, -1).t()
-    assert torch.equal(product.reshape(2, *exact.shape[2:], 4).permute(0, 3, 1, 2), exact)
+    expected = folded(rows, *geometry).to(BF16)
+    assert torch.equal(fold_patches(rows, list(geometry[0]), *geometry[1:]), expected)
 
 
 @QUICK
@@ -194,13 +169,11 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
         torch.set_num_threads(before)
 
 
-@PATHS
 @QUICK
 @given(geometry=geometries(), lay=layouts())
-def test_fake_results_are_like_the_real_ones(native, geometry, lay):
+def test_fake_results_are_like_the_real_ones(path, geometry, lay):
     x, rows = lay(images(geometry[0])), rows_like(geometry)
-    with on(native):
-        real = patches(x, *geometry[1:]), fold_patches(rows, list(geometry[0]), *geometry[1:])
+    real = patches(x, *geometry[1:]), fold_patches(rows, list(geometry[0]), *geometry[1:])
     with FakeTensorMode() as mode:
         fakes = mode.from_tensor(x), mode.from_tensor(rows)
         fake = patches(fakes[0], *geometry[1:]), fold_patches(fakes[1], list(geometry[0]), *geometry[1:])
@@ -210,20 +183,14 @@ def test_fake_results_are_like_the_real_ones(native, geometry, lay):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["native", "torch"])
-@SHARP
-def test_opcheck(native, case):
-    """Mostly of what both ways to compute share: schema, gradient, fake results."""
-    with on(native):
-        check_operators(CASES[case])
-
-
-def check_operators(geometry):
-    sizes, *options = geometry
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case):
+    """Of what both ways to compute share: schema, gradient, fake results."""
+    sizes, *options = CASES[case]
     operators = torch.ops.amp_compiler
     for x in (images(sizes), images(sizes).contiguous(memory_format=torch.channels_last)):
         torch.library.opcheck(operators.patches.default, (x.requires_grad_(), *options))
-    torch.library.opcheck(operators.fold_patches.default, (rows_like(geometry), list(sizes), *options))
+    torch.library.opcheck(operators.fold_patches.default, (rows_like(CASES[case]), list(sizes), *options))
 
 
 def test_no_images_have_no_patches(path):
@@ -235,10 +202,7 @@ def test_no_images_have_no_patches(path):
     assert found.shape == x.shape and found.dtype == BF16
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_gradients_of_another_shape_are_refused(monkeypatch, native):
-    if not native:
-        monkeypatch.setattr(cpu_patches, "can_run", lambda tensor: False)
+def test_gradients_of_another_shape_are_refused(path):
     gradient = torch.ones(2, 9, dtype=torch.bfloat16)
     with pytest.raises(LoweringError, match=r"have the shape \[81, 72\], not \[2, 9\]"):
         fold_patches(gradient, [1, 8, 9, 9], [3, 3], [1, 1], [1, 1], [1, 1])

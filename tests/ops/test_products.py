@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.utils._pytree as pytree
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from lesser_processors import compiler_without
-from test_cpu_update import by_reference, hyper, number
+from test_cpu_update import by_reference
+from update_arguments import BY_NAME, EVERY, copies, hyper, number, update_arguments
 
+from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
 
 INNERS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 70)
@@ -131,42 +132,18 @@ def test_products_of_several_batches_are_those_made_one_by_one():
     assert all(torch.equal(gradient, made([one])[0][0]) for one, gradient in zip(products, together, strict=True))
 
 
-def group(transposed, low_weights):
-    """Products and other gradients in turns, their weights, and 16-bit copies."""
+def group(transposed):
+    """Products and other gradients in turns, and their weights."""
     products = [product(*shape, layouts) for shape, layouts in zip(MIXED, ALL_LAYOUTS[::5], strict=False)]
     others = [torch.randn(3, 7), random(700), torch.randn(5, 4).half(), torch.randn(()), random(1, 9)]
     grads = [grad for pair in itertools.zip_longest(products, others) for grad in pair if grad is not None]
     weights = [torch.randn(grad.shape) for grad in grads]
-    weights = [weight.t().contiguous().t() if transposed and weight.dim() == 2 else weight for weight in weights]
-    types = itertools.cycle((torch.bfloat16, torch.float16))
-    return (
-        grads,
-        weights,
-        [weight.to(kind) for weight, kind in zip(weights, types, strict=False)] if low_weights else [],
-    )
+    return grads, [weight.t().contiguous().t() if transposed and weight.dim() == 2 else weight for weight in weights]
 
 
-def adam(group, l2=0.1, l1=0.01, skip=0.0, maximize=True, amsgrad=True, decoupled=False, _=False):
-    grads, weights, low_weights = group
-    firsts, seconds = [torch.randn_like(w) for w in weights], [torch.randn_like(w).square() for w in weights]
-    largests, steps = [second * 1.1 for second in seconds] if amsgrad else [], [number(3.0) for _ in weights]
-    numbers = (hyper(1e-2, 0.9, 0.999, 1e-8, l2, l1), number(COEF), number(skip))
-    return [weights, grads, firsts, seconds, largests, low_weights, steps, *numbers, amsgrad, maximize, decoupled]
-
-
-def sgd(group, l2=0.1, l1=0.01, skip=0.0, maximize=True, momentum=True, nesterov=False, started=False):
-    grads, weights, low_weights = group
-    numbers = (number(float(started)), hyper(1e-2, 0.9 * momentum, 0.3, l2, l1), number(COEF), number(skip))
-    momenta = [torch.randn_like(w) for w in weights] if momentum else []
-    return [weights, grads, momenta, low_weights, *numbers, momentum and nesterov, maximize]
-
-
-UPDATES = {"adam_update": adam, "sgd_update": sgd}
-EACH = pytest.mark.parametrize("name", list(UPDATES))
-
-
-def clones(arguments):
-    return pytree.tree_map_only(torch.Tensor, torch.clone, arguments)
+def update_of(one, flags, grads, weights, **numbers):
+    given = update_arguments(one, flags, weights=weights, coef=COEF, **numbers)
+    return [given[0], grads, *given[2:]]
 
 
 def written(arguments):
@@ -178,14 +155,13 @@ def equal(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@EACH
-@QUICK
-@given(st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 0.01]), FLAGS, FLAGS, st.tuples(FLAGS, FLAGS, FLAGS, FLAGS))
-def test_updates_are_the_references_of_the_gradients_made_first(name, l2, l1, transposed, low_weights, flags):
-    torch.manual_seed(0)
-    weights, grads, *rest = UPDATES[name](group(transposed, low_weights), l2, l1, 0.0, *flags)
+@settings(QUICK, max_examples=24)
+@given(st.sampled_from(EVERY), st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1.0]), FLAGS)
+def test_updates_are_the_references_of_the_gradients_made_first(case, more, started, transposed):
+    weights, grads, *rest = update_of(*case, *group(transposed), more=more, started=started)
+    name = case[0].operator(low=False)
     given = [made([grad])[0][0].bfloat16() if isinstance(grad, Product) else grad for grad in grads]
-    mine, theirs = clones([weights, grads, *rest]), clones([weights, given, *rest])
+    mine, theirs = copies([weights, grads, *rest]), copies([weights, given, *rest])
     squares = cpu_update.FUNCTIONS[name](*mine)
     by_reference(name, theirs)
     assert equal(written(mine), written(theirs))
@@ -199,8 +175,8 @@ def test_moments_differ_from_those_of_torchs_gradient_by_its_last_bit():
     torchs, zeros = [materialised(one) for one in products], [torch.zeros(65, 70) for _ in INNERS]
     moments = []
     for grads in (products, torchs):
-        arguments = adam((grads, clones(zeros), []), 0.0, 0.0, amsgrad=False, maximize=False)
-        arguments[2], arguments[3] = clones(zeros), clones(zeros)
+        arguments = update_of(BY_NAME["adam"], {}, grads, copies(zeros))
+        arguments[2], arguments[3] = copies(zeros), copies(zeros)
         cpu_update.FUNCTIONS["adam_update"](*arguments)
         moments.append(zip(arguments[2], arguments[3], strict=True))
     for (first, second), (other, square), one, grad in zip(*moments, products, torchs, strict=True):
@@ -211,19 +187,18 @@ def test_moments_differ_from_those_of_torchs_gradient_by_its_last_bit():
         assert bool(((second - square).abs() <= 0.001 * (2 * grad + error) * error * 1.001 + 1e-6 * square).all())
 
 
-@EACH
+@pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
 @pytest.mark.parametrize("skip", [0.0, 1.0])
-def test_the_norm_is_that_of_check_and_update_and_a_skipped_update_changes_nothing(name, skip):
-    torch.manual_seed(0)
-    arguments = UPDATES[name](group(transposed=True, low_weights=True), skip=skip)
+def test_the_norm_is_that_of_check_and_update_and_a_skipped_update_changes_nothing(one, skip):
+    arguments = update_of(one, {}, *group(transposed=True), more=0.1, started=0.0, skip=skip)
     norm, nonfinite, flags = cpu_update.grad_check(arguments[1], number(COEF))
-    before = clones(arguments)
-    complete = cpu_update.complete_norm(norm, cpu_update.FUNCTIONS[name](*arguments))
+    before = copies(arguments)
+    complete = cpu_update.complete_norm(norm, cpu_update.FUNCTIONS[one.operator(low=False)](*arguments))
     exact = float(torch.cat([grad.float().double().flatten() for grad in arguments[1]]).norm() * COEF)
     assert float(norm) < 0.9 * exact and float(nonfinite) == 0 and not flags.any()
     assert equal(written(before), written(arguments)) == bool(skip)
     assert float(complete) == (float(norm) if skip else pytest.approx(exact, rel=1e-5))
-    assert name == "adam_update" or float(arguments[4]) == 1.0 - skip
+    assert not one.started or float(arguments[4]) == 1.0 - skip
 
 
 @pytest.mark.parametrize(("side", "inner"), list(itertools.product(("left", "right"), (2, 9, 33))))
@@ -277,17 +252,27 @@ def test_results_are_the_same_for_any_number_of_threads():
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             torch.manual_seed(0)
-            grads, weights, _ = group(transposed=False, low_weights=True)
+            grads, weights = group(transposed=False)
             grads += [product(70, 33, 3000) for _ in range(4)]
             weights += [torch.randn(33, 3000) for _ in range(4)]
             grads[0].left.fill_(3e38)
-            arguments = adam((grads, weights, [weight.bfloat16() for weight in weights]))
+            arguments = update_of(BY_NAME["adam"], {}, grads, weights, more=0.1)
             norm, _, flags = cpu_update.grad_check(grads, number(1.0))
             squares = torch.tensor(cpu_update.FUNCTIONS["adam_update"](*arguments), dtype=torch.float64)
             results.append([tensor.nan_to_num(0.5) for tensor in (norm, flags, squares, *written(arguments))])
     finally:
         torch.set_num_threads(before)
     assert equal(results[0], results[1]) and equal(results[0], results[2])
+
+
+def compiler_without(features: str) -> tuple[list[str], str]:
+    """A command of g++ that leaves features (as g++ names them) out, and the macros that it then defines."""
+    compiler = ["g++", *(f"-mno-{feature}" for feature in features.split())]
+    asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    try:
+        return compiler, subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no g++ that knows these flags")
 
 
 @pytest.mark.long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from deepspeed_scaler import AtMinimum, Scaler
 from hypothesis import example, given, settings
@@ -54,36 +53,3 @@ def test_the_scale_goes_as_deepspeeds(
     )
     ours, theirs = ways(scaling, Scaler(16.0, window, hysteresis, consecutive, least, delay), overflows)
     assert ours == theirs
-
-
-@pytest.mark.parametrize(
-    ("consecutive", "row", "expected"),
-    [
-        (True, "x.x.x.xx.", [16, 16, 16, 16, 16, 16, 16, 8, 8]),
-        (False, "x.x.xxx..", [16, 16, 8, 8, 4, 2, 1, 1, 2]),
-    ],
-)
-def test_overflows_that_alternate_add_up_or_do_not(consecutive: bool, row: str, expected: list[float]) -> None:
-    scaling = DynamicLossScale(
-        init_scale=16.0, growth_interval=2, hysteresis=2, consecutive_hysteresis=consecutive, min=1.0
-    )
-    state, found = scaling.init("cpu"), []
-    for letter in row:
-        state = scaling.next(state, torch.tensor(float(letter == "x")))
-        found.append(float(state.scale))
-    assert found == expected
-
-
-@settings(deadline=None, max_examples=30)
-@given(OVERFLOWS, OVERFLOWS, st.booleans())
-def test_a_saved_count_goes_on(before: list[bool], after: list[bool], consecutive: bool) -> None:
-    scaling = DynamicLossScale(
-        init_scale=16.0, growth_interval=3, hysteresis=3, consecutive_hysteresis=consecutive, growth_delay=1
-    )
-    state = scaling.init("cpu")
-    for overflow in before:
-        state = scaling.next(state, torch.tensor(float(overflow)))
-    loaded = scaling.load_state_dict(scaling.state_dict(state), "cpu")
-    for overflow in after:
-        state, loaded = (scaling.next(one, torch.tensor(float(overflow))) for one in (state, loaded))
-        assert state == loaded

@@ -1,47 +1,16 @@
-"""`assign_precision`: labels of decisions, and the reasons given; the optimum is tested beside this file."""
+"""`assign_precision` and `place_casts`: what the golden files do not say; the optimum is tested beside this file."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from planning import draft_of, labels_of
+from planning import draft_of, finish, labels_of
 
+from amp_compiler.errors import PassError
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
-from amp_compiler.planner.fixed_labels import resolve
+from amp_compiler.passes.plan.place_casts import PlaceCasts
 from amp_compiler.planner.typing import Role
-
-
-def chain(*ops: str) -> str:
-    """Ops one after the other on x."""
-    lines = ["graph cpu", "input x: fp32[4, 8]"]
-    for index, op in enumerate(ops):
-        lines.append(f"n{index} = aten.{op}(self={f'n{index - 1}' if index else 'x'}) -> fp32[4, 8]")
-    return "\n".join([*lines, f"return n{len(ops) - 1}"])
-
-
-def test_an_exact_op_without_a_float_result_reads_every_bit() -> None:
-    graph = (
-        "graph cpu\ninput x: fp32[8]\nn = aten.softmax(self=x) -> fp32[8]\ni = aten.argmax(self=n) -> i64[]\nreturn i\n"
-    )
-    assert labels_of(graph)["i"] == "fp32"
-
-
-def test_a_low_source_is_semantically_low() -> None:
-    graph = "graph cpu\ninput x: fp16[8]\ninput y: fp32[8]\na = aten.add(self=x, other=x) -> fp16[8]\n"
-    graph += "b = aten.add(self=x, other=y) -> fp32[8]\nreturn a, b\n"
-    assert labels_of(graph) == {"a": "low", "b": "fp32"}
-
-
-def test_explicit_casts_stay_and_tell_the_type() -> None:
-    graph = """graph cpu
-input x: fp32[8]
-h = aten.linear(input=x) -> fp32[8]
-f = aten.to(self=h) -> fp32[8]  pin=cast "float()"
-a = aten.add(self=f, other=h) -> fp32[8]
-return a
-"""
-    draft = AssignPrecision()(draft_of(graph)).subject
-    assert dict(draft.labels) == {"h": "low", "f": "keep", "a": "fp32"}
-    assert draft.notes["a"] == "'f' is fp32"
 
 
 def test_roles_of_operands() -> None:
@@ -67,32 +36,59 @@ return
     }
 
 
-@pytest.mark.parametrize(
-    ("maker", "asked", "expected"),
-    [("linear", {}, ["low", "low"]), ("softmax", {}, ["fp32", "keep"]), ("linear", {"b": "fp32"}, ["keep", "fp32"])],
-)
-def test_memory_changed_in_place_has_one_type(maker: str, asked: dict[str, str], expected: list[str]) -> None:
-    graph = f"""graph cpu
-input x: fp32[8]
-a = aten.{maker}(input=x) -> fp32[8] volatile
-b = aten.relu(self=a) -> fp32[8] volatile
-return b
-"""
-    assert list(labels_of(graph, asked).values()) == expected
-
-
-def test_followers_of_volatile_values_are_not_free() -> None:
-    graph = """graph cpu
-input x: fp32[8] volatile
-r = aten.relu(self=x) -> fp32[8]
-y = aten.linear(input=r) -> fp32[8]
-return y
-"""
-    draft = draft_of(graph)
-    assert resolve(draft, draft.typing).free == []
-    assert labels_of(graph)["r"] == "keep"
-
-
 def test_a_deep_graph_needs_no_recursion() -> None:
-    labels = labels_of(chain("linear", *["gelu", "view"] * 3000, "softmax"))
+    ops, text = ["linear", *["gelu", "view"] * 3000, "softmax"], "graph cpu\ninput n0: fp32[4, 8]\n"
+    text += "".join(f"n{place} = aten.{op}(self=n{place - 1}) -> fp32[4, 8]\n" for place, op in enumerate(ops, 1))
+    labels = labels_of(f"{text}return n{len(ops)}")
     assert list(labels.values()).count("low") == 6001
+
+
+GRAPH = """graph cpu
+input x: fp32[2, 8]
+param w: fp32[8, 8]
+a = aten.linear(input=x, weight=w) -> fp32[2, 8]
+v = aten.view(self=a) -> fp32[2, 8]
+n = aten.layer_norm(input=v) -> fp32[2, 8]
+f = aten.to(self=n) -> fp16[2, 8]  pin=cast "half()"
+return n, f, n
+"""
+
+
+def test_running_again_changes_nothing() -> None:
+    draft = finish(draft_of(GRAPH))
+    assert not AssignPrecision()(draft).modified
+    again = PlaceCasts()(draft)
+    assert not again.modified
+    assert again.subject is draft
+
+
+def test_new_labels_drop_old_casts() -> None:
+    draft = finish(draft_of(GRAPH))
+    other = replace(draft, decisions=draft_of(GRAPH, {"a": "fp32"}).decisions)
+    assert AssignPrecision()(other).subject.casts is None
+
+
+def test_labels_are_required() -> None:
+    with pytest.raises(PassError, match="before pass 'place_casts': node 'a' has no label"):
+        PlaceCasts()(draft_of(GRAPH))
+    with pytest.raises(PassError, match="before pass 'assign_precision': node 'a' has no decision"):
+        AssignPrecision()(replace(draft_of(GRAPH), decisions={}))
+
+
+def test_a_missing_cast_is_noticed() -> None:
+    draft = finish(draft_of(GRAPH))
+    assert draft.casts is not None
+    wrong = PlaceCasts().ensures(replace(draft, casts=draft.casts[1:]), None)
+    assert wrong == "node 'a' (low) reads operand 0 in fp32, not in fp16"
+    lost = PlaceCasts().ensures(replace(draft, labels={**draft.labels, "n": "low"}, casts=draft.casts[:2]), None)
+    assert lost == "output 0 is returned in fp16, not in fp32"
+
+
+def test_a_down_up_pair_is_noticed() -> None:
+    graph = (
+        "graph cpu\ninput x: fp32[4]\nv = aten.view(self=x) -> fp32[4]\ns = aten.softmax(self=v) -> fp32[4]\nreturn s\n"
+    )
+    draft = AssignPrecision()(draft_of(graph)).subject
+    assert draft.labels["v"] == "fp32"
+    with pytest.raises(PassError, match="'v' is rounded to fp16 and read in a wider type"):
+        PlaceCasts()(replace(draft, labels={**draft.labels, "v": "low"}))

@@ -43,7 +43,7 @@ class Double(InPlacePass):
             twice.target = torch.ops.aten._assert_tensor_metadata.default
         output.args = ((twice, *rest),)
         subject.recompile()
-        return PassResult(subject, self.wrong != "dishonest")
+        return PassResult(subject, True)
 
 
 class Nameless(InPlacePass):
@@ -76,7 +76,6 @@ def test_a_pass_of_ones_own_in_a_step() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("dishonest", "modified=False, and the text changed"),
         ("no value", "carries no example value"),
         ("unknown mark", "'amp_mine', which is no key of fx.meta.Key"),
         ("region", "must not stand here"),

@@ -48,47 +48,6 @@ def after(text, run=EVERYTHING):
     return graph_module
 
 
-def test_of_a_gated_activation_the_products_alone_are_kept():
-    text = """gate: bf16[16, 8] = aten.mm.default(x, w)  # phase=forward
-up: bf16[16, 8] = aten.mm.default(x, v)  # phase=forward
-silu: bf16[16, 8] = aten.silu.default(gate)  # phase=forward
-mul: bf16[16, 8] = aten.mul.Tensor(silu, up)  # phase=forward
-down: bf16[16, 8] = aten.mm.default(mul, v)  # phase=forward
-t: bf16[8, 16]{1, 8} = aten.t.default(mul)  # phase=backward
-of_weight: bf16[8, 8] = aten.mm.default(t, grad)  # phase=backward
-of_up: bf16[16, 8] = aten.mul.Tensor(grad, silu)  # phase=backward
-of_silu: bf16[16, 8] = aten.mul.Tensor(grad, up)  # phase=backward
-of_gate: bf16[16, 8] = aten.silu_backward.default(of_silu, gate)  # phase=backward
-return down, of_weight, of_up, of_gate
-"""
-    assert kept(parse_fx(HEAD + text)) == dict.fromkeys(("gate", "up", "silu", "mul"), VALUE)
-    assert kept(after(text)) == dict.fromkeys(("gate", "up"), VALUE)
-
-
-def test_one_value_is_kept_where_two_would_be_needed_to_make_it():
-    text = """one: bf16[16, 8] = aten.mm.default(x, w)  # phase=forward
-other: bf16[16, 8] = aten.mm.default(x, v)  # phase=forward
-add: bf16[16, 8] = aten.add.Tensor(one, other)  # phase=forward
-tanh: bf16[16, 8] = aten.tanh.default(add)  # phase=forward
-down: bf16[16, 8] = aten.mm.default(tanh, v)  # phase=forward
-of_add: bf16[16, 8] = aten.tanh_backward.default(grad, tanh)  # phase=backward
-return down, of_add
-"""
-    assert kept(after(text)) == {"tanh": VALUE}
-
-
-def test_a_narrow_value_is_kept_for_wide_ones_made_of_it():
-    text = """mm: bf16[16, 8] = aten.mm.default(x, w)  # phase=forward
-wide: fp32[16, 8] = aten._to_copy.default(mm, dtype=torch.float32)  # phase=forward
-exp: fp32[16, 8] = aten.exp.default(wide)  # phase=forward
-sum_1: fp32[16, 1] = aten.sum.dim_IntList(exp, [1], True)  # phase=forward
-of_exp: fp32[16, 8] = aten.mul.Tensor(grad, exp)  # phase=backward
-return sum_1, of_exp
-"""
-    assert kept(parse_fx(HEAD + text)) == {"exp": 2 * VALUE}
-    assert kept(after(text)) == {"mm": VALUE}
-
-
 def test_time_goes_to_what_is_kept_longest():
     layer = """m{0}: bf16[16, 8] = aten.mm.default({1}, w)  # phase=forward
 silu{0}: bf16[16, 8] = aten.silu.default(m{0})  # phase=forward

@@ -69,36 +69,54 @@ def by_hand(name: str, x: torch.Tensor, weight: torch.Tensor | None, low: torch.
     return run(*operands).to(low).float()
 
 
-def numbers(model: Callable[..., Any], name: str, weight: nn.Parameter | None) -> list[torch.Tensor]:
-    """The result, and the gradients of the input and the weight."""
-    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    made = model(x)
-    coefficients = torch.randn(made.shape, generator=torch.Generator().manual_seed(2)).to(BF16).float()
-    wanted = [tensor for tensor in (x, weight) if tensor is not None]
-    if name == "embedding":
-        wanted = [weight]
-    return [made.detach(), *torch.autograd.grad((made * coefficients).sum(), wanted)]
+class Several(nn.Module):
+    """Ops side by side: one graph."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names, self.ops = names, nn.ModuleList(Op(*OPS[name]) for name in names)
+
+    def forward(self, *given: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x) for op, x in zip(self.ops, given, strict=True)]
+
+
+def numbers(model: Several, run: Callable[..., Any]) -> list[list[torch.Tensor]]:
+    """Of each op the result, and the gradients of the input and the weight."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in model.names]
+    found = []
+    for name, op, x, made in zip(model.names, model.ops, given, run(*given), strict=True):
+        coefficients = torch.randn(made.shape, generator=torch.Generator().manual_seed(2)).to(BF16).float()
+        wanted = [x] if name != "embedding" else []
+        wanted += [op.weight] if op.weight is not None else []
+        found.append([made.detach(), *torch.autograd.grad((made * coefficients).sum(), wanted, retain_graph=True)])
+    return found
+
+
+def computed(model: Several, low: torch.dtype) -> list[list[torch.Tensor]]:
+    """The same by hand."""
+
+    def run(*given: torch.Tensor) -> list[torch.Tensor]:
+        return [by_hand(*one, low) for one in zip(model.names, given, [op.weight for op in model.ops], strict=True)]
+
+    return numbers(model, run)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SINGLE)
-def test_eager_computes_in_fp32_to_the_bit(name: str, dtype: str) -> None:
-    model = Op(*OPS[name])
-    compiled = amp.compile(model, rules=rules(), dtype=dtype, backend="eager")
-    found = numbers(compiled, name, model.weight)
-    expected = numbers(lambda x: by_hand(name, x, model.weight, DTYPES[dtype]), name, model.weight)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+def test_eager_computes_in_fp32_to_the_bit(dtype: str) -> None:
+    model = Several(SINGLE)
+    found = numbers(model, amp.compile(model, rules=rules(), dtype=dtype, backend="eager"))
+    for name, mine, expected in zip(SINGLE, found, computed(model, DTYPES[dtype]), strict=True):
+        assert all(map(torch.equal, mine, expected)), name
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", ["softmax", pytest.param("batch_norm", marks=pytest.mark.slow)])
 def test_inductor_computes_in_fp32(name: str) -> None:
     """What compiled code sums in another order may be rounded to the neighbour: one unit in the last place of BF16."""
-    model = Op(*OPS[name])
-    compiled = amp.compile(model, rules=rules(), dtype="bf16", backend="inductor")
-    found = numbers(compiled, name, model.weight)
-    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
+    model = Several([name])
+    (found,) = numbers(model, amp.compile(model, rules=rules(), dtype="bf16", backend="inductor"))
+    (expected,) = computed(model, BF16)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, one.to(BF16).float()), "a 16-bit number, inside and outside"
         assert float((one == other).float().mean()) > 0.98
@@ -159,17 +177,14 @@ def test_what_legalize_will_widen_is_left_to_it() -> None:
 # ---- gradients alone
 
 
-@pytest.mark.parametrize("name", ["softmax", "gelu"])
-def test_backward_math_alone(name: str) -> None:
+def test_backward_math_alone() -> None:
     """The forward is what the 16-bit kernel gives; the gradients are computed in FP32 and rounded as they leave."""
-    model = Op(*OPS[name])
+    model = Several(["softmax", "gelu"])
     asked = rules(math="fp32")
     asked["rules"][0] = {"match": {}, "precision": "low", "backward": {"precision": "low", "math": "fp32"}}
-    compiled = amp.compile(model, rules=asked, dtype="bf16", backend="eager")
-    found = numbers(compiled, name, model.weight)
-    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        assert torch.equal(one, other)
+    found = numbers(model, amp.compile(model, rules=asked, dtype="bf16", backend="eager"))
+    for mine, expected in zip(found, computed(model, BF16), strict=True):
+        assert all(map(torch.equal, mine[1:], expected[1:]))
 
 
 def test_a_training_step_of_nvcaffe() -> None:

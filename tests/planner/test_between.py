@@ -64,12 +64,6 @@ def test_chains(kinds, low):
     assert chain(kinds) == low
 
 
-def test_one_path_is_enough_and_one_dangerous_operand_too_many():
-    kinds = ["allow", "deny", "none", "infer", "allow"]
-    assert low_in(kinds, [(0, 3), (2, 3), (3, 4)]) == {"infer3"}
-    assert low_in(kinds, [(0, 3), (1, 3), (3, 4)]) == set()
-
-
 def as_tensorflow_does(kinds: list[str], edges: list[tuple[int, int]]) -> set[str]:
     """Passes 1 to 3 of auto_mixed_precision.cc, by reachability."""
     whole = nx.DiGraph(edges)
