@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import nn
 from torch import optim as O
-from toys import classes, plain_step
+from toys import classes, eager_step, train_beside_torch
 from training_optimizers import OPTIMIZERS, X, Y, models, split, tensors_of
-
-import amp_compiler as amp
 
 
 def mixed(name):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    return model, optimizer, amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
+    return model, optimizer, eager_step(model, classes, optimizer, clip_norm=1.0)
 
 
 # A loop in FP32 is compared for every one; these stand for the kinds of state: buffers, counts, factors, products.
@@ -81,35 +79,31 @@ def test_a_saved_run_goes_on_bit_for_bit(shared):
     "name", ["adafactor", "asgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmsprop", "nadam"))]
 )
 def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with_one(name, builds):
-    model, reference = models(name)
-    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
-    step(X, Y)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, plain)]
-    for number in range(6):
-        plain_step(reference, classes, plain, X, Y)
-        if number:
-            step(X, Y)
-        if number == 3:
+    def between(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        if number == 4:
             assert len(builds) == 1
-            optimizer.param_groups[0]["weight_decay"] = plain.param_groups[0]["weight_decay"] = 0.2
-        for scheduler in schedulers:
-            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.2
+
+    tolerance = {"rtol": 1e-6, "atol": 1e-6}
+    train_beside_torch(models(name)[0], classes, [(X, Y)] * 6, OPTIMIZERS[name], between, tolerance)
     assert len(builds) == 2
-    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-6, atol=1e-6)
 
 
 def test_a_rate_that_is_a_tensor_is_followed():
-    model, reference = models()
-    rate = torch.tensor(1e-2)
-    step = amp.training_step(model, classes, O.RMSprop(model.parameters(), rate), backend="eager", enabled=False)
-    plain = O.RMSprop(reference.parameters(), 1e-2)
-    for number in range(4):
-        step(X, Y)
-        plain_step(reference, classes, plain, X, Y)
-        rate.mul_(0.5)
-        plain.param_groups[0]["lr"] = 1e-2 * 0.5 ** (number + 1)
-    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-6, atol=1e-7)
+    def between(number, model, optimizer):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    make = lambda p: O.RMSprop(p, torch.tensor(1e-2))  # noqa: E731
+    train_beside_torch(models()[0], classes, [(X, Y)] * 4, make, between, {"rtol": 1e-6, "atol": 1e-6})
+
+
+def test_lookups_that_are_sparse_to_torch_train_with_an_optimizer_that_needs_dense_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    step = eager_step(model, lambda m, ids: m(ids).square().mean(), O.AdamW(model.parameters(), 0.1))
+    losses = [float(step(torch.tensor([[1, 2, 2], [0, 5, 1]]))) for _ in range(4)]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def two_groups(model):
@@ -128,9 +122,7 @@ def two_optimizers(model):
 def test_groups_dicts_clipping_and_accumulation(make, accumulate):
     model, reference = models()
     optimizer, plain = make(model), make(reference)
-    step = amp.training_step(
-        model, classes, optimizer, clip_norm=0.05, accumulate=accumulate, backend="eager", enabled=False
-    )
+    step = eager_step(model, classes, optimizer, clip_norm=0.05, accumulate=accumulate, enabled=False)
     plains = list(plain.values()) if isinstance(plain, dict) else [plain]
     for number in range(4 * accumulate):
         step(X, Y)
@@ -147,7 +139,7 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
 def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name, compiler):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
+    step = eager_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
     first = float(step(X, Y))
     for _ in range(10):
         loss = step(X, Y)

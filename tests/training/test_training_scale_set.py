@@ -16,7 +16,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 8, generator=GENERATOR)
 Y = torch.randn(6, 4, generator=GENERATOR)
 LABELS = torch.tensor([0, 3, 1, 2, 0, 1])
-OPS = ("mse_loss", "cross_entropy_loss", "nll_loss*", "_log_softmax", "log_softmax", "mean", "add", "mul")
+OPS = ("mse_loss", "mean", "add", "mul")
 LOW = {
     "version": 1,
     "extends": "default",
@@ -26,11 +26,8 @@ LOW = {
 TAILS = {
     "a mean": lambda m, x: m(x).half().square().mean(),
     "a mean square by rules": lambda m, x: F.mse_loss(m(x), Y),
-    "a cross entropy by rules": lambda m, x: F.cross_entropy(m(x), LABELS),
     "a cross entropy in half": lambda m, x: F.cross_entropy(m(x).half(), LABELS),
-    "a loss that is cast": lambda m, x: F.mse_loss(m(x).float(), Y).half(),
     "numbers": lambda m, x: F.mse_loss(m(x), Y).half() * 0.5 + m(x).square().mean().half() / 3,
-    "one that is shaped": lambda m, x: F.mse_loss(m(x), Y).half().reshape(1, 1),
     "one with a weight": lambda m, x: (m(x).half().square().mean() * m.bias[:1].half().exp()).sum(),
 }
 
@@ -46,7 +43,6 @@ def make(loss=mean_square, **options):
     return model, amp.training_step(model, loss, torch.optim.SGD(model.parameters(), 0.1), **options)
 
 
-@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(TAILS))
 def test_the_seed_alone_does_not_overflow(name):
     model, step = make(TAILS[name], rules=LOW)
