@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from toys import eager_step
 
 import amp_compiler as amp
 from amp_compiler.ops.loss_scale import DynamicLossScale
@@ -13,12 +14,11 @@ from amp_compiler.training.reporting.events import MOST, Events, NonfiniteEvent,
 
 def make(**options) -> amp.TrainingStep:
     model = nn.ModuleDict({"one": nn.Linear(4, 2), "two": nn.Linear(4, 2)})
-    return amp.training_step(
+    return eager_step(
         model,
         lambda model, x, y: (model["one"](x) + model["two"](y)).square().mean(),
         torch.optim.SGD(model.parameters(), 1e-3),
         dtype="fp16",
-        backend="eager",
         **options,
     )
 

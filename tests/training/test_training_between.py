@@ -7,9 +7,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from toys import classes, plain_step, small
+from toys import classes, eager_step, mean_square, small, train_beside_torch
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, CaptureError
@@ -40,10 +39,8 @@ def assert_same_weights(first, second, **tolerance):
 def test_two_steps_over_one_model_see_each_others_updates(backend):
     model, reference = small(), small()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    steps = [amp.training_step(model, classes, optimizer, dtype="bf16", backend=backend) for _ in range(2)]
-    alone = amp.training_step(
-        reference, classes, torch.optim.SGD(reference.parameters(), 0.5), dtype="bf16", backend=backend
-    )
+    steps = [eager_step(model, classes, optimizer, backend=backend) for _ in range(2)]
+    alone = eager_step(reference, classes, torch.optim.SGD(reference.parameters(), 0.5), backend=backend)
     for number in range(6):
         assert torch.equal(steps[number % 2](X, Y), alone(X, Y))
     assert_same_weights(model, reference)
@@ -54,7 +51,7 @@ def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     """Fused optimizers of torch move no version counter."""
     model = small().bfloat16() if half else small()
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    step = eager_step(model, classes, optimizer)
     x = X.bfloat16() if half else X
     step(x, Y)
     with torch.autocast("cpu", torch.bfloat16):
@@ -72,9 +69,7 @@ def test_a_model_may_become_channels_last(enabled, accumulate):
     results = []
     for convert in (False, True):
         model = convnet()
-        step = amp.training_step(
-            model, classes, adamw(model), dtype="bf16", backend="eager", enabled=enabled, accumulate=accumulate
-        )
+        step = eager_step(model, classes, adamw(model), enabled=enabled, accumulate=accumulate)
         for number in range(6):
             if number == 3 and convert:
                 model.to(memory_format=torch.channels_last)
@@ -108,20 +103,16 @@ def test_a_checkpoint_of_another_memory_format_is_taken(kind):
 
 @BACKENDS
 def test_weights_that_are_slices_are_trained(backend):
-    model, reference = small(), small()
-    model[2].weight = nn.Parameter(torch.stack([reference[2].weight.detach()] * 2, -1)[..., 0])
+    model = small()
+    model[2].weight = nn.Parameter(torch.stack([model[2].weight.detach()] * 2, -1)[..., 0])
     assert not model[2].weight.is_contiguous()
-    step = amp.training_step(model, classes, adamw(model), backend=backend, enabled=False)
-    plain = adamw(reference)
-    for _ in range(4):
-        step(X, Y)
-        plain_step(reference, classes, plain, X, Y)
-    assert_same_weights(model, reference, rtol=0, atol=1e-6)
+    make = lambda p: torch.optim.AdamW(p, 1e-2)  # noqa: E731
+    train_beside_torch(model, classes, [(X, Y)] * 4, make, tolerance={"rtol": 0, "atol": 1e-6}, backend=backend)
 
 
 def test_a_parameter_that_is_replaced_is_another_one():
     model = small()
-    step = amp.training_step(model, classes, adamw(model), dtype="bf16", backend="eager")
+    step = eager_step(model, classes, adamw(model))
     step(X, Y)
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     before = model[0].weight.detach().clone()
@@ -130,35 +121,19 @@ def test_a_parameter_that_is_replaced_is_another_one():
 
 
 def test_weights_that_are_tied_later_have_one_gradient():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    def tie(number, model, optimizer):
+        if number == 2:
+            model[2].weight = model[0].weight
 
-        def forward(self, x):
-            return self.b(F.relu(self.a(x)))
-
-    def loss(model, x):
-        return model(x).square().mean()
-
-    torch.manual_seed(0)
-    model = Two()
-    reference = copy.deepcopy(model)
-    step, plain = amp.training_step(model, loss, adamw(model), backend="eager", enabled=False), adamw(reference)
-    for number in range(4):
-        step(X)
-        plain_step(reference, loss, plain, X)
-        if number == 1:
-            model.b.weight, reference.b.weight = model.a.weight, reference.a.weight
-    assert_same_weights(model, reference, rtol=0, atol=1e-6)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    make = lambda p: torch.optim.AdamW(p, 1e-2)  # noqa: E731
+    step, _ = train_beside_torch(model, mean_square, [(X,)] * 4, make, tie, {"rtol": 0, "atol": 1e-6})
     assert len(step.gradients()) == 1
 
 
 def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
     model = small()
-    step = amp.training_step(
-        model, lambda m, x, y: classes(m, x, y).detach(), adamw(model), dtype="bf16", backend="eager"
-    )
+    step = eager_step(model, lambda m, x, y: classes(m, x, y).detach(), adamw(model))
     with pytest.raises(CaptureError, match=r"depends on no parameter.*detach nothing"):
         step(X, Y)
     with pytest.raises(AmpError, match="no finished call"):
@@ -190,7 +165,7 @@ def test_a_copy_that_a_graph_does_not_read_follows_its_master():
 
     def made(one):
         optimizer = torch.optim.SGD(one.parameters(), 0.5)
-        return amp.training_step(one, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+        return eager_step(one, lambda m, x: m(x).square().mean(), optimizer)
 
     step, x = made(model), torch.randn(16, 8)
     for wide in (False, True, False, True, False):

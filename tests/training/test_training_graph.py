@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes, small
+from toys import classes, eager_step, small, train_beside_torch
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -33,13 +32,13 @@ class Summands(nn.Module):
         return self.line(x).square().mean() + self.number + self.vector.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@BACKENDS
 def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
     torch.manual_seed(0)
     model = Summands()
     optimizer = torch.optim.SGD(model.parameters(), 0.125)
     scale = DynamicLossScale(init_scale=4.0, growth_interval=1)
-    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="fp16", loss_scale=scale, backend=backend)
+    step = eager_step(model, lambda m, x: m(x), optimizer, dtype="fp16", loss_scale=scale, backend=backend)
     for number in range(1, 4):
         step(X)
         assert float(step.loss_scale) == 4.0 * 2**number
@@ -49,28 +48,20 @@ def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
         assert model.vector.tolist() == [1 - number / 8] * 3
 
 
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.arange(1.0, 7.0)), nn.Parameter(torch.arange(6.0, 0.0, -1.0))
+
+
 @BACKENDS
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
 def test_parameters_that_are_each_others_gradients_are_updated_together(kind, backend):
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.arange(1.0, 7.0)), nn.Parameter(torch.arange(6.0, 0.0, -1.0))
-
     def loss(model):
         return (model.a * model.b).sum()
 
-    model = Product()
-    reference = copy.deepcopy(model)
-    step = amp.training_step(model, loss, kind(model.parameters(), 0.1), enabled=False, backend=backend)
-    plain = kind(reference.parameters(), 0.1)
-    for _ in range(3):
-        step()
-        plain.zero_grad()
-        loss(reference).backward()
-        plain.step()
-    torch.testing.assert_close(model.a, reference.a, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(model.b, reference.b, rtol=1e-6, atol=1e-6)
+    make = lambda p: kind(p, 0.1)  # noqa: E731
+    train_beside_torch(Product(), loss, [()] * 3, make, tolerance={"rtol": 1e-6, "atol": 1e-6}, backend=backend)
 
 
 def test_gradients_of_a_nest_are_named_by_their_path():
@@ -85,7 +76,7 @@ def test_gradients_of_a_nest_are_named_by_their_path():
     for path, factor, model in zip(("a.b", "a_b", "list.0"), (1, 2, 1), models, strict=True):
         (factor * classes(model, X, Y)).backward()
         expected |= {f"{path}.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    step = amp.training_step(nest, loss, optimizer, enabled=False, backend="eager")
+    step = eager_step(nest, loss, optimizer, enabled=False)
     step(X, Y)
     assert set(step.gradients()) == set(expected)
     for name, gradient in step.gradients().items():
@@ -102,21 +93,13 @@ def test_a_path_that_is_no_name_is_refused(nest):
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_rule_names_modules_as_in_the_model(nested):
     """The same rule file fits `amp.compile`, `amp.explain` and the step."""
-    model = small()
-    name = "classifier.0" if nested else "0"
-    rules = {
-        "version": 1,
-        "extends": "default",
-        "rules": [{"match": {"module": name, "op": "aten.linear"}, "precision": "fp32", "why": "test"}],
-    }
-    nest = {"classifier": model} if nested else model
-    step = amp.training_step(
-        nest,
+    model, name = small(), "classifier.0" if nested else "0"
+    rule = {"match": {"module": name, "op": "aten.linear"}, "precision": "fp32"}
+    step = eager_step(
+        {"classifier": model} if nested else model,
         lambda m, x, y: classes(m["classifier"] if nested else m, x, y),
         torch.optim.SGD(model.parameters(), 0.1),
-        rules=rules,
-        dtype="bf16",
-        backend="eager",
+        rules={"version": 1, "extends": "default", "rules": [rule]},
     )
     step(X, Y)
     linears = {node.module: node.precision for node in step.plan.nodes if node.op == "aten.linear"}
@@ -172,14 +155,11 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": "bf16"}, pytest.param({"dtype": "fp16"}, marks=pytest.mark.slow), {"enabled": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"enabled": False}], ids=str)
 def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_they_belong_to(options):
     torch.manual_seed(0)
     model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, classes, optimizer, backend="eager", **options)
+    step = eager_step(model, classes, **options)
     step(torch.randn(11, 1, 8, 8), torch.randint(0, 4, (11,)))
     kinds = (*PRODUCTS, *NORMS, "aten.convolution_backward")
     nodes = [n for n in step.graph_module.graph.nodes if n.meta.get("amp_phase") == "backward"]
@@ -193,15 +173,7 @@ def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_th
 
 
 def test_a_graph_for_a_batch_in_a_dict_is_that_of_a_first_call():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    step = amp.training_step(
-        model,
-        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
-        torch.optim.SGD(model.parameters(), 0.1),
-        dtype="bf16",
-        backend="eager",
-    )
+    step = eager_step(nn.Linear(8, 4), lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
     batch = {"x": X, "y": Y}
     dry = [node.name for node in step.graph_for(batch).graph_module.graph.nodes]
     step(batch)
