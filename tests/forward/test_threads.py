@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from toys import eager_step, mean_square
 
 import amp_compiler as amp
 
@@ -73,21 +74,18 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
 
 def test_steps_in_pieces_from_many_threads():
     """Each thread has a step of its own; what they change in Dynamo meanwhile is back when they are done."""
-    from torch._dynamo.variables.tensor import TensorVariable
-
     torch.manual_seed(1)
     batches = [torch.randn(4, 4) for _ in range(2)]
     config = torch._dynamo.config
 
     def set_for_dynamo() -> tuple[object, ...]:
-        return config.recompile_limit, dict(vars(TensorVariable)), nn.Sequential.forward
+        return config.recompile_limit, nn.Sequential.forward
 
     before = set_for_dynamo()
 
     def trained(number: int) -> dict[str, torch.Tensor]:
         model = models[number]
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+        step = eager_step(model, mean_square)
         for x in batches:
             step(x)
         assert "subgraph" in step.execution
@@ -104,34 +102,20 @@ def test_steps_in_pieces_from_many_threads():
 
 def test_a_model_that_breaks_beside_a_step_that_is_one_graph():
     """Torch counts compiled frames of `fullgraph=True` for the whole process."""
-    model, other = model_of(Branches), model_of(Net)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    step = amp.training_step(
-        other,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.SGD(other.parameters(), 0.0),
-        dtype="bf16",
-        backend="eager",
-    )
+    compiled = amp.compile(model_of(Branches), dtype="bf16", backend="eager")
+    step = eager_step(other := model_of(Net), mean_square, torch.optim.SGD(other.parameters(), 0.0))
     with torch.no_grad():
         expected = compiled(X)
-        assert not torch.equal(expected, model(X))
+        assert not torch.equal(expected, compiled.original(X))
     step(X)
     found: list[bool] = []
-    done = threading.Event()
 
-    def train() -> None:
-        while not done.is_set():
+    def call(number: int) -> None:
+        if number % 2:
             step(X)
+        else:
+            with torch.no_grad():
+                found.append(torch.equal(compiled(X), expected))
 
-    def call() -> None:
-        with torch.no_grad():
-            found.extend(torch.equal(compiled(X), expected) for _ in range(300))
-        done.set()
-
-    threads = [threading.Thread(target=one) for one in (train, call)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert len(found) == 300 and all(found)
+    at_once(call, 300)
+    assert len(found) == 150 and all(found)
