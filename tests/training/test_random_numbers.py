@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import eager_step
 
 import amp_compiler as amp
-from amp_compiler.fx.capture.generators import generators_kept
 
 X = torch.ones(4, 16)
 
@@ -46,60 +46,20 @@ def seed() -> None:
     np.random.seed(3)
 
 
-def make(backend, **options):
+def make():
     seed()
     model = Noisy()
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    return amp.training_step(model, noise, optimizer, dtype="bf16", backend=backend, **options)
+    return eager_step(model, noise, torch.optim.SGD(model.parameters(), 0.0))
 
 
-def compiled(backend, **options):
-    seed()
-    return amp.compile(Noisy(), dtype="bf16", backend=backend, **options)
-
-
-# Where nothing is compiled the rows of tests/behaviour compare what is drawn with eager.
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("compile", "inductor"),
-        pytest.param("step", "inductor", marks=pytest.mark.slow),  # which draws where "compile" does
-    ],
-)
-def test_the_first_call_draws_what_later_ones_draw(kind, backend):
-    if kind == "step":
-        step = make(backend)
-        run = lambda x: step(x)[1]  # noqa: E731
-    else:
-        run = compiled(backend)
-    drawn = []
-    for _ in range(3):  # the first time it is captured as well
+# Where nothing is compiled the rows of tests/behaviour compare what is drawn with eager. A step draws as a model does.
+@pytest.mark.compiles
+def test_the_first_call_draws_what_later_ones_draw():
+    model, drawn = amp.compile(Noisy(), dtype="bf16"), []
+    for _ in range(2):  # the first time it is captured as well
         seed()
-        drawn.append([run(X).detach().clone() for _ in range(3)] + [torch.rand(2)])
-        after = states()
-        drawn[-1].append(torch.tensor(after[0]))
-    for later in drawn[1:]:
-        assert all(torch.equal(mine, first) for mine, first in zip(later, drawn[0], strict=True))
-
-
-class Refused(nn.Module):
-    """Draws while it is captured, by every generator that has no name, and cannot be captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 4)
-
-    def forward(self, x):
-        random.random(), np.random.rand(), torch.empty(2).uniform_()
-        raise RuntimeError("no")
-
-
-def test_a_capture_that_fails_leaves_the_generators_too():
-    seed()
-    before = states()
-    with pytest.raises(RuntimeError), generators_kept():
-        Refused()(X)
-    assert states() == before
+        drawn.append([*(model(X).detach().clone() for _ in range(3)), torch.rand(2), torch.get_rng_state()])
+    assert all(map(torch.equal, *drawn))
 
 
 class Draws(nn.Module):
@@ -122,7 +82,7 @@ def test_a_capture_draws_nothing_from_generators_of_the_models_own():
 
 
 def test_a_second_shape_and_a_report_draw_nothing_either():
-    step = make("eager")
+    step = make()
     seed()
     first = step(X)[1]
     seed()

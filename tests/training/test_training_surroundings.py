@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes, eager_step, small
 
 import amp_compiler as amp
 
@@ -42,17 +43,14 @@ def net(rate=0.5, norm=True):
     return Net(rate, norm)
 
 
-@pytest.mark.parametrize("rate", [0.5, 0.3])
-def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit(rate):
-    model = net(rate)
+def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit():
+    model = net(0.3)
     reference = copy.deepcopy(model)
-    optimizer, plain = (
-        torch.optim.SGD(one.parameters(), 0.1, momentum=0.9, weight_decay=1e-2) for one in (model, reference)
-    )
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-2)
+    plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9, weight_decay=1e-2)
+    step = eager_step(model, loss_fn, optimizer, enabled=False)
     torch.manual_seed(7)
-    mine = [step(X, Y) for _ in range(6)]
-    drawn = torch.get_rng_state()
+    mine, drawn = [step(X, Y) for _ in range(4)], torch.get_rng_state()
     torch.manual_seed(7)
     for loss, left in mine:
         plain.zero_grad()
@@ -61,13 +59,13 @@ def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit(rate):
         plain.step()
         assert torch.equal(loss, expected.detach()) and torch.equal(left, expected_left)
     assert torch.equal(drawn, torch.get_rng_state())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert all(map(torch.equal, model.parameters(), reference.parameters()))
 
 
 def run(seed, options):
     """Losses and the weights in the end; what dropout left of the inputs."""
     model = net(norm=False)
-    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager", **options)
+    step = eager_step(model, loss_fn, **options)
     torch.manual_seed(seed)
     results = [step(X, Y) for _ in range(4)]
     return [*[loss for loss, _ in results], *[p.detach() for p in model.parameters()]], [left for _, left in results]
@@ -91,32 +89,26 @@ def test_an_ambient_autocast_around_building_and_some_calls_changes_no_bit(optio
         around = [torch.autocast("cpu", torch.bfloat16, enabled=ambient and at % 2 == 0) for at in range(4)]
         model = net()
         with around[0]:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            step = amp.training_step(model, loss_fn, optimizer, backend="eager", **options)
+            step = eager_step(model, loss_fn, **options)
         torch.manual_seed(7)
         losses = []
         for context in around:
             with context:
                 losses.append(step(X, Y)[0])
                 assert ((X @ X.t()).dtype == torch.bfloat16) is context._enabled  # as before the call
-        results.append([*losses, *(parameter.detach() for parameter in model.parameters())])
+        results.append([*losses, *model.parameters()])
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_call_where_dynamo_captures_nothing_runs_under_autocast_and_the_next_as_one_graph(dtype, caplog):
+def test_a_call_where_dynamo_captures_nothing_runs_under_autocast_and_the_next_as_one_graph(caplog):
     losses = {}
     for around in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        step = amp.training_step(
-            model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, dtype=dtype, backend="eager"
-        )
+        model = small()
+        step = eager_step(model, classes, torch.optim.AdamW(model.parameters(), 0.05), dtype="fp16")
         losses[around] = []
         for call in range(8):
             with torch.compiler.set_stance("force_eager" if around and call % 4 > 1 else "default"):
-                losses[around].append(float(step(X, Y)))
+                losses[around].append(float(step(X, Y % 4)))
             assert ("torch.autocast" in step.execution) == (around and call % 4 > 1)
         assert step.skipped_steps == 0
     torch.testing.assert_close(losses[True], losses[False], rtol=2e-2, atol=2e-2)
@@ -127,15 +119,11 @@ def test_a_call_where_dynamo_captures_nothing_runs_under_autocast_and_the_next_a
 
 
 def test_anomaly_mode_looks_into_no_trace_and_is_told_to_see_nothing(caplog):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 5))
+    model = small()
     with torch.autograd.set_detect_anomaly(True):
-        optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        step = amp.training_step(
-            model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, dtype="fp16", backend="eager"
-        )
+        step = eager_step(model, classes, dtype="fp16")
         for x in (X, X * 1e6, X):
-            step(x, Y)
+            step(x, Y % 4)
         compiled = amp.compile(model, dtype="fp16", backend="eager")
         compiled(X).sum().backward()
         assert torch.is_anomaly_enabled()
