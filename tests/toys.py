@@ -97,7 +97,7 @@ def train_beside_torch(
         make: makes an optimizer of parameters.
         between: `between(number, model, optimizer)`, done to both before each step.
         tolerance: `rtol` and `atol`; without it those of torch.
-        **options: of the training step.
+        **options: of the training step; the loop gathers and clips gradients as they say.
 
     Returns:
         The step, and the model of the loop.
@@ -105,10 +105,17 @@ def train_beside_torch(
     plain = copy.deepcopy(model)
     ours, theirs = make(model.parameters()), make(plain.parameters())
     step = eager_step(model, loss_fn, ours, **{"enabled": False, **options})
+    gathered = options.get("accumulate", 1)
     for number, batch in enumerate(batches):
         for one, optimizer in ((model, ours), (plain, theirs)):
             between(number, one, optimizer)
-        torch.testing.assert_close(step(*batch), plain_step(plain, loss_fn, theirs, *batch), **(tolerance or {}))
+        loss = loss_fn(plain, *batch)
+        (loss / gathered).backward()
+        if (number + 1) % gathered == 0:
+            nn.utils.clip_grad_norm_(plain.parameters(), options.get("clip_norm", torch.inf))
+            theirs.step()
+            theirs.zero_grad()
+        torch.testing.assert_close(step(*batch), loss.detach(), **(tolerance or {}))
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), **(tolerance or {}))
     first, second = ({key: set(one) for key, one in each.state_dict()["state"].items()} for each in (ours, theirs))
     assert first == second
