@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from toys import small, squares
-
-import amp_compiler as amp
+from toys import eager_step, small, squares
 
 
 class Products(TorchDispatchMode):
@@ -25,7 +23,7 @@ class Products(TorchDispatchMode):
 
 def test_a_mode_sees_what_runs_and_nothing_is_compiled_for_it():
     model = small()
-    step = amp.training_step(model, squares, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step = eager_step(model, squares)
     batch = torch.randn(3, 8), torch.randn(3, 4)
     for _ in range(3):
         with Products() as products:
