@@ -73,14 +73,6 @@ class Reads(Sign):
                     p.sub_(p.grad / max(p.grad.norm().item(), 1.0))
 
 
-class Branches(Sign):
-    def step(self, closure=None):
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None and (p.grad.norm() < 1e9):
-                    p.sub_(p.grad)
-
-
 class Counts(Sign):
     def step(self, closure=None):
         with torch.no_grad():
@@ -108,10 +100,9 @@ class DoesNothing(Sign):
     ("kind", "words"),
     [
         (Reads, "Reads reads the value of a tensor .item"),
-        (Branches, "Branches reads the value of a tensor .__bool__"),
         (Counts, "Counts changes 'step'"),
-        (StartsFromGradient, "'mean' in the state of StartsFromGradient begins from the first gradient"),
         (DoesNothing, "DoesNothing writes no parameter"),
+        (StartsFromGradient, "'mean' in the state of StartsFromGradient begins from the first gradient"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_by_name(kind, words):

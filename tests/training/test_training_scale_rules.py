@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from toys import eager_step, mean_square
+from training_weights import Line, linear_loss
 
 import amp_compiler as amp
 
@@ -107,3 +108,26 @@ def test_the_norm_that_is_read_is_exact_for_large_weights_too():
     step(torch.randn(4, 1024))
     exact = step.gradients()["weight"].double().norm()
     assert float(step.grad_norm) == pytest.approx(float(exact), rel=1e-7)
+
+
+def test_a_norm_adaptive_scale_follows_the_norms_and_learns_from_an_overflow():
+    # The gradient is the batch. The scale is 4096 / norm rounded down to a power of two, between 2 and 65536; an
+    # overflow halves what it may be, and three finite steps double that again.
+    section = {"mode": "norm_adaptive", "init": 1024.0, "target_norm": 4096.0, "min": 2.0, "max": 65536.0}
+    rows = [
+        ((3.0, 4.0), 512), ((0.0, 1.0), 4096), ((0.0, 1.5), 2048), ((0.0, 0.0), 2048), ((0.0, 2.0**-10), 65536),
+        ((0.0, 4096.0), 2), ((0.0, 1.0), 4096), ((0.0, float("inf")), 2048), ((0.0, 1.0), 2048), ((0.0, 1.0), 2048),
+        ((0.0, 1.0), 4096),
+    ]  # fmt: skip
+    model = Line(2, value=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    section |= {"growth_interval": 3}
+    step = eager_step(model, linear_loss, optimizer, dtype="fp16", loss_scale=section)
+    seen = []
+    for batch, _ in rows:
+        step(torch.tensor(batch))
+        seen.append(float(step.loss_scale))
+    assert seen == [scale for _, scale in rows]
+    assert int(step.skipped_steps) == 1
+    finite = [batch for batch, _ in rows if float("inf") not in batch]
+    assert model.w.tolist() == [-sum(column) for column in zip(*finite, strict=True)]  # all exact in FP32
