@@ -52,16 +52,6 @@ def make():
     return eager_step(model, noise, torch.optim.SGD(model.parameters(), 0.0))
 
 
-# Where nothing is compiled the rows of tests/behaviour compare what is drawn with eager. A step draws as a model does.
-@pytest.mark.compiles
-def test_the_first_call_draws_what_later_ones_draw():
-    model, drawn = amp.compile(Noisy(), dtype="bf16"), []
-    for _ in range(2):  # the first time it is captured as well
-        seed()
-        drawn.append([*(model(X).detach().clone() for _ in range(3)), torch.rand(2), torch.get_rng_state()])
-    assert all(map(torch.equal, *drawn))
-
-
 class Draws(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -96,22 +86,27 @@ def test_a_second_shape_and_a_report_draw_nothing_either():
 
 
 @pytest.mark.compiles
-def test_a_backward_that_is_compiled_when_it_first_runs_draws_nothing(monkeypatch):
-    """Whatever the compiler draws: torch compiles a backward that needs no size at its first call."""
+def test_what_compiles_draws_nothing_and_the_first_call_draws_what_later_ones_draw(monkeypatch):
+    """Whatever the compiler draws, of a backward too, which torch compiles at its first call.
+
+    Where nothing is compiled the rows of tests/behaviour compare what is drawn with eager.
+    """
     import torch._inductor.compile_fx as compile_fx
 
-    real, drawn = compile_fx.fx_codegen_and_compile, []
+    real, compiled = compile_fx.fx_codegen_and_compile, []
 
     def drawing(*args, **kwargs):
-        drawn.append((torch.rand(3), random.random(), np.random.rand()))
+        compiled.append((torch.rand(3), random.random(), np.random.rand()))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", drawing)
-    model = amp.compile(nn.Linear(4, 4), dtype="bf16")
+    model, drawn = amp.compile(Noisy(), dtype="bf16"), []
     with torch._inductor.config.patch(force_disable_caches=True):
-        before = states()
-        loss = model(torch.ones(3, 4)).square().sum()
-        compiled = len(drawn)
-        assert compiled and states() == before
-        loss.backward()
-        assert len(drawn) > compiled and states() == before
+        for call in range(2):
+            seed()
+            y = model(X)
+            drawn.append([y.detach().clone(), model(X).detach().clone(), torch.rand(2)])
+            before, built = states(), len(compiled)
+            y.square().sum().backward()
+            assert states() == before and built and (len(compiled) > built) == (call == 0)
+    assert all(map(torch.equal, *drawn))
