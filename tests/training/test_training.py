@@ -6,27 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from toys import classes, eager_step, train_beside_torch
+from training_optimizers import X, Y, models
 
 import amp_compiler as amp
-
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(32, 8, generator=GENERATOR)
-Y = torch.randint(0, 5, (32,), generator=GENERATOR)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # No bias before the BatchNorm: its gradient is rounding error alone, which Adam would blow up to full steps.
-        self.a, self.norm, self.b = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 5)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.b(F.relu(self.norm(self.a(x))))
-
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -36,12 +20,6 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
 }
-
-
-def models() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
