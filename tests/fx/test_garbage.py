@@ -18,19 +18,11 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 
 @pytest.fixture
 def eager():
-    """Thresholds at which every few objects bring a full collection; gives how many there have been."""
+    """Thresholds at which every few objects bring a full collection."""
     before = gc.get_threshold()
     gc.set_threshold(10, 1, 1)
-    yield lambda: gc.get_stats()[2]["collections"]
+    yield
     gc.set_threshold(*before)
-
-
-def test_there_is_none_within(eager):
-    with without_full_collections():
-        before, young = eager(), gc.get_stats()[0]["collections"]
-        kept = [[] for _ in range(100_000)]
-        assert eager() == before and gc.get_stats()[0]["collections"] > young
-    assert gc.get_threshold() == (10, 1, 1) and len(kept) == 100_000
 
 
 def test_the_last_one_out_restores_it(eager):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from toys import classes, eager_step, small
 
 import amp_compiler as amp
@@ -131,3 +132,14 @@ def test_anomaly_mode_looks_into_no_trace_and_is_told_to_see_nothing(caplog):
     assert compiled.execution == "as one graph"
     told = [one.message for one in caplog.records if "anomaly mode" in one.message]
     assert len(told) == 1 and "nonfinite_report()" in told[0]
+
+
+def test_a_dispatch_mode_sees_what_runs_and_nothing_is_compiled_for_it():
+    step = eager_step(small(), classes)
+    for _ in range(3):
+        with FlopCounterMode(display=False) as counter:
+            step(X, Y % 4)
+        first, second = 2 * 32 * 8 * 16, 2 * 32 * 16 * 4  # the products of each layer; two and three of them in all
+        assert counter.get_total_flops() == 2 * first + 3 * second
+        step(X, Y % 4)
+    assert step._choice.compilations == 1
