@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import threading
@@ -130,22 +131,12 @@ class Bars:
         self.shown.set()
 
 
-class ErrorOutput:
-    """An error output, and what was written to it."""
+class ErrorOutput(io.StringIO):
+    """An error output that is a terminal or not."""
 
-    def __init__(self, terminal: bool) -> None:
-        self.terminal, self.text, self.written = terminal, "", threading.Event()
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        self.written.set()
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal
 
 
 def wait_for_the_teller() -> None:
@@ -154,8 +145,12 @@ def wait_for_the_teller() -> None:
             thread.join()
 
 
-@pytest.mark.parametrize("level", [None, "error"])
-@pytest.mark.parametrize("kind", ["log", "terminal", "notebook", "notebook without widgets"])
+KINDS = ("log", "terminal", "notebook", "notebook without widgets")
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [*((kind, None) for kind in KINDS), ("log", "error"), ("terminal", "error")]
+)
 def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, kind, level):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
@@ -178,7 +173,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
         told.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
     said = [record.getMessage() for record in caplog.records]
     assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
-    assert not error_output.text
+    assert not error_output.getvalue()
     if level == "error":
         assert not said
         return
@@ -192,14 +187,10 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
 
 def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
-    monkeypatch.setattr("sys.stderr", ErrorOutput(False))
+    monkeypatch.setattr("sys.stderr", ErrorOutput())
     model = nn.Linear(4, 2)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    for _ in range(2):
-        compiled(torch.ones(2, 4))
-    step = eager_step(model, lambda m, x: m(x).mean())
-    for _ in range(2):
-        step(torch.ones(2, 4))
+    for call in (amp.compile(model, dtype="bf16", backend="eager"), eager_step(model, lambda m, x: m(x).mean())):
+        call(torch.ones(2, 4)), call(torch.ones(2, 4))
     kinds = [record.getMessage().partition(",")[0].partition(" in ")[0] for record in caplog.records]
     names = "Linear", "the training step"
     # Dynamo looks at frames that it leaves alone too, which takes no time that anybody would be told of.
@@ -209,7 +200,7 @@ def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
 @pytest.mark.compiles
 def test_a_backward_that_is_compiled_when_it_first_runs_is_told(monkeypatch, caplog):
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
-    monkeypatch.setattr("sys.stderr", ErrorOutput(False))
+    monkeypatch.setattr("sys.stderr", ErrorOutput())
     model = amp.compile(nn.Linear(4, 2), dtype="bf16")
     said = []
     with torch.compiler.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled
@@ -228,7 +219,7 @@ def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
     with notices.telling("Model") as told:
         told.stages, told.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
-    assert not error_output.text and not caplog.records
+    assert not error_output.getvalue() and not caplog.records
 
 
 def test_a_level_that_does_not_exist_is_refused():
