@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,13 +19,10 @@ THREADS = 8
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.b(torch.relu(self.norm(self.a(x))))
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
 
 
 class Branches(Net):
@@ -35,11 +31,6 @@ class Branches(Net):
     def forward(self, x):
         y = super().forward(x)
         return y if y.sum() > 1e9 else -y
-
-
-def model_of(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
 
 
 def at_once(work: Callable[[int], None], number: int) -> None:
@@ -56,18 +47,17 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
 
     def slowly(*arguments):
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(200)
         return real(*arguments)
 
-    compiled = amp.compile(model_of(Net), dtype="bf16", backend="eager")
+    compiled = amp.compile(Net(), dtype="bf16", backend="eager")
     compiled(torch.ones(3, 4))
     monkeypatch.setattr(subgraphs, "build_run", slowly)
     with ThreadPoolExecutor(2) as pool:
         building = pool.submit(compiled, torch.ones(5, 4))
-        assert inside.wait(30)
-        began = time.monotonic()
-        pool.submit(compiled, torch.ones(3, 4)).result(20)
-        assert not building.done() and time.monotonic() - began < 20
+        assert inside.wait(100)
+        pool.submit(compiled, torch.ones(3, 4)).result(100)
+        assert not building.done()
         go_on.set()
         building.result()
 
@@ -91,10 +81,10 @@ def test_steps_in_pieces_from_many_threads():
         assert "subgraph" in step.execution
         return model.state_dict()
 
-    models = [model_of(Branches) for _ in range(5)]
-    expected = trained(4)
+    models = [Branches() for _ in range(4)]
+    expected = trained(3)
     found: dict[int, dict[str, torch.Tensor]] = {}
-    at_once(lambda number: found.__setitem__(number, trained(number)), 4)
+    at_once(lambda number: found.__setitem__(number, trained(number)), 3)
     for state in found.values():
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert set_for_dynamo() == before
@@ -102,8 +92,8 @@ def test_steps_in_pieces_from_many_threads():
 
 def test_a_model_that_breaks_beside_a_step_that_is_one_graph():
     """Torch counts compiled frames of `fullgraph=True` for the whole process."""
-    compiled = amp.compile(model_of(Branches), dtype="bf16", backend="eager")
-    step = eager_step(other := model_of(Net), mean_square, torch.optim.SGD(other.parameters(), 0.0))
+    compiled = amp.compile(Branches(), dtype="bf16", backend="eager")
+    step = eager_step(other := Net(), mean_square, torch.optim.SGD(other.parameters(), 0.0))
     with torch.no_grad():
         expected = compiled(X)
         assert not torch.equal(expected, compiled.original(X))

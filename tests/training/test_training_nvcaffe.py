@@ -135,12 +135,9 @@ def step_of_ours(rates, gradients, low, rescaled=False, scale=1024.0):
 GRADIENTS = [np.array([[1.5, -3.0], [0.25, 7.0]], F) * F(one) for one in (1.0, 0.5, 2.0, 0.75)]
 
 
-def test_at_a_constant_rate_both_forms_of_momentum_are_one():
+def test_at_a_constant_rate_both_forms_of_momentum_are_one_and_where_it_changes_by_rescaling_the_buffer():
     rates = [2.0**-4] * 4  # a power of two, so that no product rounds
     assert np.array_equal(step_of_ours(rates, GRADIENTS, low=False), nvcaffe_code(rates, GRADIENTS, F))
-
-
-def test_where_the_rate_changes_they_are_one_by_rescaling_the_buffer():
     rates = [2.0**-4, 2.0**-4, 2.0**-6, 2.0**-6]
     theirs = nvcaffe_code(rates, GRADIENTS, F)
     assert not np.array_equal(step_of_ours(rates, GRADIENTS, low=False), theirs)
