@@ -139,6 +139,7 @@ def test_plain_fp32_ignores_the_section():
         ("half", {"enabled": False}, "plain FP32, and parameter 'a.weight' is float16"),
         ("bfloat16", {"dtype": "fp16"}, "is bfloat16 and the low type is float16; pass dtype='bf16'"),
         ("float", {"rules": {"version": 1, "weights": {"rounding": "kahan"}}}, "write weights: {master: low"),
+        ("float", {"rules": {"version": 1, "weights": {"overflow": "skip"}}}, "master: low, overflow: skip"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(convert, options, text):
