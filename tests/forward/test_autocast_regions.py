@@ -60,6 +60,21 @@ def test_a_region_in_the_other_16_bit_type_gives_what_nested_autocast_gives(dtyp
     assert {node.precision for node in told} == {"keep"}
 
 
+@pytest.mark.parametrize("dtype", LOWS)
+def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype):
+    torch.manual_seed(0)
+    model, default = Nested(""), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", LOWS[dtype]):
+        wanted = model(X)[0].float()
+    with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
+        compiled = amp.compile(model, dtype=dtype, backend="eager")
+        found = compiled(X)[0]
+    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
+    assert torch.get_autocast_dtype("cpu") is default
+    precisions = {node.module: node.precision for node in compiled.plan.nodes if node.op == "aten.linear"}
+    assert precisions == {"before": "low", "inside": "low", "off": "fp32", "after": "low"}
+
+
 class Switching(nn.Module):
     """Switches gradients off within a region of autocast, and on again long behind it."""
 
