@@ -7,7 +7,7 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODULES = (
-    "bursts", "cases", "comparison", "first_step", "inference", "measuring", "models", "plan_models",
+    "bursts", "cases", "comparison", "first_step", "inference", "measuring", "models", "parity", "plan_models",
     "processes", "profile_step", "readme", "reduction", "train_step", "train_step_runs", "update",
     "update_kernels", "update_runs",
 )  # fmt: skip

@@ -5,12 +5,15 @@ A `Toy` makes everything that a training step takes. Weights are made from a fix
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import amp_compiler as amp
 
 F = nn.functional
 
@@ -55,6 +58,11 @@ def squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
+def mean_square(model: Any, x: Tensor) -> Tensor:
+    """Of what the model makes."""
+    return model(x).square().mean()
+
+
 def classes(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy of class numbers."""
     return F.cross_entropy(model(x), y)
@@ -67,6 +75,59 @@ def plain_step(model: Any, loss_fn: Callable[..., Tensor], optimizer: torch.opti
     loss.backward()
     optimizer.step()
     return loss.detach()
+
+
+def eager_step(model: Any, loss_fn: Callable[..., Any], optimizer: Any = None, **options: Any) -> Any:
+    """`amp.training_step` in BF16, run node by node, by SGD at a rate of 0.1, but for what is said otherwise."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "eager", **options})
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def train_beside_torch(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    batches: Iterable[tuple[Any, ...]],
+    make: Callable[[Any], torch.optim.Optimizer] = _sgd,
+    between: Callable[[int, Any, Any], None] = lambda number, model, optimizer: None,
+    tolerance: dict[str, float] | None = None,
+    **options: Any,
+) -> tuple[Any, nn.Module]:
+    """Hold a step in FP32 against a loop in plain torch: losses and, in the end, weights, buffers and names of states.
+
+    Args:
+        model: the step's; the loop has a copy.
+        loss_fn: `loss_fn(model, *batch)`.
+        batches: one for each step.
+        make: makes an optimizer of parameters.
+        between: `between(number, model, optimizer)`, done to both before each step.
+        tolerance: `rtol` and `atol`; without it those of torch.
+        **options: of the training step; the loop gathers and clips gradients as they say.
+
+    Returns:
+        The step, and the model of the loop.
+    """
+    plain = copy.deepcopy(model)
+    ours, theirs = make(model.parameters()), make(plain.parameters())
+    step = eager_step(model, loss_fn, ours, **{"enabled": False, **options})
+    gathered = options.get("accumulate", 1)
+    for number, batch in enumerate(batches):
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            between(number, one, optimizer)
+        loss = loss_fn(plain, *batch)
+        (loss / gathered).backward()
+        if (number + 1) % gathered == 0:
+            nn.utils.clip_grad_norm_(plain.parameters(), options.get("clip_norm", torch.inf))
+            theirs.step()
+            theirs.zero_grad()
+        torch.testing.assert_close(step(*batch), loss.detach(), **(tolerance or {}))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), **(tolerance or {}))
+    first, second = ({key: set(one) for key, one in each.state_dict()["state"].items()} for each in (ours, theirs))
+    assert first == second
+    return step, plain
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

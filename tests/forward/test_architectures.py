@@ -39,12 +39,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
         IDS,
     ),
     "mamba": (
-        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)),
+        lambda: hf.MambaForCausalLM(hf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)),
         IDS,
     ),
     "t5": (
         lambda: hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+            hf.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
         ),
         {**IDS, "decoder_input_ids": IDS["input_ids"]},
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import threading
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import plain_step
+from toys import eager_step, train_beside_torch
 from toys import relative as error
 
 import amp_compiler as amp
@@ -78,29 +79,16 @@ def classes(net, x, y):
     return F.cross_entropy(net(x).mean(1), y)
 
 
-def trainer(backend="eager", **options):
-    net = model()
-    step = amp.training_step(net, classes, torch.optim.SGD(net.parameters(), 0.1), backend=backend, **options)
-    return net, step
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_step_trains_on_every_shape_as_torch_does(backend):
-    net, step = trainer(backend, enabled=False)
-    reference = model()
-    plain = torch.optim.SGD(reference.parameters(), 0.1)
-    programs = []
-    for rows, words in ((8, 6), (5, 6), (33, 6), (8, 6), (4, 9), (7, 13), (1, 6), (1, 11)):
-        x, y = batch(rows, words, 8), torch.arange(rows) % 4
-        expected = plain_step(reference, classes, plain, x, y)
-        torch.testing.assert_close(step(x, y), expected.detach())
-        programs.append(len(step._choice.programs))
-    assert programs == [1, 2, 2, 2, 3, 3, 4, 4]
-    torch.testing.assert_close(list(net.parameters()), list(reference.parameters()))
+    sizes = ((8, 6), (5, 6), (33, 6), (8, 6), (4, 9), (7, 13), (1, 6), (1, 11))
+    batches = [(batch(rows, words, 8), torch.arange(rows) % 4) for rows, words in sizes]
+    step, _ = train_beside_torch(model(), classes, batches, backend=backend)
+    assert len(step._choice.programs) == 4
 
 
 def test_a_step_in_fp16_that_skips_and_gathers_takes_any_shape():
-    _, step = trainer(dtype="fp16", accumulate=2, clip_norm=1.0)
+    step = eager_step(model(), classes, dtype="fp16", accumulate=2, clip_norm=1.0)
     for rows in (4, 4, 6, 6, 9, 10, 3, 8):
         step(batch(rows, 5, 8), torch.arange(rows) % 4)
     assert len(step._choice.programs) == 4  # for gathering and for the update
@@ -111,7 +99,7 @@ def test_a_step_in_fp16_that_skips_and_gathers_takes_any_shape():
 
 def test_each_capture_is_told_in_one_line(caplog):
     caplog.set_level(logging.INFO, "amp_compiler")
-    _, step = trainer(dtype="bf16")
+    step = eager_step(model(), classes, dtype="bf16")
     for rows in (4, 4, 6, 9, 1):
         step(batch(rows, 5, 8), torch.arange(rows) % 4)
     told = [one.message for one in caplog.records if one.message.startswith(("captured", "recompiled"))]
@@ -143,22 +131,12 @@ class Bars:
         self.shown.set()
 
 
-class ErrorOutput:
-    """An error output, and what was written to it."""
+class ErrorOutput(io.StringIO):
+    """An error output that is a terminal or not."""
 
-    def __init__(self, terminal: bool) -> None:
-        self.terminal, self.text, self.written = terminal, "", threading.Event()
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-    def write(self, text: str) -> int:
-        self.text += text
-        self.written.set()
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal
 
 
 def wait_for_the_teller() -> None:
@@ -167,8 +145,12 @@ def wait_for_the_teller() -> None:
             thread.join()
 
 
-@pytest.mark.parametrize("level", [None, "error"])
-@pytest.mark.parametrize("kind", ["log", "terminal", "notebook", "notebook without widgets"])
+KINDS = ("log", "terminal", "notebook", "notebook without widgets")
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [*((kind, None) for kind in KINDS), ("log", "error"), ("terminal", "error")]
+)
 def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, kind, level):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
@@ -191,7 +173,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
         told.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
     said = [record.getMessage() for record in caplog.records]
     assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
-    assert not error_output.text
+    assert not error_output.getvalue()
     if level == "error":
         assert not said
         return
@@ -205,16 +187,10 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
 
 def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
-    monkeypatch.setattr("sys.stderr", ErrorOutput(False))
+    monkeypatch.setattr("sys.stderr", ErrorOutput())
     model = nn.Linear(4, 2)
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    for _ in range(2):
-        compiled(torch.ones(2, 4))
-    step = amp.training_step(
-        model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager"
-    )
-    for _ in range(2):
-        step(torch.ones(2, 4))
+    for call in (amp.compile(model, dtype="bf16", backend="eager"), eager_step(model, lambda m, x: m(x).mean())):
+        call(torch.ones(2, 4)), call(torch.ones(2, 4))
     kinds = [record.getMessage().partition(",")[0].partition(" in ")[0] for record in caplog.records]
     names = "Linear", "the training step"
     # Dynamo looks at frames that it leaves alone too, which takes no time that anybody would be told of.
@@ -224,7 +200,7 @@ def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
 @pytest.mark.compiles
 def test_a_backward_that_is_compiled_when_it_first_runs_is_told(monkeypatch, caplog):
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
-    monkeypatch.setattr("sys.stderr", ErrorOutput(False))
+    monkeypatch.setattr("sys.stderr", ErrorOutput())
     model = amp.compile(nn.Linear(4, 2), dtype="bf16")
     said = []
     with torch.compiler.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled
@@ -243,7 +219,7 @@ def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
     with notices.telling("Model") as told:
         told.stages, told.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
-    assert not error_output.text and not caplog.records
+    assert not error_output.getvalue() and not caplog.records
 
 
 def test_a_level_that_does_not_exist_is_refused():
@@ -280,3 +256,53 @@ def test_tensors_of_a_capture_that_failed_carry_no_marks(dynamic_shapes):
         compiled(x, y)
         assert not vars(x) and not vars(y)
         assert torch.equal(torch.compile(lambda z: 2 * z, backend="eager")(x), 2 * x)
+
+
+# ---- torch.compile(model, backend="amp_compiler")
+
+counters = torch._dynamo.utils.counters
+OPTIONS = {"dtype": "bf16"}
+
+
+@pytest.mark.parametrize("options", [{"dynamic": True}, {}], ids=["dynamic=True", "mark_dynamic"])
+def test_sizes_that_are_said_to_vary_are_one_graph(options) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Linear(16, 4)
+    compiled = torch.compile(model, backend="amp_compiler", options={**OPTIONS, "backend": "eager"}, **options)
+    for rows in (8, 9, 10):
+        x = torch.randn(rows, 16)
+        if not options:
+            torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), model(x), rtol=2**-6, atol=2**-6)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_block_is_compiled_once_for_all_layers_of_its_kind() -> None:
+    """The input of the first layer needs no gradient, that of the others does: two graphs of six layers."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Block() for _ in range(6)]), torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    expected.square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    counters.clear()
+    for block in model:
+        block.compile(backend="amp_compiler", options={**OPTIONS, "backend": "eager"})
+    result = model(x)
+    torch.testing.assert_close(result, expected, rtol=2**-6, atol=2**-6)
+    result.square().mean().backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).norm() <= 2**-6 * gradient.norm()
+    assert counters["stats"]["unique_graphs"] == 2

@@ -1,4 +1,4 @@
-"""`torch.autocast` regions in a model's own text that name a type."""
+"""`torch.autocast` regions in a model's own text that name a type; rows of tests/behaviour have the others."""
 
 from __future__ import annotations
 
@@ -11,59 +11,19 @@ import amp_compiler as amp
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Region(nn.Module):
-    """A linear layer in a region of its own; `whole` says whether torch.export can take the model."""
-
-    def __init__(self, whole: bool = True, **region) -> None:
-        super().__init__()
-        self.before, self.inside = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.whole, self.region = whole, region
-
-    def forward(self, x):
-        y = self.before(x)
-        if not self.whole and y.sum() > 1e9:
-            y = -y
-        with torch.autocast("cpu", **self.region):
-            return self.inside(y).float()
-
-
-def called(model, dtype):
-    return amp.compile(model, dtype=dtype, backend="eager")(X)
-
-
-def explained(model, dtype):
-    return amp.explain(model, (X,), dtype=dtype)
-
-
 LOWS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("dtype", LOWS)
-def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype, whole):
-    torch.manual_seed(0)
-    model, default = Region(whole), torch.get_autocast_dtype("cpu")
-    with torch.autocast("cpu", LOWS[dtype]):
-        wanted = model(X)
-    with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
-        found = called(model, dtype)
-    # FP16 products on a CPU are FP32 ones of rounded operands, rounded once.
-    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=1e-3)
-    assert torch.equal(found, found.to(LOWS[dtype]).float()) and torch.get_autocast_dtype("cpu") is default
-    if whole:
-        precisions = [node.precision for node in explained(model, dtype).nodes if node.op == "aten.linear"]
-        assert precisions == ["low", "low"]
-
-
-class Nested(Region):
+class Nested(nn.Module):
     """A region in the other 16-bit type, with one in it in which autocast is off, and a layer behind it.
 
     Its graph breaks in front of the region, within it, or not at all.
     """
 
     def __init__(self, broken: str, **region) -> None:
-        super().__init__(**region)
-        self.off, self.after, self.broken = nn.Linear(8, 8), nn.Linear(8, 8), broken
+        super().__init__()
+        self.before, self.inside, self.off, self.after = (nn.Linear(8, 8) for _ in range(4))
+        self.broken, self.region = broken, region
 
     def forward(self, x):
         y = self.before(x)
@@ -79,8 +39,9 @@ class Nested(Region):
         return self.after(y), y
 
 
-@pytest.mark.parametrize("broken", ["", "before", "within"])
-@pytest.mark.parametrize(("dtype", "named"), [("fp16", "bf16"), ("bf16", "fp16")])
+@pytest.mark.parametrize(
+    ("dtype", "named", "broken"), [("fp16", "bf16", ""), ("bf16", "fp16", "before"), ("fp16", "bf16", "within")]
+)
 def test_a_region_in_the_other_16_bit_type_gives_what_nested_autocast_gives(dtype, named, broken):
     """To the bit within the region; FP16 products on a CPU are FP32 ones of rounded operands, rounded once."""
     torch.manual_seed(0)
@@ -97,6 +58,21 @@ def test_a_region_in_the_other_16_bit_type_gives_what_nested_autocast_gives(dtyp
     assert torch.allclose(gradient, wanted, rtol=2**-5, atol=2**-7 * float(wanted.abs().max()))
     told = [node for node in compiled.plan.nodes if f"dtype={LOWS[named]}) region" in node.reason]
     assert {node.precision for node in told} == {"keep"}
+
+
+@pytest.mark.parametrize("dtype", LOWS)
+def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype):
+    torch.manual_seed(0)
+    model, default = Nested(""), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", LOWS[dtype]):
+        wanted = model(X)[0].float()
+    with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
+        compiled = amp.compile(model, dtype=dtype, backend="eager")
+        found = compiled(X)[0]
+    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
+    assert torch.get_autocast_dtype("cpu") is default
+    precisions = {node.module: node.precision for node in compiled.plan.nodes if node.op == "aten.linear"}
+    assert precisions == {"before": "low", "inside": "low", "off": "fp32", "after": "low"}
 
 
 class Switching(nn.Module):
@@ -122,10 +98,3 @@ def test_gradients_that_a_region_leaves_switched_off_are_off_behind_it():
     wanted = torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
     assert gradients[2] is gradients[3] is wanted[2] is wanted[3] is None
     assert torch.allclose(gradients[0], wanted[0], rtol=2**-6, atol=2**-5)
-
-
-@pytest.mark.parametrize("region", [{"dtype": torch.float16}, {"dtype": torch.bfloat16, "enabled": False}])
-def test_a_region_that_asks_for_no_other_type_is_taken(region):
-    """Its node runs in the plan's type, or in FP32 where autocast is off."""
-    precisions = [node.precision for node in explained(Region(**region), "fp16").nodes if node.op == "aten.linear"]
-    assert precisions == ["low", "low" if region.get("enabled", True) else "fp32"]

@@ -49,14 +49,13 @@ class FrozenTwice(nn.Module):
         return self.frozen(self.trained(self.frozen(self.trained(x))))
 
 
-@pytest.mark.parametrize("as_array", [False, True])
-def test_an_onnx_file_has_the_totals_of_its_model(tmp_path, as_array):
+def test_an_onnx_file_has_the_totals_of_its_model(tmp_path):
     torch.manual_seed(0)
     model, x = Pictures().eval(), torch.randn(2, 3, 16, 16)
     path = str(tmp_path / "m.onnx")
     batch = torch.export.Dim("batch")
     torch.onnx.export(model, (x,), path, dynamic_shapes=({0: batch},), verbose=False)
-    found = amp.explain(path, (x.numpy() if as_array else x,), dtype="bf16").autocast
+    found = amp.explain(path, (x.numpy(),), dtype="bf16").autocast
     expected = amp.explain(model, (x,), dtype="bf16").autocast
     assert (found.casts, found.cast_bytes) == (expected.casts, expected.cast_bytes)
     assert found.low_nodes == expected.low_nodes - 1  # the exporter folds the normalisation
@@ -81,14 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (dtype == "fp16" and name == "encoder"))
-        for name in CASES
-        for dtype in LOW
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, "bf16") for name in CASES), ("pictures", "fp16")])
 def test_as_many_as_autocast_makes(name, dtype):
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
@@ -123,16 +115,11 @@ def test_a_symbolic_size_counts_as_large_as_it_was_seen():
     assert type(found.cast_bytes) is int
 
 
-class Nonzero(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(x[torch.nonzero(x[:, 0] > 0)[:, 0]])
-
-
 def test_a_size_that_only_data_tell_is_a_number_all_the_same():
-    found = amp.explain(Nonzero(), (torch.randn(4, 8),), dtype="bf16")
+    class Nonzero(nn.Linear):
+        def forward(self, x):
+            return super().forward(x[torch.nonzero(x[:, 0] > 0)[:, 0]])
+
+    found = amp.explain(Nonzero(8, 8), (torch.randn(4, 8),), dtype="bf16")
     assert found.autocast is None or type(found.autocast.cast_bytes) is int
     found.to_json()

@@ -30,10 +30,10 @@ def linear() -> nn.Linear:
     return nn.Linear(8, 8)
 
 
-def check(model: nn.Module, *args, backend: str = "eager", dtype: str = "bf16", times: int = 1) -> amp.CompiledModule:
+def check(model: nn.Module, *args, dtype: str = "bf16", times: int = 1) -> amp.CompiledModule:
     """Outputs, parameter gradients and buffers of `times` calls agree with the plain module's."""
     plain = copy.deepcopy(model)
-    compiled = amp.compile(model, dtype=dtype, backend=backend)
+    compiled = amp.compile(model, dtype=dtype, backend="eager")
     for _ in range(times):
         torch.manual_seed(1)
         expected = plain(*args)
@@ -75,11 +75,9 @@ class ReverseTwice(Reverse):
         return -2 * g
 
 
-@pytest.mark.parametrize("order", [(Reverse, ReverseTwice), (ReverseTwice, Reverse)])
-def test_custom_functions_of_which_one_is_made_of_the_other_keep_their_backwards(order):
-    first, last = order
-    model = Lambda(lambda m, x: m.b(first.apply(m.a(x)) + last.apply(m.a(x))), a=linear(), b=linear())
-    assert check(model, X, backend="eager", times=2).execution == "as one graph"
+def test_custom_functions_of_which_one_is_made_of_the_other_keep_their_backwards():
+    model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x)) + 3 * ReverseTwice.apply(m.a(x))), a=linear(), b=linear())
+    assert check(model, X, times=2).execution == "as one graph"
 
 
 def test_spectral_norm():
@@ -114,16 +112,13 @@ def test_writes_between_two_emulated_products():
         check(Lambda(function, a=linear(), b=linear()), X, dtype="fp16")
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_kept_weights_follow_fused_optimizers(kind):
+def test_kept_weights_follow_fused_optimizers():
     model = linear()
     compiled = amp.compile(model, dtype="bf16", backend="eager")
-    optimizer = kind(model.parameters(), lr=0.5, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
     for _ in range(3):
         with torch.no_grad():
-            model.eval()
             check_close(compiled(X), model(X))
-        model.train()
         optimizer.zero_grad()
         model(X).square().sum().backward()
         optimizer.step()
@@ -136,11 +131,3 @@ def test_kept_weights_of_inference_tensors():
         compiled(X)
         model.weight.mul_(3)
         check_close(compiled(X), model(X))
-
-
-def test_a_region_for_another_device_means_nothing():
-    def function(m, x):
-        with torch.autocast("cuda", enabled=False):
-            return m.fc(x)
-
-    assert check(Lambda(function, fc=linear()), X).plan.low_nodes == 1

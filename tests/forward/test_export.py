@@ -53,15 +53,11 @@ def test_the_program_gives_what_the_compiled_model_gives(dtype):
     assert not [node for node in program.graph.nodes if "amp_compiler" in str(node.target)]
 
 
-def test_sizes_may_be_dynamic():
+def test_sizes_may_be_dynamic_and_it_is_loaded_and_run_without_this_package(tmp_path):
     program = amp.export(small(), (X,), dtype="bf16", dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
     with torch.no_grad():
         expected = amp.compile(small(), dtype="bf16", backend="eager")(X.repeat(3, 1))
         assert torch.equal(program.module()(X.repeat(3, 1)), expected)
-
-
-def test_it_is_loaded_and_run_without_this_package(tmp_path):
-    program = amp.export(small(), (X,), dtype="bf16")
     torch.export.save(program, tmp_path / "m.pt2")
     torch.save((X, program.module()(X)), tmp_path / "data.pt")
     code = (
@@ -84,12 +80,9 @@ def test_aotinductor_compiles_it(tmp_path):
     assert float((found - expected).abs().max()) <= 2**-7 * float(expected.abs().max())
 
 
-def test_torchs_onnx_exporter_is_told_of_ours():
+def test_torchs_onnx_exporter_is_told_of_ours_and_what_is_no_module_is_refused():
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match=r"amp\.export_onnx"):
         torch.onnx.export(amp.compile(small(), dtype="bf16", backend="eager"), (X,), io.BytesIO(), dynamo=True)
-
-
-def test_what_is_no_module_is_refused():
     with pytest.raises(amp.AmpError, match=r"amp\.convert_onnx"):
         amp.export("m.onnx", (X,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
 import types
 import weakref
@@ -86,7 +85,8 @@ def test_methods_run_what_was_compiled(caplog):
     assert model.scale_by(2.0) is model and model.original._factor == 2.0
     assert torch.equal(model(X), 2 * before)
     model.half_encoded(X)
-    assert not caplog.records
+    Net().encode(X)  # layers of another model
+    assert not caplog.records and not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
@@ -108,14 +108,6 @@ def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
     model.encoder = amp.compile(model.encoder, dtype="bf16", backend="eager")
     expected = model.original.encoder.original(X)
     assert torch.allclose(model.encode(X), expected, atol=2e-2) and not torch.equal(model.encode(X), expected)
-
-
-def test_layers_that_run_behind_a_call_of_what_was_compiled_are_told_of_by_nobody_else(caplog):
-    model, others = compiled(), Net()
-    with caplog.at_level(logging.WARNING, "amp_compiler"):
-        others.encode(X)
-        model(X)
-    assert not caplog.records and not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_it_is_one_of_its_originals_class():
@@ -160,10 +152,7 @@ def test_a_lightning_module_is_refused():
         amp.compile(type("Lit", (made,), {})())
 
 
-@pytest.mark.parametrize(
-    ("cache", "weights"),
-    [pytest.param("dynamic", "fp32", marks=pytest.mark.slow), ("static", "fp32"), ("dynamic", "low")],
-)
+@pytest.mark.parametrize(("cache", "weights"), [("static", "fp32"), ("dynamic", "low")])
 def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -32,9 +32,8 @@ class Model(nn.Module):
         return self.compute(self.layer, x, self.half)
 
 
-@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "trained"), [(name, number % 2 == 0) for number, name in enumerate(MODELS)])
 @pytest.mark.usefixtures("bf16_kernels")
 def test_it_runs_as_under_autocast(name, dtype, trained):
     torch.manual_seed(0)
@@ -53,11 +52,9 @@ def test_it_runs_as_under_autocast(name, dtype, trained):
         torch.testing.assert_close(got, want, rtol=4 * torch.finfo(LOW[dtype]).eps, atol=1e-6 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_the_plan_shows_the_cast(dtype):
-    plan = amp.explain(Model(MODELS["a factor"], OTHER[dtype]), (torch.ones(4, 8),), dtype=dtype, device="cpu")
-    other = "bf16" if dtype == "fp16" else "fp16"
-    assert [(cast.src, cast.dst) for cast in plan.casts if cast.users and cast.src == other] == [(other, dtype)]
+def test_the_plan_shows_the_cast():
+    plan = amp.explain(Model(MODELS["a factor"], torch.bfloat16), (torch.ones(4, 8),), dtype="fp16", device="cpu")
+    assert [(cast.src, cast.dst) for cast in plan.casts if cast.users and cast.src == "bf16"] == [("bf16", "fp16")]
     assert {node.precision for node in plan.nodes if node.op == "aten.mm"} == {"low"}
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -90,22 +88,11 @@ ALL_DENY: dict[str, Any] = {"version": 1, "rules": [{"match": {}, "precision": "
 X = torch.linspace(-1.5, 1.5, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
 
 
-def holds_for(*drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[int], None]]:
-    """Of a check, a test over some drawn examples, and over more of them in the slow tests."""
-
-    def decorate(check: Callable[..., None]) -> Callable[[int], None]:
-        @pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.slow)])
-        def test(examples: int) -> None:
-            relaxed = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-            relaxed(given(*drawn)(check))()
-
-        test.__doc__ = check.__doc__
-        return test
-
-    return decorate
+relaxed = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@holds_for(programs, rule_sets, st.sampled_from(["bf16", "fp16"]))
+@relaxed
+@given(programs, rule_sets, st.sampled_from(["bf16", "fp16"]))
 def test_every_rewrite_verifies_runs_and_keeps_output_types(program, rules, dtype):
     model = Drawn(program)
     expected = model(X)
@@ -120,7 +107,8 @@ def test_every_rewrite_verifies_runs_and_keeps_output_types(program, rules, dtyp
         sum(a.sum() for a in actual if a.requires_grad).backward()
 
 
-@holds_for(programs, st.sampled_from(["bf16", "fp16"]))
+@relaxed
+@given(programs, st.sampled_from(["bf16", "fp16"]))
 def test_all_deny_equals_fp32_to_the_bit(program, dtype):
     torch.manual_seed(0)
     model = Drawn(program)

@@ -52,7 +52,7 @@ def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(mo
     """As torch before 2.13 does."""
     monkeypatch.setattr(torch_private, "_ISOLATES", False)
     monkeypatch.setattr(subgraphs, "MOST_FORMS", 2)  # Dynamo's own is 8
-    for _ in range(12):
+    for _ in range(6):
         model = compiled()
         assert low(model(X), model)
 
@@ -60,7 +60,7 @@ def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(mo
 def test_past_the_limit_a_warning_names_it_and_autocast_takes_over(monkeypatch, caplog):
     monkeypatch.setattr(subgraphs, "MOST_FORMS", 10)
     model = compiled()
-    for number in range(20):
+    for number in range(14):
         assert low(model(X, number), model, number), number
     told = [record.getMessage() for record in caplog.records if "torch.autocast" in record.getMessage()]
     assert len(told) == 1
@@ -87,14 +87,6 @@ class Gathers(nn.Module):
         self.note(y)
         return y
 
-    def note(self, y):
-        self.seen.append(y.sum().item())
-
-
-class GathersOutside(Gathers):
-    """The same as the message says to write it."""
-
-    @torch.compiler.disable
     def note(self, y):
         self.seen.append(y.sum().item())
 
@@ -147,11 +139,13 @@ def test_the_call_that_is_one_too_many_moves_buffers_and_random_numbers_once(mon
     assert torch.equal(found[-1], expected[-1]) and int(found[-2]) == 9
 
 
-def test_the_hint_holds(caplog):
-    model = amp.compile(GathersOutside(), dtype="bf16", backend="eager")
-    for _ in range(80):
+def test_the_hint_holds(monkeypatch, caplog):
+    """With the part that the message names written as it says."""
+    monkeypatch.setattr(Gathers, "note", torch.compiler.disable(Gathers.note))
+    model = amp.compile(Gathers(), dtype="bf16", backend="eager")
+    for _ in range(20):
         model(X)
-    assert len(model.seen) == 80 and not [one for one in caplog.records if "forms" in one.getMessage()]
+    assert len(model.seen) == 20 and not [one for one in caplog.records if "forms" in one.getMessage()]
 
 
 class Loop(nn.Module):
@@ -175,6 +169,3 @@ def test_functions_that_dynamo_gives_up_are_told_once(caplog):
         assert low(model(X), model)
     told = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
     assert len(told) == 1 and "functions of Loop" in told[0]
-    other = compiled()
-    other(X)
-    assert len([record for record in caplog.records if "gave up" in record.getMessage()]) == 1

@@ -60,10 +60,6 @@ MODELS = {
         lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=None), nn.Linear(16, 4), nn.ReLU()),
         2,
     ),
-    "in another Sequential": (
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(Break(), nn.Linear(8, 4)), nn.ReLU(), nn.Linear(4, 4)),
-        3,
-    ),
     "a loop of the user's": (Loop, 2),  # the layers of one shape are one subgraph
     "an encoder around one's own layer": (
         lambda: nn.TransformerEncoder(BreakingEncoderLayer(8, 2, 16, 0.0), 1, enable_nested_tensor=False),

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from fake_graphs import FakeGraphs
 from torch import nn
+from toys import eager_step
 
 import amp_compiler as amp
 from amp_compiler.backends.batch_buffers import Buffers
@@ -40,13 +41,12 @@ class Net(nn.Module):
         self.layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
         self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 4)
         self.gain = nn.Parameter(torch.ones(()))
-        self.late = nn.Parameter(torch.zeros(4))  # in no group at first
         self.scale = Scale(1.0)
         self.register_buffer("offset", torch.zeros(4))
 
     def forward(self, x):
         x = self.norm(self.layers(x)) * self.gain + self.offset
-        return self.scale(self.out(x)) + self.late
+        return self.scale(self.out(x))
 
 
 def loss_fn(model, x, y):
@@ -59,8 +59,7 @@ class Run:
     def __init__(self, noted: bool, graphs: bool, kind=torch.optim.AdamW, **options) -> None:
         torch.manual_seed(0)
         self.model = Net()
-        given = [p for name, p in self.model.named_parameters() if name != "late"]
-        self.optimizer = kind(given, 0.05)
+        self.optimizer = kind(self.model.parameters(), 0.05)
         settings = {"dtype": "bf16", "loss_scale": "dynamic", **options}
         self.step = amp.training_step(self.model, loss_fn, self.optimizer, **settings)
         if graphs:
@@ -107,22 +106,8 @@ def new_weight(run):
     replaced(run, old, weight(run))
 
 
-def equal_weight_of_one_element(run):
-    old, run.model.gain = run.model.gain, nn.Parameter(run.model.gain.detach().clone())
-    replaced(run, old, run.model.gain)
-
-
-def new_weight_in_the_table(run):
-    run.model.out._parameters = {"weight": nn.Parameter(torch.full((4, 4), 0.1)), "bias": run.model.out.bias}
-
-
 def halved(run):
     return {name: value * 0.5 for name, value in run.model.state_dict().items()}
-
-
-def assigned_model(run):
-    run.model.load_state_dict(halved(run), assign=True)
-    group(run)["params"][:] = [p for n, p in run.model.named_parameters() if n != "late"]
 
 
 def new_group(run):
@@ -148,11 +133,6 @@ def loaded_optimizer(run):
     run.optimizer.load_state_dict(saved)
 
 
-def step_counts_reset(run):
-    for state in run.optimizer.state.values():
-        state["step"] = torch.zeros(())
-
-
 def swapped_groups(run):
     parameters = group(run)["params"]
     group(run)["params"] = parameters[2:]
@@ -166,30 +146,11 @@ def moved_between_groups(run):
     groups[1]["params"].insert(0, groups[0]["params"].pop())  # one behind the other they are as before
 
 
-def tied_and_untied(run):
-    own = weight(run)
-    run.model.out.weight = run.model.layers[0].weight
-    run.train(3)
-    run.model.out.weight = own
-
-
 def steps_of_the_optimizer(run):
     for parameter in group(run)["params"]:
         parameter.grad = torch.ones_like(parameter)
     run.optimizer.step()
     run.optimizer.zero_grad()
-
-
-def another_step(run):
-    other = amp.training_step(run.model, loss_fn, torch.optim.SGD(run.model.parameters(), 0.1), dtype="fp16")
-    for number in range(3):
-        other(X[number], Y[number])
-        run.train(1)
-
-
-def without_gradients(run):
-    with torch.no_grad():
-        run.train(2)
 
 
 QUIET = {  # the program stays, its tensors or numbers are others
@@ -200,7 +161,6 @@ QUIET = {  # the program stays, its tensors or numbers are others
     "new rate": lambda run: group(run).update(lr=0.5),
     "new group": new_group,
     "rate as a tensor": lr_as_a_tensor,
-    "new betas": lambda run: group(run).update(betas=(0.5, 0.6)),
     "betas in a list": betas_in_a_list,
     "new decay": lambda run: group(run).update(weight_decay=0.5),
     "loaded optimizer": loaded_optimizer,
@@ -208,41 +168,22 @@ QUIET = {  # the program stays, its tensors or numbers are others
     "new state of one": lambda run: run.optimizer.state[weight(run)].update(exp_avg=torch.ones(4, 4)),
     "state moved in place": lambda run: setattr(moment(run), "data", torch.ones(4, 4)),
     "state written": lambda run: moment(run).fill_(1.0),
-    "step counts reset": step_counts_reset,
     "new buffer": lambda run: setattr(run.model, "offset", torch.ones(4)),
     "new module without parameters": lambda run: setattr(run.model, "scale", Scale(3.0)),
     "buffer written": lambda run: run.model.offset.fill_(2.0),
     "loaded scale": lambda run: run.step.load_state_dict({**run.step.state_dict(), "scale": 4.0}),
-    "another scale": lambda run: setattr(run.step, "loss_scale", 8.0),
     "steps of the optimizer": steps_of_the_optimizer,
 }
 CAPTURED = {  # another program; what Dynamo's guards see of modules and hooks is in tests/behaviour
     "new weight": new_weight,
     "frozen": lambda run: weight(run).requires_grad_(False),
     "amsgrad": lambda run: group(run).update(amsgrad=True),
-    "joined": lambda run: run.optimizer.add_param_group({"params": [run.model.late], "lr": 0.5}),
-    "equal weight of one element": equal_weight_of_one_element,
-    "new weight in the table": new_weight_in_the_table,
     "transposed data": lambda run: setattr(weight(run), "data", weight(run).data.t()),
     "moved between groups": moved_between_groups,
-    "tied and untied": tied_and_untied,
-    "assigned model": assigned_model,
-    "left out": lambda run: group(run)["params"].pop(),
-    "maximize": lambda run: group(run).update(maximize=True),
     "buffer in another type": lambda run: setattr(run.model.offset, "data", run.model.offset.data.half()),
-    "without gradients": without_gradients,
-    "another step": another_step,
 }
 CHANGES = QUIET | CAPTURED
-TOGETHER = [
-    ("new weight", "frozen", "amsgrad"),
-    ("joined", "equal weight of one element", "new weight in the table", "transposed data"),
-    ("moved between groups", "tied and untied"),
-    ("assigned model", "left out", "maximize"),
-    ("buffer in another type", "without gradients"),
-    ("another step",),
-]
-QUICK = 1  # of these runs by default, each change stands for its kind
+TOGETHER = [("new weight", "frozen", "amsgrad"), ("moved between groups", "transposed data", "buffer in another type")]
 
 
 def same_runs(changes, graphs: bool = True, **options) -> None:
@@ -264,7 +205,7 @@ def same_runs(changes, graphs: bool = True, **options) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [tuple(QUIET), *TOGETHER[:QUICK], *(pytest.param(one, marks=pytest.mark.slow) for one in TOGETHER[QUICK:])],
+    [tuple(QUIET), TOGETHER[0], pytest.param(TOGETHER[1], marks=pytest.mark.slow)],
     ids=lambda changes: changes[0],
 )
 def test_a_change_is_seen_at_the_next_call(changes):
@@ -280,14 +221,9 @@ WRITTEN = ("written in place", "new rate", "loaded optimizer", "frozen")
     [
         (WRITTEN, {"accumulate": 2, "dtype": "fp16", "clip_norm": 1.0}),
         (("written in place", "new state of one", "loaded optimizer"), LOW),
-        pytest.param(
-            ("written in place", "new rate", "no state", "new decay"),
-            {"kind": torch.optim.RAdam},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(WRITTEN, {"graphs": False}, marks=pytest.mark.slow),
+        pytest.param(WRITTEN, {"kind": torch.optim.RAdam, "graphs": False}, marks=pytest.mark.slow),
     ],
-    ids=["accumulate", "no masters", "traced", "no graphs"],
+    ids=["accumulate", "no masters", "traced, no graphs"],
 )
 def test_changes_are_seen_by_steps_of_every_kind(changes, options):
     same_runs(changes, **options)
@@ -301,18 +237,13 @@ def test_weights_beside_the_model_may_be_others_later():
     def loss(model, x):
         return (model(x) * held).square().mean()
 
-    optimizers = [torch.optim.SGD([*one.parameters(), *beside], 0.1) for one in (model, reference)]
-    step = amp.training_step(model, loss, optimizers[0], enabled=False, backend="eager")
+    step = eager_step(model, loss, torch.optim.SGD([*model.parameters(), *beside], 0.1), enabled=False)
     for number in range(6):
         held = beside[number in (3, 4)]
-        before = [one.detach().clone() for one in beside]
+        reference.load_state_dict(model.state_dict())
         expected = loss(reference, X[number])
-        expected.backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-        after = [one.detach().clone() for one in beside]
-        with torch.no_grad():
-            torch._foreach_copy_(beside, before)
+        (gradient,) = torch.autograd.grad(expected, held)
+        after = [one.detach() - 0.1 * gradient * (one is held) for one in beside]
         torch.testing.assert_close(step(X[number]), expected.detach())
         torch.testing.assert_close([one.detach() for one in beside], after)
 
@@ -338,7 +269,7 @@ def test_a_batch_is_not_kept_alive_by_what_is_remembered():
     assert gone() is None and not run.found_anew
 
 
-@pytest.mark.parametrize("change", ["new data", "state moved in place", "new state of one", "step counts reset"])
+@pytest.mark.parametrize("change", ["new data", "state moved in place", "new state of one"])
 def test_what_lies_elsewhere_is_captured_anew(change):
     """A replay would use the old address, which the stand-in for graphs does not show."""
     run = Run(True, graphs=True)
@@ -349,9 +280,8 @@ def test_what_lies_elsewhere_is_captured_anew(change):
     assert run.found_anew and run.step.execution != "as one graph, replayed as a CUDA graph"
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_beside_a_replay_two_calls_go_to_the_device(dtype):
-    run = Run(True, graphs=True, dtype=dtype, clip_norm=1.0)
+def test_beside_a_replay_two_calls_go_to_the_device():
+    run = Run(True, graphs=True, dtype="fp16", clip_norm=1.0)
     run.step._watch = StuckWatch(torch.device("meta"))  # on a GPU it looks at every eighth step
     run.train(6)
     run.step._last[0].compiled.run._graph.replay = lambda: None

@@ -9,8 +9,7 @@ from toys import TOYS, relative
 import amp_compiler as amp
 
 STEPS = 3
-QUICK = ("accumulate",)  # gradients added up under a loss scale. For convolutions see
-# test_training_convolutions.py, for buffers tests/forward/test_compile.py, for attention tests/ops
+QUICK = ("accumulate",)  # gradients added up under a loss scale; for convolutions see tests/forward/test_compile.py
 pytestmark = pytest.mark.compiles
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from toys import eager_step, small
 
 import amp_compiler as amp
 from amp_compiler.ops import exponents
 from amp_compiler.training.reporting import log
-from amp_compiler.training.reporting.log import shares
 
 
 class Kept(amp.callbacks.Callback):
@@ -43,14 +44,9 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    made = model(x)
-    return F.cross_entropy(made, y), {"right": (made.argmax(-1) == y).float().mean(), "made": made}
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    made = model(x)  # no float holds `huge`
+    return F.cross_entropy(made, y), {"right": (made.argmax(-1) == y).float().mean(), "made": made, "huge": 10**400}
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -61,50 +57,26 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def step_of(model: nn.Module, *callbacks: amp.callbacks.Callback, **options: Any) -> amp.TrainingStep:
-    options = {"dtype": "fp16", "backend": "eager", **options}
-    return amp.training_step(
-        model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), callbacks=callbacks, **options
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return eager_step(model, loss_fn, optimizer, callbacks=callbacks, **{"dtype": "fp16", **options})
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_record_holds_what_the_step_can_be_asked(backend: str) -> None:
     kept = Kept()
-    step = step_of(net(), kept, backend=backend, loss_scale=64.0)
+    scale = 2.0**-14  # at which gradients become subnormal numbers and zeros of FP16
+    step = step_of(small(), kept, backend=backend, loss_scale=scale)
     for number, batch in enumerate(batches(4), 1):
         loss, aux = step(*batch)
         record = kept.records[-1]
         assert (record.step, record.dtype, record.skipped_steps) == (number, "fp16", 0)
         assert record.loss == float(loss) and record.aux == {"right": float(aux["right"])}
-        assert record.loss_scale == 64.0 and record.grad_norm == float(step.grad_norm)
-        scaled = torch.cat([64 * one.reshape(-1) for one in step.gradients().values()]).double().abs().numpy()
-        assert record.zero == (scaled < 2.0**-25).mean() and record.infinite == 0
-        assert record.subnormal == ((scaled >= 2.0**-25) & (scaled < 2.0**-14)).mean()
+        assert record.loss_scale == scale and record.grad_norm == float(step.grad_norm)
+        scaled = torch.cat([scale * one.reshape(-1) for one in step.gradients().values()]).double().abs().numpy()
+        assert record.zero == (scaled < 2.0**-25).mean() > 0 and record.infinite == 0
+        assert record.subnormal == ((scaled >= 2.0**-25) & (scaled < 2.0**-14)).mean() > 0
     assert [one.milliseconds is None for one in kept.records] == [True, False, False, False]
     assert kept.records[-1].memory is not None and kept.records[-1].memory > 1 << 20
-
-
-def test_numbers_beside_the_loss_that_no_float_holds_are_left_out() -> None:
-    kept = Kept()
-    model = net()
-    step = amp.training_step(
-        model, lambda model, x, y: (loss_fn(model, x, y)[0], {"huge": 10**400, "fine": 3, "bad": float("inf")}),
-        torch.optim.SGD(model.parameters(), 1e-2), dtype="fp16", backend="eager", callbacks=[kept],
-    )  # fmt: skip
-    step(*batches(1)[0])
-    assert kept.records[0].aux == {"fine": 3.0, "bad": float("inf")}
-
-
-def test_shares_are_those_of_numpy() -> None:
-    from amp_compiler.ops.exponents import count
-
-    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(-40, 30, 10_000)
-    values[:3] = torch.tensor([0.0, torch.inf, torch.nan])
-    numbers = values.abs().double().numpy()
-    zero, subnormal, infinite = shares(count(values).tolist(), "fp16")
-    assert zero == (numbers < 2.0**-25).mean()
-    assert subnormal == ((numbers >= 2.0**-25) & (numbers < 2.0**-14)).mean()
-    assert infinite == (~(numbers < 2.0**16)).mean()
 
 
 def test_steps_between_records_do_what_they_do_without_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +90,7 @@ def test_steps_between_records_do_what_they_do_without_callbacks(monkeypatch: py
         )
     seen: dict[bool, list[tuple[list[str], list[str]]]] = {True: [], False: []}
     for watched in (False, True):
-        step = step_of(net(), *([Kept(every=3), Kept(every=3)] if watched else []))
+        step = step_of(small(), *([Kept(every=3), Kept(every=3)] if watched else []))
         for batch in batches(6):
             copies.clear()
             with Dispatched() as mode:
@@ -129,26 +101,16 @@ def test_steps_between_records_do_what_they_do_without_callbacks(monkeypatch: py
             assert watched == plain, number
             continue
         assert len(watched[0]) > len(plain[0])
-        assert watched[0].count("aten._local_scalar_dense.default") == plain[0].count(
-            "aten._local_scalar_dense.default"
-        )
+        assert len({one[0].count("aten._local_scalar_dense.default") for one in (plain, watched)}) == 1
         more = list(watched[1])
         for name in plain[1]:
             more.remove(name)
         assert more == ["cpu", "tolist"], number  # `tolist` of what is on the host by then
 
 
-def test_callbacks_change_no_number() -> None:
-    plain, watched = net(), net()
-    step, other = step_of(plain), step_of(watched, Kept(), Kept(every=2))
-    for batch in batches(4):
-        assert float(step(*batch)[0]) == float(other(*batch)[0])
-    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
-
-
 def test_a_skipped_step_is_told() -> None:
     kept = Kept()
-    step = step_of(net(), kept)
+    step = step_of(small(), kept)
     good, bad, last = batches(3)
     bad[0][0, 0] = torch.inf
     for batch in (good, bad, last):
@@ -159,25 +121,19 @@ def test_a_skipped_step_is_told() -> None:
 
 
 def test_gathered_batches_are_one_step_with_their_mean_loss() -> None:
-    kept = Kept(every=2)
-    step = step_of(net(), kept, accumulate=2, loss_scale=4.0)
-    losses = [float(step(*batch)[0]) for batch in batches(8)]
-    assert [record.step for record in kept.records] == [2, 4]
-    assert [record.loss for record in kept.records] == pytest.approx([sum(losses[2:4]) / 2, sum(losses[6:8]) / 2])
-
-
-def test_every_callback_is_told_its_own_steps() -> None:
-    often, seldom = Kept(every=2), Kept(every=3)
-    step = step_of(net(), often, seldom)
-    for batch in batches(6):
-        step(*batch)
-    assert [record.step for record in often.records] == [2, 4, 6]
-    assert [record.step for record in seldom.records] == [3, 6]
-    assert often.records[-1] is seldom.records[-1]  # read once
+    """And each callback is told its own steps; a flush is one too."""
+    kept, often = Kept(every=2), Kept()
+    step = step_of(small(), kept, often, accumulate=2, loss_scale=4.0)
+    losses = [float(step(*batch)[0]) for batch in batches(9)]
+    step.flush()
+    assert [record.step for record in kept.records] == [2, 4] and len(often.records) == 5
+    assert kept.records[-1] is often.records[3]  # read once
+    means = [sum(losses[first : first + 2]) / 2 for first in (0, 2, 4, 6)]
+    assert [record.loss for record in often.records] == pytest.approx([*means, losses[8]])
 
 
 def test_a_resumed_training_goes_on_counting() -> None:
-    model, kept = net(), Kept()
+    model, kept = small(), Kept()
     step = step_of(model, kept)
     for batch in batches(3):
         step(*batch)
@@ -198,62 +154,46 @@ def test_a_step_in_subgraphs_tells_its_callbacks() -> None:
         made = model(x)
         return F.cross_entropy(made if made.sum() > -1e9 else -made, y)
 
-    model, kept = net(), Kept()
-    step = amp.training_step(
-        model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager", callbacks=[kept]
-    )
+    model, kept = small(), Kept()
+    step = eager_step(model, branching, callbacks=[kept])
     losses = [float(step(*batch)) for batch in batches(2)]
     assert "subgraph" in step.execution
     assert [record.loss for record in kept.records] == losses
     assert kept.records[-1].grad_norm == float(step.grad_norm) and kept.records[-1].dtype == "bf16"
 
 
-def test_plain_fp32_is_watched_too() -> None:
-    kept = Kept()
-    step = step_of(net(), kept, enabled=False)
-    step(*batches(1)[0])
-    assert kept.records[0].loss_scale == 1.0 and kept.records[0].dtype == "fp16"
-
-
 def test_what_a_callback_raises_comes_out_behind_the_update() -> None:
+    """And callbacks change no number."""
+
     class Stop(amp.callbacks.Callback):
         def on_step(self, record: amp.callbacks.StepRecord) -> None:
             if record.step == 2:
                 raise KeyboardInterrupt
 
-    model, kept = net(), Kept()
-    step, plain = step_of(model, Stop(), kept), step_of(net())
+    kept = Kept()
+    step, plain = step_of(small(), Stop(), kept), step_of(small())
     for number, batch in enumerate(batches(3), 1):
-        plain(*batch)
-        if number == 2:
-            with pytest.raises(KeyboardInterrupt):
-                step(*batch)
-        else:
+        with pytest.raises(KeyboardInterrupt) if number == 2 else nullcontext():
             step(*batch)
+        plain(*batch)
     assert [record.step for record in kept.records] == [1, 3]
-    assert all(map(torch.equal, model.parameters(), plain.model.parameters()))
+    assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
 
 
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        (Kept(), "callbacks is a Kept; pass a list"),
-        ("run.jsonl", "callbacks is a str"),
-        ([Kept], "callbacks holds Kept, which is no amp.callbacks.Callback"),
-        ([print], "callbacks holds a builtin_function_or_method"),
+        (lambda: Kept(), "callbacks is a Kept; pass a list"),
+        (lambda: "run.jsonl", "callbacks is a str"),
+        (lambda: [Kept], "callbacks holds Kept, which is no amp.callbacks.Callback"),
+        (lambda: [Kept(every=0)], "every="),
+        (lambda: [Kept(every=2.0)], "every="),
+        (lambda: [Kept(every=True)], "every="),
     ],
-    ids=["one", "text", "class", "function"],
 )
 def test_what_is_no_callback_is_refused(callbacks: Any, message: str) -> None:
-    model = net()
     with pytest.raises(amp.AmpError, match=message):
-        amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), callbacks=callbacks)
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.0, True])
-def test_every_is_a_whole_number_of_steps(every: Any) -> None:
-    with pytest.raises(amp.AmpError, match="every="):
-        Kept(every=every)
+        eager_step(small(), loss_fn, callbacks=callbacks())
 
 
 def test_the_memory_is_what_the_process_itself_has_held(monkeypatch):
@@ -264,12 +204,3 @@ def test_the_memory_is_what_the_process_itself_has_held(monkeypatch):
     )
     told, held = log._memory(torch.device("cpu")), own_memory.peak()
     assert held - (16 << 20) <= told <= held
-
-
-def test_a_flush_is_told_the_mean_loss_of_the_batches_that_it_uses():
-    kept, model = Kept(), net()
-    options = {"accumulate": 3, "enabled": False, "backend": "eager"}
-    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), callbacks=[kept], **options)
-    losses = [float(step(*batch)[0]) for batch in batches(2)]
-    step.flush()
-    assert [record.loss for record in kept.records] == [pytest.approx(sum(losses) / 2)]

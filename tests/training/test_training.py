@@ -6,27 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from toys import classes, plain_step
+from toys import classes, eager_step, train_beside_torch
+from training_optimizers import X, Y, models
 
 import amp_compiler as amp
-
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(32, 8, generator=GENERATOR)
-Y = torch.randint(0, 5, (32,), generator=GENERATOR)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        # No bias before the BatchNorm: its gradient is rounding error alone, which Adam would blow up to full steps.
-        self.a, self.norm, self.b = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 5)
-        self.unused = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.b(F.relu(self.norm(self.a(x))))
-
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1),
@@ -38,35 +22,16 @@ OPTIMIZERS = {
 }
 
 
-def models() -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, copy.deepcopy(model)
-
-
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_plain_fp32_equals_a_torch_loop(name):
-    model, reference = models()
-    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
-    for _ in range(20):
-        loss = step(X, Y)
-        expected = plain_step(reference, classes, plain, X, Y)
-        assert abs(float(loss - expected.detach())) < 1e-5
-    for got, wanted in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
-        if isinstance(optimizer, torch.optim.SGD):
-            assert torch.equal(got, wanted)
-        else:
-            assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
-    ours, theirs = optimizer.state_dict()["state"], plain.state_dict()["state"]
-    assert {k: set(v) for k, v in ours.items()} == {k: set(v) for k, v in theirs.items()}
+    """SGD to the bit."""
+    tolerance = {"rtol": 0, "atol": 1e-6 if name.startswith(("adam", "amsgrad")) else 0}
+    train_beside_torch(models()[0], classes, [(X, Y)] * 20, OPTIMIZERS[name], tolerance=tolerance)
 
 
 def test_clipping_is_torchs():
     model, reference = models()
-    step = amp.training_step(
-        model, classes, torch.optim.SGD(model.parameters(), 0.1), backend="eager", enabled=False, clip_norm=0.05
-    )
+    step = eager_step(model, classes, enabled=False, clip_norm=0.05)
     loss = step(X, Y)
     assert not loss.requires_grad and model.a.weight.grad is None and model.unused.weight.grad is None
     plain = torch.optim.SGD(reference.parameters(), 0.1)
@@ -81,52 +46,42 @@ def test_clipping_is_torchs():
     assert all(torch.allclose(step.gradients()[n], g, rtol=1e-6, atol=1e-8) for n, g in gradients.items())
 
 
-def dampened(optimizer_of_ours: bool, disturb) -> list[torch.Tensor]:
-    """Weights after steps of dampened SGD, ours or torch's; `disturb` gets number, model and optimizer before each."""
+def weighted(model, x, gain):
+    return (model(x) * gain).square().mean()
+
+
+def dampened(disturb) -> None:
+    """Dampened SGD beside torch's; `disturb` gets number, model and optimizer before each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
-
-    def loss_fn(model, x, gain):
-        return (model(x) * gain).square().mean()
-
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
-    for number in range(4):
-        gain = disturb(number, model, optimizer) or 0.0
-        x = torch.ones(2 + number % 2, 4)  # two programs in turn
-        if optimizer_of_ours:
-            step(x, torch.tensor(gain))
-        else:
-            plain_step(model, loss_fn, optimizer, x, torch.tensor(gain))
-    return [p.detach() for p in model.parameters()]
+    gains = [0.0 if disturb is _gradients_of_zero_first and number == 0 else 1.0 for number in range(4)]
+    batches = [(torch.ones(2 + number % 2, 4), torch.tensor(gain)) for number, gain in enumerate(gains)]  # two programs
+    make = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5)  # noqa: E731
+    train_beside_torch(model, weighted, batches, make, disturb, {"rtol": 1e-6, "atol": 1e-7})  # the order of a few sums
 
 
 def _momentum_of_zeros(number, model, optimizer):
     if number == 0:
         for parameter in model.parameters():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return 1.0
 
 
 def _gradients_of_zero_first(number, model, optimizer):
-    return float(number > 0)
+    pass
 
 
 def _a_layer_that_comes_later(number, model, optimizer):
     model[0].requires_grad_(number > 1)
-    return 1.0
 
 
 def _saved_and_loaded(number, model, optimizer):
     if number == 1:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return 1.0
 
 
 def _begun_anew(number, model, optimizer):
     if number == 2:
         optimizer.state.clear()
-    return 1.0
 
 
 DISTURBED = (_momentum_of_zeros, _gradients_of_zero_first, _a_layer_that_comes_later, _saved_and_loaded, _begun_anew)
@@ -134,18 +89,16 @@ DISTURBED = (_momentum_of_zeros, _gradients_of_zero_first, _a_layer_that_comes_l
 
 @pytest.mark.parametrize("disturb", DISTURBED, ids=lambda disturb: disturb.__name__.strip("_"))
 def test_whether_there_is_a_momentum_decides_what_is_dampened(disturb):
-    for ours, theirs in zip(dampened(True, disturb), dampened(False, disturb), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)  # the order of a few sums
+    dampened(disturb)
 
 
 def test_a_group_with_the_momentum_of_some_of_its_parameters_is_refused():
     def disturb(number, model, optimizer):
         if number == 2:  # its program was made with the momentum of both
-            del optimizer.state[model[0].weight]["momentum_buffer"]
-        return 1.0
+            optimizer.state[model[0].weight].pop("momentum_buffer")
 
     with pytest.raises(amp.AmpError, match="'momentum_buffer' for some parameters of a group"):
-        dampened(True, disturb)
+        dampened(disturb)
 
 
 @pytest.mark.parametrize("made_anew", [False, True])
@@ -172,13 +125,10 @@ def test_a_first_step_that_is_skipped_leaves_the_first_one_to_come(made_anew):
 
 def test_the_next_call_updates_where_fewer_are_gathered():
     """As at the end of an epoch: the average is over all of `accumulate`, and the next calls gather anew."""
-    torch.manual_seed(0)
     model = nn.Linear(8, 5)
     plain = copy.deepcopy(model)
-    optimizer, reference = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(plain.parameters(), 0.1)
-    step = amp.training_step(
-        model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, accumulate=4, enabled=False, backend="eager"
-    )
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    step = eager_step(model, classes, accumulate=4, enabled=False)
     for gathered in (2, 1, 4):
         before = model.weight.clone()
         for number in range(gathered):
@@ -187,7 +137,7 @@ def test_the_next_call_updates_where_fewer_are_gathered():
                 step.update_next()
             rows = slice(8 * number, 8 * number + 8)
             step(X[rows], Y[rows])
-            (F.cross_entropy(plain(X[rows]), Y[rows]) / 4).backward()
+            (classes(plain, X[rows], Y[rows]) / 4).backward()
         reference.step()
         reference.zero_grad()
         torch.testing.assert_close(model.weight, plain.weight)

@@ -7,9 +7,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from toys import classes, plain_step, small
+from toys import classes, eager_step, mean_square, small, train_beside_torch
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, CaptureError
@@ -36,25 +35,12 @@ def assert_same_weights(first, second, **tolerance):
     )
 
 
-@BACKENDS
-def test_two_steps_over_one_model_see_each_others_updates(backend):
-    model, reference = small(), small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    steps = [amp.training_step(model, classes, optimizer, dtype="bf16", backend=backend) for _ in range(2)]
-    alone = amp.training_step(
-        reference, classes, torch.optim.SGD(reference.parameters(), 0.5), dtype="bf16", backend=backend
-    )
-    for number in range(6):
-        assert torch.equal(steps[number % 2](X, Y), alone(X, Y))
-    assert_same_weights(model, reference)
-
-
-@pytest.mark.parametrize(("fused", "half"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(("fused", "half"), [(True, False), (False, True)])
 def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     """Fused optimizers of torch move no version counter."""
     model = small().bfloat16() if half else small()
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    step = eager_step(model, classes, optimizer)
     x = X.bfloat16() if half else X
     step(x, Y)
     with torch.autocast("cpu", torch.bfloat16):
@@ -72,9 +58,7 @@ def test_a_model_may_become_channels_last(enabled, accumulate):
     results = []
     for convert in (False, True):
         model = convnet()
-        step = amp.training_step(
-            model, classes, adamw(model), dtype="bf16", backend="eager", enabled=enabled, accumulate=accumulate
-        )
+        step = eager_step(model, classes, adamw(model), enabled=enabled, accumulate=accumulate)
         for number in range(6):
             if number == 3 and convert:
                 model.to(memory_format=torch.channels_last)
@@ -83,13 +67,11 @@ def test_a_model_may_become_channels_last(enabled, accumulate):
     assert_same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "kahan", "master"])
+@pytest.mark.parametrize("kind", ["rmsprop", "kahan", "master"])
 def test_a_checkpoint_of_another_memory_format_is_taken(kind):
     """Moments, masters and compensations have the strides of the model that was saved."""
     rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
-    kinds = {"sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2)}
-    make = kinds.get(kind, lambda p: torch.optim.AdamW(p, 1e-2))
+    make = lambda p: (torch.optim.RMSprop if kind == "rmsprop" else torch.optim.AdamW)(p, 1e-2)  # noqa: E731
     options = {"dtype": "bf16", "backend": "eager", "rules": rules if kind == "kahan" else "default"}
     model = convnet().bfloat16() if kind == "master" else convnet()
     images = IMAGES.bfloat16() if kind == "master" else IMAGES
@@ -108,57 +90,27 @@ def test_a_checkpoint_of_another_memory_format_is_taken(kind):
 
 @BACKENDS
 def test_weights_that_are_slices_are_trained(backend):
-    model, reference = small(), small()
-    model[2].weight = nn.Parameter(torch.stack([reference[2].weight.detach()] * 2, -1)[..., 0])
-    assert not model[2].weight.is_contiguous()
-    step = amp.training_step(model, classes, adamw(model), backend=backend, enabled=False)
-    plain = adamw(reference)
-    for _ in range(4):
-        step(X, Y)
-        plain_step(reference, classes, plain, X, Y)
-    assert_same_weights(model, reference, rtol=0, atol=1e-6)
-
-
-def test_a_parameter_that_is_replaced_is_another_one():
     model = small()
-    step = amp.training_step(model, classes, adamw(model), dtype="bf16", backend="eager")
-    step(X, Y)
-    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
-    before = model[0].weight.detach().clone()
-    step(X, Y)
-    assert torch.equal(before, model[0].weight) and "0.weight" not in step.gradients()
+    model[2].weight = nn.Parameter(torch.stack([model[2].weight.detach()] * 2, -1)[..., 0])
+    assert not model[2].weight.is_contiguous()
+    make = lambda p: torch.optim.AdamW(p, 1e-2)  # noqa: E731
+    train_beside_torch(model, classes, [(X, Y)] * 4, make, tolerance={"rtol": 0, "atol": 1e-6}, backend=backend)
 
 
 def test_weights_that_are_tied_later_have_one_gradient():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    def tie(number, model, optimizer):
+        if number == 2:
+            model[2].weight = model[0].weight
 
-        def forward(self, x):
-            return self.b(F.relu(self.a(x)))
-
-    def loss(model, x):
-        return model(x).square().mean()
-
-    torch.manual_seed(0)
-    model = Two()
-    reference = copy.deepcopy(model)
-    step, plain = amp.training_step(model, loss, adamw(model), backend="eager", enabled=False), adamw(reference)
-    for number in range(4):
-        step(X)
-        plain_step(reference, loss, plain, X)
-        if number == 1:
-            model.b.weight, reference.b.weight = model.a.weight, reference.a.weight
-    assert_same_weights(model, reference, rtol=0, atol=1e-6)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+    make = lambda p: torch.optim.AdamW(p, 1e-2)  # noqa: E731
+    step, _ = train_beside_torch(model, mean_square, [(X,)] * 4, make, tie, {"rtol": 0, "atol": 1e-6})
     assert len(step.gradients()) == 1
 
 
 def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
     model = small()
-    step = amp.training_step(
-        model, lambda m, x, y: classes(m, x, y).detach(), adamw(model), dtype="bf16", backend="eager"
-    )
+    step = eager_step(model, lambda m, x, y: classes(m, x, y).detach(), adamw(model))
     with pytest.raises(CaptureError, match=r"depends on no parameter.*detach nothing"):
         step(X, Y)
     with pytest.raises(AmpError, match="no finished call"):
@@ -172,29 +124,21 @@ def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
             amp.training_step(model, classes, adamw(model), **options)
 
 
-class Sometimes(nn.Module):
+class Sometimes(nn.Linear):
     """A weight that is read in 16 bits, or in FP32, as a Python value says."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.wide = nn.Linear(8, 4), False
+    wide = False
 
     def forward(self, x):
         with torch.autocast("cpu", enabled=False) if self.wide else contextlib.nullcontext():
-            return self.layer(x)
+            return super().forward(x)
 
 
 def test_a_copy_that_a_graph_does_not_read_follows_its_master():
-    torch.manual_seed(0)
-    model = Sometimes()
-
-    def made(one):
-        optimizer = torch.optim.SGD(one.parameters(), 0.5)
-        return amp.training_step(one, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-
-    step, x = made(model), torch.randn(16, 8)
+    model, x = Sometimes(8, 4), torch.randn(16, 8)
+    step = eager_step(model, mean_square)
     for wide in (False, True, False, True, False):
         model.wide = wide
         fresh = copy.deepcopy(model)
-        assert torch.equal(step(x), made(fresh)(x))
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+        assert torch.equal(step(x), eager_step(fresh, mean_square)(x))
+        assert all(map(torch.equal, model.parameters(), fresh.parameters()))

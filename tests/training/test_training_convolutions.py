@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_training_products import assert_same_gradients_after, deferred
 from torch import nn
-from toys import classes, relative
+from toys import classes, eager_step, relative
 
 import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
@@ -21,6 +21,7 @@ Y = torch.randint(0, 10, (6, 5), generator=GENERATOR)
 CONVERTED = ["pointwise.weight", "few.weight"]
 WEIGHTS = [*CONVERTED, "head.weight"]
 STEPS = 5
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 pytestmark = pytest.mark.skipif(
     cpu_update.most_inner() < 20, reason="no C++ compiler, or a processor that does not multiply BF16 itself"
@@ -51,7 +52,7 @@ def loss_and_map(model, x, y):
 def make(backend="inductor", layout=torch.contiguous_format, loss_of=classes, **options):
     model = Net().to(memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)  # small gradients move a weight by little
-    return model, optimizer, amp.training_step(model, loss_of, optimizer, dtype="bf16", backend=backend, **options)
+    return model, optimizer, eager_step(model, loss_of, optimizer, backend=backend, **options)
 
 
 def whole(gradients):
@@ -86,49 +87,30 @@ def assert_same_training(**options):
         for one in (model, other)
     )
     assert float(expected.norm()) > 0.1 and relative(moved, expected) < 2e-2
-    for name, mine in model.named_buffers():
-        torch.testing.assert_close(mine, other.get_buffer(name), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()), rtol=1e-2, atol=1e-3)
     assert deferred(eager) == []
     return model, optimizer, step
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return assert_same_training()
-
-
-@pytest.mark.compiles
-def test_a_training_with_converted_convolutions_is_that_of_the_eager_backend(trained):
-    _, _, step = trained
-    assert deferred(step) == WEIGHTS
-    gradients = step.gradients()
-    assert gradients["few.weight"].shape == (96, 64, 3, 3) and gradients["pointwise.weight"].shape == (64, 32, 1, 1)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_training_with_converted_convolutions_is_that_of_the_eager_backend_and_goes_on(layout, compiler):
+    """States have the shapes and the layout of the weights, not those of the products."""
+    model, optimizer, step = assert_same_training(layout=layout)
+    assert {"pointwise.weight", "head.weight"} <= set(deferred(step))
+    assert layout is torch.channels_last or deferred(step) == WEIGHTS
+    gradients, initial = step.gradients(), Net().state_dict()
     assert float(step.grad_norm) == pytest.approx(float(whole(gradients.values()).norm()), rel=1e-3)
-
-
-@pytest.mark.compiles
-def test_a_checkpoint_has_the_shapes_of_convolutions_and_a_training_goes_on_from_it(trained):
-    model, optimizer, step = trained
-    state, initial = optimizer.state_dict()["state"], Net().state_dict()
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        assert model.state_dict()[name].shape == initial[name].shape
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert state[number][key].shape == parameter.shape and bool(state[number][key].any())
-    other, again, resumed = make(loss_of=loss_and_map)
+    for name, parameter in model.named_parameters():
+        assert model.state_dict()[name].shape == initial[name].shape == gradients[name].shape
+        for average in (optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")):
+            assert average.shape == parameter.shape and average.stride() == parameter.stride() and bool(average.any())
+    other, again, resumed = make(layout=layout, loss_of=loss_and_map)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     resumed.load_state_dict(step.state_dict())
     assert torch.equal(step(X[STEPS], Y[STEPS])[0], resumed(X[STEPS], Y[STEPS])[0])
-    assert deferred(resumed) == WEIGHTS and torch.equal(step.grad_norm, resumed.grad_norm)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_weights_with_channels_last_are_trained_alike(compiler):
-    model, optimizer, step = assert_same_training(layout=torch.channels_last)
-    assert model.few.weight.is_contiguous(memory_format=torch.channels_last)
-    average = optimizer.state_dict()["state"][5]["exp_avg"]
-    assert average.shape == model.few.weight.shape and average.stride() == model.few.weight.stride()
-    assert {"pointwise.weight", "head.weight"} <= set(deferred(step))
+    assert deferred(resumed) == deferred(step) and torch.equal(step.grad_norm, resumed.grad_norm)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_weights_that_become_channels_last_after_the_first_step_are_trained_on(compiler):
@@ -154,8 +136,7 @@ def hidden_and_loss(model, x):
 def test_a_batch_or_a_result_that_the_user_may_write_into_is_no_factor(compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(32, 64, 1), nn.Conv2d(64, 96, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, hidden_and_loss, optimizer, dtype="bf16", backend="inductor")
+    step = eager_step(model, hidden_and_loss, backend="inductor")
     batch = torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(1)).bfloat16()
     _, hidden = step(batch)
     for written in (batch, hidden):
@@ -167,7 +148,7 @@ def gradients_of(model, run, x, y):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_users_own_backward_through_a_compiled_model_is_that_of_autocast(layout, compiler):
     """The same roundings, but for sums in another order that round to the next bf16 number: 2e-2 is five of them."""
     model, other = Net().to(memory_format=layout), Net().to(memory_format=layout)

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from toys import classes
-
-import amp_compiler as amp
+from toys import classes, eager_step
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.999)
-    step = amp.training_step(model, classes, optimizer, dtype="fp16", backend=backend, clip_norm=1.0)
+    step = eager_step(model, classes, optimizer, dtype="fp16", backend=backend, clip_norm=1.0)
     inputs, labels = torch.randn(16, 8), torch.randint(0, 4, (16,))
 
     def run(share):

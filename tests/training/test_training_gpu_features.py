@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes, conv, next_words, plain_step
+from toys import classes, conv, eager_step, next_words
 from training_gpu import REPLAYED
 
 import amp_compiler as amp
@@ -137,47 +137,30 @@ FEATURES = {
 
 
 def changes(device, net, options, optimizer):
-    """Losses, how the weights changed, and how the step ran."""
+    """Losses, how the weights changed, and the step; without a device those of a loop in FP32."""
     kind, batch, loss = NETS[net]
     torch.manual_seed(0)
-    model, given = kind(), [batch() for _ in range(STEPS)]
-    before = [one.detach().clone() for one in model.parameters()]
-    model = model.to(device)
-    given = [[one.to(device) for one in batch] for batch in given]
-    if options is None:
-        step, made = None, optimizer(model.parameters())
-        losses = [plain_step(model, loss, made, *batch) for batch in given]
-    else:
+    model, given, losses = kind(), [batch() for _ in range(STEPS)], []
+    before = [one.detach().double() for one in model.parameters()]
+    model, count = model.to(device or "cpu"), options.get("accumulate", 1)
+    step, made = None, optimizer(model.parameters())
+    if device:
         backend = "inductor" if device == "cuda" else "eager"
-        step = amp.training_step(
-            model, loss, optimizer(model.parameters()), backend=backend, **{"dtype": "bf16", **options}
-        )
-        losses = [step(*batch) for batch in given]
-        step.flush()
-    moved = [
-        one.detach().double().cpu() - start.double() for one, start in zip(model.parameters(), before, strict=True)
-    ]
-    return torch.stack(losses).double().cpu(), torch.cat([one.flatten() for one in moved]), step
-
-
-def gathered(device, net, options, optimizer):
-    """The FP32 loop that gathers the gradients of some batches."""
-    kind, batch, loss = NETS[net]
-    torch.manual_seed(0)
-    model, given = kind(), [batch() for _ in range(STEPS)]
-    before = [one.detach().clone() for one in model.parameters()]
-    made, losses = optimizer(model.parameters()), []
-    count = options.get("accumulate", 1)
+        step = eager_step(model, loss, made, backend=backend, **options)
     for number, batch in enumerate(given, 1):
+        if step is not None:
+            losses.append(step(*(one.to(device) for one in batch)))
+            continue
         losses.append(loss(model, *batch))
         (losses[-1] / count).backward()
         if number % count == 0:
-            if "clip_norm" in options:
-                nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
+            nn.utils.clip_grad_norm_(model.parameters(), options.get("clip_norm", torch.inf))
             made.step()
             made.zero_grad()
-    moved = [one.detach().double() - start.double() for one, start in zip(model.parameters(), before, strict=True)]
-    return torch.stack(losses).detach().double(), torch.cat([one.flatten() for one in moved])
+    if step is not None:
+        step.flush()
+    moved = [one.detach().double().cpu() - start for one, start in zip(model.parameters(), before, strict=True)]
+    return torch.stack(losses).detach().double().cpu(), torch.cat([one.flatten() for one in moved]), step
 
 
 def far(made, exact):
@@ -187,7 +170,7 @@ def far(made, exact):
 @pytest.mark.parametrize("name", FEATURES)
 def test_it_errs_no_more_than_on_a_cpu(name, record_property):
     net, options, optimizer = FEATURES[name]
-    losses, moved = gathered("cpu", net, options, optimizer)
+    losses, moved, _ = changes("", net, options, optimizer)
     errors = {}
     for device in ("cpu", "cuda"):
         ours, changed, step = changes(device, net, copy.deepcopy(options), optimizer)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes, small
+from toys import classes, eager_step, small, train_beside_torch
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -33,13 +33,13 @@ class Summands(nn.Module):
         return self.line(x).square().mean() + self.number + self.vector.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@BACKENDS
 def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
     torch.manual_seed(0)
     model = Summands()
     optimizer = torch.optim.SGD(model.parameters(), 0.125)
     scale = DynamicLossScale(init_scale=4.0, growth_interval=1)
-    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="fp16", loss_scale=scale, backend=backend)
+    step = eager_step(model, lambda m, x: m(x), optimizer, dtype="fp16", loss_scale=scale, backend=backend)
     for number in range(1, 4):
         step(X)
         assert float(step.loss_scale) == 4.0 * 2**number
@@ -49,28 +49,20 @@ def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
         assert model.vector.tolist() == [1 - number / 8] * 3
 
 
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.arange(1.0, 7.0)), nn.Parameter(torch.arange(6.0, 0.0, -1.0))
+
+
 @BACKENDS
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
 def test_parameters_that_are_each_others_gradients_are_updated_together(kind, backend):
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.arange(1.0, 7.0)), nn.Parameter(torch.arange(6.0, 0.0, -1.0))
-
     def loss(model):
         return (model.a * model.b).sum()
 
-    model = Product()
-    reference = copy.deepcopy(model)
-    step = amp.training_step(model, loss, kind(model.parameters(), 0.1), enabled=False, backend=backend)
-    plain = kind(reference.parameters(), 0.1)
-    for _ in range(3):
-        step()
-        plain.zero_grad()
-        loss(reference).backward()
-        plain.step()
-    torch.testing.assert_close(model.a, reference.a, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(model.b, reference.b, rtol=1e-6, atol=1e-6)
+    make = lambda p: kind(p, 0.1)  # noqa: E731
+    train_beside_torch(Product(), loss, [()] * 3, make, tolerance={"rtol": 1e-6, "atol": 1e-6}, backend=backend)
 
 
 def test_gradients_of_a_nest_are_named_by_their_path():
@@ -85,7 +77,7 @@ def test_gradients_of_a_nest_are_named_by_their_path():
     for path, factor, model in zip(("a.b", "a_b", "list.0"), (1, 2, 1), models, strict=True):
         (factor * classes(model, X, Y)).backward()
         expected |= {f"{path}.{name}": parameter.grad for name, parameter in model.named_parameters()}
-    step = amp.training_step(nest, loss, optimizer, enabled=False, backend="eager")
+    step = eager_step(nest, loss, optimizer, enabled=False)
     step(X, Y)
     assert set(step.gradients()) == set(expected)
     for name, gradient in step.gradients().items():
@@ -102,21 +94,13 @@ def test_a_path_that_is_no_name_is_refused(nest):
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_rule_names_modules_as_in_the_model(nested):
     """The same rule file fits `amp.compile`, `amp.explain` and the step."""
-    model = small()
-    name = "classifier.0" if nested else "0"
-    rules = {
-        "version": 1,
-        "extends": "default",
-        "rules": [{"match": {"module": name, "op": "aten.linear"}, "precision": "fp32", "why": "test"}],
-    }
-    nest = {"classifier": model} if nested else model
-    step = amp.training_step(
-        nest,
+    model, name = small(), "classifier.0" if nested else "0"
+    rule = {"match": {"module": name, "op": "aten.linear"}, "precision": "fp32"}
+    step = eager_step(
+        {"classifier": model} if nested else model,
         lambda m, x, y: classes(m["classifier"] if nested else m, x, y),
         torch.optim.SGD(model.parameters(), 0.1),
-        rules=rules,
-        dtype="bf16",
-        backend="eager",
+        rules={"version": 1, "extends": "default", "rules": [rule]},
     )
     step(X, Y)
     linears = {node.module: node.precision for node in step.plan.nodes if node.op == "aten.linear"}
@@ -128,20 +112,11 @@ def test_a_rule_names_modules_as_in_the_model(nested):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value = nn.Linear(12, 7), nn.Linear(11, 7, bias=False), nn.Linear(12, 9)
+        self.norm, self.query, self.key = nn.LayerNorm(12), nn.Linear(12, 7), nn.Linear(11, 7, bias=False)
 
     def forward(self, x):
-        return (self.query(x) @ self.key(x[..., 1:]).transpose(1, 2)).softmax(-1) @ self.value(x)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(12), Attention()
-        self.mlp = nn.ModuleDict({"up": nn.Linear(9, 20), "down": nn.Linear(20, 12)})
-
-    def forward(self, x):
-        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.attention(self.norm(x)))))
+        x = self.norm(x)
+        return (self.query(x) @ self.key(x[..., 1:]).transpose(1, 2)).softmax(-1) @ x
 
 
 class Nested(nn.Module):
@@ -151,10 +126,10 @@ class Nested(nn.Module):
         super().__init__()
         first = nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()
         self.stem = nn.Sequential(*first, nn.Conv2d(6, 9, 3), nn.GroupNorm(3, 9), nn.Conv2d(9, 12, 3))
-        self.body, self.head = nn.Sequential(Block()), nn.Linear(12, 4)
+        self.body, self.head = nn.ModuleDict({"attention": Attention()}), nn.Linear(12, 4)
 
     def forward(self, images):
-        return self.head(self.body(self.stem(images).flatten(2).transpose(1, 2)).mean(1))
+        return self.head(self.body["attention"](self.stem(images).flatten(2).transpose(1, 2)).mean(1))
 
 
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
@@ -165,21 +140,17 @@ NORMS = (
 )
 # A linear layer or a convolution: the gradient of its input and that of its weight, which one node makes of the latter.
 EXPECTED = {
-    **dict.fromkeys(("stem.0", "stem.1", "stem.3", "stem.4", "stem.5", "body.0.norm"), 1),
-    **dict.fromkeys(("body.0.attention.query", "body.0.attention.key", "body.0.attention.value"), 2),
-    **dict.fromkeys(("body.0.mlp.up", "body.0.mlp.down", "head"), 2),
-    "body.0.attention": 4,
+    **dict.fromkeys(("stem.0", "stem.1", "stem.3", "stem.4", "stem.5", "body.attention.norm"), 1),
+    **dict.fromkeys(("body.attention.query", "body.attention.key", "head"), 2),
+    "body.attention": 4,
 }
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": "bf16"}, pytest.param({"dtype": "fp16"}, marks=pytest.mark.slow), {"enabled": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"enabled": False}], ids=str)
 def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_they_belong_to(options):
     torch.manual_seed(0)
     model = Nested()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, classes, optimizer, backend="eager", **options)
+    step = eager_step(model, classes, **options)
     step(torch.randn(11, 1, 8, 8), torch.randint(0, 4, (11,)))
     kinds = (*PRODUCTS, *NORMS, "aten.convolution_backward")
     nodes = [n for n in step.graph_module.graph.nodes if n.meta.get("amp_phase") == "backward"]
@@ -193,16 +164,85 @@ def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_th
 
 
 def test_a_graph_for_a_batch_in_a_dict_is_that_of_a_first_call():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    step = amp.training_step(
-        model,
-        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
-        torch.optim.SGD(model.parameters(), 0.1),
-        dtype="bf16",
-        backend="eager",
-    )
+    step = eager_step(nn.Linear(8, 4), lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]))
     batch = {"x": X, "y": Y}
     dry = [node.name for node in step.graph_for(batch).graph_module.graph.nodes]
     step(batch)
     assert dry == [node.name for node in step.graph_module.graph.nodes]
+
+
+# ---- what stands outside of the model, in the loss function: `module: <loss_fn>`
+
+
+class Exponential(nn.Module):
+    """Computes in its own forward too, outside of any submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.fc(x))
+
+
+def outer_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    made = model["net"](x) if isinstance(model, dict) else model(x)
+    return (torch.exp(-made) - y).square().mean()
+
+
+def plan_of(rules: Any, model: Any = None) -> Any:
+    model = model or Exponential()
+    parameters = [p for one in (model.values() if isinstance(model, dict) else [model]) for p in one.parameters()]
+    step = eager_step(model, outer_loss, torch.optim.SGD(parameters, 0.1), rules=rules)
+    step(torch.randn(3, 8), torch.randn(3, 4))
+    return step.plan
+
+
+RULE = {"match": {"module": "<loss_fn>"}, "precision": "fp32", "why": "outside"}
+
+
+def test_a_rule_reaches_the_loss_function_alone_and_the_model_keeps_its_own_names() -> None:
+    plan = plan_of({"version": 1, "rules": [{"match": {}, "precision": "low"}, RULE]})
+    outside = [(f"aten.{op}", "<loss_fn>", "fp32") for op in ("neg", "exp", "sub", "square", "mean")]
+    inside = [("aten.linear", "fc", "low"), ("aten.exp", "", "low")]
+    assert [(node.op, node.module, node.precision) for node in plan.nodes] == inside + outside
+    assert plan.unused_rules == ()
+
+
+def test_with_other_conditions_and_in_a_nest() -> None:
+    low = {"match": {"module": "<loss*", "op": "aten.exp"}, "precision": "low"}
+    plan = plan_of({"version": 1, "rules": [{"match": {}, "precision": "fp32"}, low]}, {"net": Exponential()})
+    assert [(n.module, n.precision) for n in plan.nodes if n.op == "aten.exp"] == [
+        ("net", "fp32"),
+        ("<loss_fn>", "low"),
+    ]
+
+
+def test_a_compiled_model_has_no_loss_function() -> None:
+    plan = amp.explain(Exponential(), (torch.randn(3, 8),), rules={"version": 1, "extends": "default", "rules": [RULE]})
+    assert [node.module for node in plan.nodes] == ["fc", ""]
+    assert [rule.condition for rule in plan.unused_rules] == ["module"]
+
+
+def test_modules_of_an_exported_program_are_the_models_wherever_it_stands() -> None:
+    """Dynamo hands on the modules that a graph's nodes name, without those around the graph."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    first, second = (torch.export.export(layers, (x,)).module() for _ in range(2))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x) + self.second(x)
+
+    rules = {"version": 1, "rules": [{"match": {}, "precision": "low"}, RULE]}
+    plan = plan_of(rules, first)
+    assert [node.module for node in plan.nodes if node.precision == "low"] == ["0", "1", "2"]
+    inside = [f"{name}.{place}" for name in ("first", "second") for place in range(3)]
+    plan = plan_of(rules, Both())
+    assert [node.module for node in plan.nodes if node.precision == "low"] == [*inside, ""]
+    assert [node.module for node in amp.explain(Both(), (x,), dtype="bf16").nodes] == [*inside, ""]

@@ -9,52 +9,34 @@ import pytest
 import torch
 from torch import nn
 from torch import optim as O
-from toys import classes, plain_step
+from toys import classes, eager_step, train_beside_torch
 from training_optimizers import OPTIMIZERS, X, Y, models, split, tensors_of
-
-import amp_compiler as amp
 
 
 def mixed(name):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    return model, optimizer, amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
+    return model, optimizer, eager_step(model, classes, optimizer, clip_norm=1.0)
 
 
 # A loop in FP32 is compared for every one; these stand for the kinds of state: buffers, counts, factors, products.
 KINDS = ("rmsprop, all options", "radam, decoupled", "asgd", "rprop", "adafactor", "muon")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS)) for name in OPTIMIZERS],
-)
-def shared(request):
-    """Name, model, optimizer and step, captured once for the tests that it serves."""
-    return request.param, *mixed(request.param)
-
-
 @pytest.mark.sweep(3)
-def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
-    _, model, optimizer, step = shared
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS)) for name in OPTIMIZERS]
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_a_saved_run_goes_on_bit_for_bit(name):
+    model, optimizer, step = mixed(name)
     step(X, Y)
-    bad, skipped = X.clone(), int(step.skipped_steps)
+    before, bad = tensors_of(model, optimizer), X.clone()
     bad[3, 2] = float("inf")
-    before = tensors_of(model, optimizer)
     step(bad, Y)
-    assert int(step.skipped_steps) == skipped + 1
-    assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(model, optimizer), strict=True))
+    assert int(step.skipped_steps) == 1 and all(map(torch.equal, before, tensors_of(model, optimizer)))
     step(X, Y)
     after = tensors_of(model, optimizer)
-    assert int(step.skipped_steps) == skipped + 1 and not any(torch.isnan(tensor).any() for tensor in after)
-    assert not torch.equal(after[0], before[0])
-
-
-@pytest.mark.sweep(3)
-def test_a_saved_run_goes_on_bit_for_bit(shared):
-    name, model, optimizer, step = shared
-    for _ in range(3):
-        step(X, Y)
+    assert not torch.equal(after[0], before[0]) and not any(torch.isnan(tensor).any() for tensor in after)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict(), step.state_dict()), file)
     for _ in range(3):
@@ -81,39 +63,35 @@ def test_a_saved_run_goes_on_bit_for_bit(shared):
     "name", ["adafactor", "asgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmsprop", "nadam"))]
 )
 def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with_one(name, builds):
-    model, reference = models(name)
-    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
-    step(X, Y)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, plain)]
-    for number in range(6):
-        plain_step(reference, classes, plain, X, Y)
-        if number:
-            step(X, Y)
-        if number == 3:
+    def between(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        if number == 4:
             assert len(builds) == 1
-            optimizer.param_groups[0]["weight_decay"] = plain.param_groups[0]["weight_decay"] = 0.2
-        for scheduler in schedulers:
-            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] = 0.2
+
+    tolerance = {"rtol": 1e-6, "atol": 1e-6}
+    train_beside_torch(models(name)[0], classes, [(X, Y)] * 6, OPTIMIZERS[name], between, tolerance)
     assert len(builds) == 2
-    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-6, atol=1e-6)
 
 
 def test_a_rate_that_is_a_tensor_is_followed():
-    model, reference = models()
-    rate = torch.tensor(1e-2)
-    step = amp.training_step(model, classes, O.RMSprop(model.parameters(), rate), backend="eager", enabled=False)
-    plain = O.RMSprop(reference.parameters(), 1e-2)
-    for number in range(4):
-        step(X, Y)
-        plain_step(reference, classes, plain, X, Y)
-        rate.mul_(0.5)
-        plain.param_groups[0]["lr"] = 1e-2 * 0.5 ** (number + 1)
-    torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-6, atol=1e-7)
+    def between(number, model, optimizer):
+        optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    make = lambda p: O.RMSprop(p, torch.tensor(1e-2))  # noqa: E731
+    train_beside_torch(models()[0], classes, [(X, Y)] * 4, make, between, {"rtol": 1e-6, "atol": 1e-6})
 
 
-def two_groups(model):
-    matrices, vectors = split(model)
+def test_lookups_that_are_sparse_to_torch_train_with_an_optimizer_that_needs_dense_gradients():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    step = eager_step(model, lambda m, ids: m(ids).square().mean(), O.AdamW(model.parameters(), 0.1))
+    losses = [float(step(torch.tensor([[1, 2, 2], [0, 5, 1]]))) for _ in range(4)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def two_groups(parameters):
+    matrices, vectors = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
     return O.RMSprop([{"params": matrices, "lr": 1e-3, "momentum": 0.9}, {"params": vectors, "alpha": 0.9}], 1e-2)
 
 
@@ -122,24 +100,22 @@ def two_optimizers(model):
     return {"matrices": O.Muon(matrices, 1e-2), "vectors": O.AdamW(vectors, 1e-2)}
 
 
-@pytest.mark.sweep(2)
-@pytest.mark.parametrize("make", [two_groups, two_optimizers])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_groups_dicts_clipping_and_accumulation(make, accumulate):
+def test_groups_clipping_and_accumulation():
+    tolerance = {"rtol": 1e-5, "atol": 2e-6}
+    make = lambda p: two_groups(list(p))  # noqa: E731
+    train_beside_torch(models()[0], classes, [(X, Y)] * 8, make, tolerance=tolerance, accumulate=2, clip_norm=0.05)
+
+
+def test_a_dict_of_optimizers():
     model, reference = models()
-    optimizer, plain = make(model), make(reference)
-    step = amp.training_step(
-        model, classes, optimizer, clip_norm=0.05, accumulate=accumulate, backend="eager", enabled=False
-    )
-    plains = list(plain.values()) if isinstance(plain, dict) else [plain]
-    for number in range(4 * accumulate):
+    made, plain = two_optimizers(model), two_optimizers(reference)
+    step = eager_step(model, classes, made, enabled=False)
+    for _ in range(4):
         step(X, Y)
-        (classes(reference, X, Y) / accumulate).backward()
-        if (number + 1) % accumulate == 0:
-            nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-            for one in plains:
-                one.step()
-                one.zero_grad()
+        classes(reference, X, Y).backward()
+        for one in plain.values():
+            one.step()
+            one.zero_grad()
     torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-5, atol=2e-6)
 
 
@@ -147,7 +123,7 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
 def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name, compiler):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
+    step = eager_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
     first = float(step(X, Y))
     for _ in range(10):
         loss = step(X, Y)

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-import amp_compiler as amp
+from toys import eager_step
 
 GENERATOR = torch.Generator().manual_seed(0)
 TOKENS = torch.randint(0, 11, (32,), generator=GENERATOR)
@@ -71,9 +70,7 @@ def make(name, **options):
     torch.manual_seed(0)
     model = Net()
     optimizer = OPTIMIZERS[name](model.parameters())
-    return model, optimizer, amp.training_step(
-        model, loss_fn, optimizer, dtype="fp16", loss_scale=1024.0, backend="eager", **options
-    )  # fmt: skip
+    return model, optimizer, eager_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=1024.0, **options)
 
 
 @cache
@@ -112,7 +109,7 @@ def changed(before, after):
     return {name for name, value in before.items() if not torch.equal(value, after[name])}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("place", list(PLACES))
 def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place):
     model, optimizer, step = running("adamw")
@@ -133,9 +130,9 @@ def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place):
     assert changed(statistics, buffers(model)) == set(statistics)
 
 
-@pytest.mark.sweep(5)
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize(
+    ("place", "name"), [("an embedding", "momentum"), ("the backward", "adamw"), ("a loss of NaN", "momentum")]
+)
 def test_a_bad_middle_batch_of_three_skips_them_all_and_only_the_buffers_of_the_first_move(place, name):
     model, optimizer, step = running(name, accumulate=3)
     for _ in range(3):
@@ -161,8 +158,7 @@ def test_a_dampened_momentum_is_saved_under_torchs_keys_and_not_before_the_first
     torch.manual_seed(0)
     model, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager",
-                             loss_scale="dynamic")  # fmt: skip
+    step = eager_step(model, lambda m, x: m(x).square().mean(), optimizer, loss_scale="dynamic")
     step(x * float("inf"))
     assert int(step.skipped_steps) == 1 and optimizer.state_dict()["state"] == {}
     step(x)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toys import classes, eager_step, small
 
 import amp_compiler as amp
 
@@ -22,10 +23,6 @@ KEPT = torch.rand(16, generator=GENERATOR) > 0.5
 EYE = torch.eye(4)
 
 
-def mlp():
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-
 def normed():
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
@@ -35,15 +32,10 @@ def convolutional():
 
 
 def penalized(model, x, y, kept):
-    x = x.clone().requires_grad_()
+    x, y = x.repeat(1, 3).view(32, 3, 2, 2).requires_grad_(), y.repeat(2)
     logits = model(x)
     (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
     return F.cross_entropy(logits, y) + (slope.norm(dim=1) - 1).square().mean()
-
-
-def branching(model, x, y, kept):
-    loss = F.cross_entropy(model(x), y)
-    return loss * 2 if loss > 0.5 else loss
 
 
 class Packed(nn.Module):
@@ -70,21 +62,11 @@ def ctc(model, x, y, kept):
 # name: model, loss; many more are rows of tests/behaviour
 PROGRAMS = {
     "rows of a mask, with BatchNorm": (normed, lambda m, x, y, k: F.cross_entropy(m(x)[k], y[k])),
-    "index_reduce": (mlp, lambda m, x, y, k: EYE.index_reduce(0, y, m(x).float(), "mean").square().sum()),
-    "gaussian_nll": (mlp, lambda m, x, y, k: F.gaussian_nll_loss(m(x)[:, 0], x[:, 0], m(x)[:, 1].exp())),
-    "ctc": (mlp, ctc),
+    "index_reduce": (small, lambda m, x, y, k: EYE.index_reduce(0, y, m(x).float(), "mean").square().sum()),
+    "gaussian_nll": (small, lambda m, x, y, k: F.gaussian_nll_loss(m(x)[:, 0], x[:, 0], m(x)[:, 1].exp())),
+    "ctc": (small, ctc),
     "packed sequences": (Packed, entropy),
-    "a branch on the loss": (mlp, branching),
-    "gradient penalty": (mlp, penalized),
-    "gradient penalty, with a convolution": (
-        convolutional,
-        lambda m, x, y, k: penalized(m, x.repeat(1, 3).view(32, 3, 2, 2), y.repeat(2), k),
-    ),
-}
-COMPILED = {
-    "rows of a mask, with BatchNorm": "",
-    "gradient penalty": "in 3 subgraphs",
-    "gradient penalty, with a convolution": "in 4 subgraphs",
+    "gradient penalty, with a convolution": (convolutional, penalized),
 }
 
 
@@ -94,7 +76,7 @@ def trained(name, backend, steps=3):
     model, reference = make(), make()
     reference.load_state_dict(model.state_dict())
     ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, reference))
-    step = amp.training_step(model, loss_fn, ours, dtype="bf16", backend=backend)
+    step = eager_step(model, loss_fn, ours, backend=backend)
     for _ in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
             expected = loss_fn(reference, X, Y, KEPT)
@@ -116,11 +98,9 @@ def test_what_torch_trains_is_trained(name):
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", COMPILED)
-def test_with_compiled_subgraphs(name):
+def test_with_compiled_subgraphs():
     """A backward that is differentiated again is run node by node: torch's compiled ones cannot be."""
-    step = trained(name, "inductor")
-    assert COMPILED[name] in step.execution
+    assert "in 4 subgraphs" in trained("gradient penalty, with a convolution", "inductor").execution
 
 
 def branchy(model, x, y):
@@ -134,11 +114,11 @@ def branchy(model, x, y):
 def test_subgraphs_train_as_one_graph_does(optimizer):
     """With BatchNorm, accumulation, clipping and FP16's dynamic scale, over a batch that is skipped."""
     results = {}
-    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "subgraphs": branchy}.items():
+    for kind, loss_fn in {"whole": classes, "subgraphs": branchy}.items():
         torch.manual_seed(0)
         model = normed()
-        options = {"dtype": "fp16", "backend": "eager", "accumulate": 2, "clip_norm": 0.5}
-        step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
+        made = optimizer(model.parameters(), 1e-2)
+        step = eager_step(model, loss_fn, made, dtype="fp16", accumulate=2, clip_norm=0.5)
         losses = [float(step(x, Y)) for x in (X, X + 1, X * torch.inf, X, X - 1, X)]
         assert ("subgraph" in step.execution) is (kind == "subgraphs")
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -154,15 +134,11 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
     torch.manual_seed(0)
     model = normed()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    step = amp.training_step(model, branchy, optimizer, dtype="fp16", backend="eager")
+    step = eager_step(model, branchy, optimizer, dtype="fp16")
     step(X, Y)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = {name: value.clone() for name, value in optimizer.state[model[0].weight].items()}
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     step(X * torch.nan, Y)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    for name, value in optimizer.state[model[0].weight].items():
-        assert torch.equal(value, moments[name]), name
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
     assert float(step.loss_scale) == 32768.0
     report = step.nonfinite_report()
     assert "0.weight" in report.parameters and "amp.find_nonfinite(step, batch)" in report.cure and not report.nodes
@@ -171,36 +147,33 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
 
 
 def test_modules_have_the_names_that_the_model_gives_them_and_what_needs_no_gradient_is_a_graph_too():
-    class Broken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
+    class Broken(nn.Sequential):
         def forward(self, x):
-            hidden = self.layer(x)
+            hidden = self[0](x)
             torch._dynamo.graph_break()
             return torch.tanh(hidden)
 
-    model, teacher, x = Broken(), Broken().requires_grad_(False), torch.ones(2, 8)
+    model, x = Broken(nn.Linear(8, 8)), torch.ones(2, 8)
+    teacher = Broken(nn.Linear(8, 8)).requires_grad_(False)
 
     def distilled(m, x):
         with torch.no_grad():
             target = teacher(x)
         return (m(x) - target).square().mean()
 
-    rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "layer"}, "precision": "fp32"}]}
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, distilled, optimizer, dtype="bf16", rules=rules, backend="eager")
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "0"}, "precision": "fp32"}]}
+    step = eager_step(model, distilled, rules=rules)
     expected = float(distilled(model, x))
     assert float(step(x)) == pytest.approx(expected, rel=1e-2)  # the teacher runs in BF16
     assert "subgraphs" in step.execution
-    linears = [one for one in step.plan.nodes if one.op == "aten.linear" and one.module == "layer"]
+    linears = [one for one in step.plan.nodes if one.op == "aten.linear" and one.module == "0"]
     assert linears and all(one.precision == "fp32" for one in linears)
 
 
-def test_it_is_told_once_and_can_be_read(caplog):
-    model = mlp()
-    step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+def test_it_is_told_once_and_can_be_read_and_the_users_gradients_stay(caplog):
+    model = small()
+    step = eager_step(model, branchy)
+    mine = model[0].weight.grad = torch.ones(16, 8)
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         step(X, Y)
         step(X, Y)
@@ -210,33 +183,7 @@ def test_it_is_told_once_and_can_be_read(caplog):
     assert names[0] == "capture" and names[-1] == "gather_weights" and "take_gradients" in names
     assert any("sgd_update" in str(node.target) for node in step.graph_module.graph.nodes)
     assert {node.op for node in step.plan.nodes} >= {"aten.linear", "aten.cross_entropy_loss"}
-
-
-def test_the_users_gradients_stay():
-    model = mlp()
-    step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
-    mine = model[0].weight.grad = torch.ones(16, 8)
-    step(X, Y)
     assert model[0].weight.grad is mine and bool((mine == 1).all()) and model[2].weight.grad is None
-
-
-def test_a_parameter_without_a_gradient_is_left_alone():
-    """Which ones there are may change from step to step."""
-
-    def loss_fn(models, x, y, which):
-        loss = F.cross_entropy(models[int(which.item())](x), y)
-        return loss
-
-    models = nn.ModuleList([mlp(), mlp()])
-    step = amp.training_step(
-        models, loss_fn, torch.optim.AdamW(models.parameters(), 1e-2), dtype="bf16", backend="eager"
-    )
-    for which in (0, 1, 0):
-        before = [parameter.clone() for parameter in models[1 - which].parameters()]
-        moved = models[which][0].weight.clone()
-        step(X, Y, torch.tensor(which))
-        assert all(map(torch.equal, before, models[1 - which].parameters()))
-        assert not torch.equal(moved, models[which][0].weight)
 
 
 CALLS = []
@@ -323,8 +270,7 @@ class Dropped(nn.Module):
     [
         ("step", "eager"),
         ("model", "eager"),
-        pytest.param("model", "inductor", marks=pytest.mark.compiles),
-        pytest.param("step", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),  # recomputed as a model's
+        pytest.param("model", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),
     ],
 )
 def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, backend):
@@ -335,7 +281,7 @@ def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, ba
         model = Dropped(checkpointed)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if kind == "step":
-            run = amp.training_step(model, entropy, optimizer, dtype="bf16", backend=backend)
+            run = eager_step(model, entropy, optimizer, backend=backend)
         else:
             compiled = amp.compile(model, dtype="bf16", backend=backend)
 
@@ -357,24 +303,18 @@ def test_weights_that_are_to_have_no_master_stay_fp32_and_that_is_said():
     weights = []
     for rules in ("default", {"version": 1, "extends": "default", "weights": {"master": "low"}}):
         torch.manual_seed(0)
-        model = mlp()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        step = amp.training_step(model, branchy, optimizer, dtype="bf16", backend="eager", rules=rules)
+        model = small()
+        step = eager_step(model, branchy, torch.optim.AdamW(model.parameters(), 1e-2), rules=rules)
         for _ in range(3):
             step(X, Y)
         assert ("FP32 weights" in step.execution) is (rules != "default")
-        weights.append(model.state_dict())
-    for name, value in weights[0].items():
-        assert torch.equal(value, weights[1][name]), name
+        weights.append(list(model.parameters()))
+    assert all(map(torch.equal, *weights))
 
 
 def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_subgraphs():
     rows = torch.export.Dim("rows", min=2)
-    model = mlp()
-    step = amp.training_step(
-        model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager",
-        dynamic_shapes=({0: rows}, {0: rows}),
-    )  # fmt: skip
+    step = eager_step(small(), branchy, dynamic_shapes=({0: rows}, {0: rows}))
     first = float(step(X, Y))
     assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
     assert len(step._choice.subgraph_step.subgraphs.made) == 1  # before the branch, for both sizes
@@ -398,38 +338,18 @@ class Exploding(nn.Module):
 ONE = torch.ones(())
 
 
-def exploding(backend="eager", **options):
+def exploding():
     torch.manual_seed(0)
     model = Exploding()
-    options = {"dtype": "fp16", "loss_scale": 1024.0, **options}
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     return amp.training_step(
-        model, lambda m, x, gain: m(x, gain).square().mean(), torch.optim.SGD(model.parameters(), 1e-3),
-        backend=backend, **options,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.compiles, pytest.mark.slow])])
-def test_the_node_that_made_the_first_nan_is_named(backend):
-    step = exploding(backend)
-    step(X, ONE)
-    assert not step.nonfinite_report()
-    step(X, 1e3 * ONE)
-    random_state = torch.get_rng_state()
-    assert "head.weight" in step.nonfinite_report().parameters
-    report = amp.find_nonfinite(step, (X, 1e3 * ONE))
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert "head.weight" in report.parameters and report.repeated
-    (node,) = report.nodes
-    assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "graph1/exp"
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
-    assert node.where.endswith(f"test_training_subgraphs.py:{line}") and node.where in str(report)
-    assert torch.isfinite(step(X, ONE))
-
-
-def test_an_overflow_of_the_scaled_gradient_in_subgraphs_is_found_in_the_backward():
-    report = amp.find_nonfinite(exploding(loss_scale=2.0**30), (X, ONE))
-    assert report.repeated and report.parameters
-    assert {node.phase for node in report.nodes} == {"backward"} and all("graph1/" in n.name for n in report.nodes)
+        model,
+        lambda m, x, gain: m(x, gain).square().mean(),
+        optimizer,
+        dtype="fp16",
+        loss_scale=1024.0,
+        backend="eager",
+    )
 
 
 def test_under_anomaly_mode_a_step_is_skipped_and_the_report_named(caplog):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
+from toys import eager_step
 
 import amp_compiler as amp
 
@@ -43,51 +42,37 @@ def accelerated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return accelerate.Accelerator(cpu=True).prepare(optimizer)
 
 
-def trained(wrap_model, wrap_optimizer) -> tuple[list[torch.Tensor], nn.Module]:
+def trained(wrap) -> list[torch.Tensor]:
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    step = amp.training_step(
-        wrap_model(model), loss_fn, wrap_optimizer(optimizer), dtype="bf16", backend="eager", clip_norm=1.0
-    )
+    step = eager_step(model, loss_fn, wrap(optimizer), clip_norm=1.0)
     losses = [step(X) for _ in range(3)]
     assert len(optimizer.state) == 4  # the state is that of the real optimizer
-    return [*losses, *[parameter.detach() for parameter in model.parameters()]], step.model
+    return [*losses, *model.parameters()]
 
 
 @pytest.mark.usefixtures("own_accelerate")
 @pytest.mark.parametrize("wrap", [LightningLike, accelerated])
 def test_a_wrapped_optimizer_is_unwrapped(wrap):
-    expected, _ = trained(lambda model: model, lambda optimizer: optimizer)
-    found, _ = trained(lambda model: model, wrap)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_compiled_models_are_unwrapped():
-    expected, _ = trained(lambda model: model, lambda optimizer: optimizer)
-    for wrap in (lambda model: torch.compile(model, backend="eager"), lambda model: amp.compile(model, dtype="fp16")):
-        found, model = trained(wrap, lambda optimizer: optimizer)
-        assert type(model) is nn.Sequential
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(map(torch.equal, trained(wrap), trained(lambda optimizer: optimizer)))
 
 
 def test_compiled_models_in_a_nest_are_unwrapped():
-    model = plain()
-    step = amp.training_step(
-        {"net": torch.compile(model, backend="eager"), "other": amp.compile(nn.Linear(8, 8), dtype="bf16")},
-        lambda nest, x: nest["other"](nest["net"](x)).square().mean(),
-        torch.optim.SGD(model.parameters(), 0.1),
-        dtype="bf16",
-        backend="eager",
-    )
-    before = copy.deepcopy(model)
+    """As those that are the whole model are."""
+    model, other = plain(), amp.compile(nn.Linear(8, 8), dtype="bf16")
+    nest = {"net": torch.compile(model, backend="eager"), "other": other}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = eager_step(nest, lambda nest, x: nest["other"](nest["net"](x)).square().mean(), optimizer)
+    before = model[0].weight.detach().clone()
     step(X)
     assert type(step.model["net"]) is nn.Sequential and type(step.model["other"]) is nn.Linear
-    assert not torch.equal(before[0].weight, model[0].weight)
+    assert not torch.equal(before, model[0].weight)
+    assert type(eager_step(other, loss_fn).model) is nn.Linear
 
 
 def test_a_parallel_model_of_one_device_is_what_is_in_it_and_over_several_it_is_named():
     model = nn.DataParallel(plain())
-    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step = eager_step(model, loss_fn)
     step(X)
     assert step.model is model.module
     model.device_ids = [0, 1]

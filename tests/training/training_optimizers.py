@@ -32,12 +32,8 @@ class Net(nn.Module):
 OPTIMIZERS = {
     "rmsprop": lambda p: O.RMSprop(p, 1e-2),
     "rmsprop, all options": lambda p: O.RMSprop(p, 1e-2, momentum=0.5, centered=True, weight_decay=0.01, maximize=True),
-    "radam": lambda p: O.RAdam(p, 1e-2),
     "radam, decoupled": lambda p: O.RAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True),
     "nadam": lambda p: O.NAdam(p, 1e-2, weight_decay=0.01),
-    "adamax": lambda p: O.Adamax(p, 1e-2, weight_decay=0.01),
-    "adadelta": lambda p: O.Adadelta(p, 1.0, weight_decay=0.01),
-    "adagrad": lambda p: O.Adagrad(p, 1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
     "asgd": lambda p: O.ASGD(p, 1e-2, t0=3, weight_decay=0.01),
     "rprop": lambda p: O.Rprop(p, 1e-3),
     "adafactor": lambda p: O.Adafactor(p, 1e-2, weight_decay=0.1),

@@ -50,6 +50,7 @@ OPTIMIZERS = {
     "nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2, weight_decay=1e-2),
     "amsgrad": lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2, momentum=0.5),  # traced
 }
 
 
