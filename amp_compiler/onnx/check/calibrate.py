@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import NAMES, Batches, iterate_batches
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
-from amp_compiler.onnx.check.taps import add_taps
-from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
-from amp_compiler.onnx.model.model import Source
-from amp_compiler.policy.marks import nearest
+from amp_compiler.onnx.check.batches import Batches, iterate_batches
+from amp_compiler.onnx.check.run import Engine, Runner, open_to_run
+from amp_compiler.onnx.check.taps import MEASURED, add_taps
+from amp_compiler.onnx.model.model import Source, value_types
 
 
 def calibrate(
     model: Source,
     batches: Batches,
     *,
-    names: Iterable[str] | None = None,
     engine: Engine | None = None,
 ) -> dict[str, float]:
     """Run the FP32 model over all batches and measure its float values.
 
-    Every value is measured inside the run and given out as one number, so that memory stays that of a plain run
-    however many values there are, and the batches are read once. Values inside the bodies of `If`, `Loop` and `Scan`
-    and of model-local functions cannot be outputs of a model and are not measured.
+    All float inputs and float results of nodes are measured inside the run, each given out as one number, so that
+    memory stays that of a plain run however many values there are, and the batches are read once. Values inside the
+    bodies of `If`, `Loop` and `Scan` and of model-local functions cannot be outputs of a model and are not measured.
 
     Args:
         model: the model, its path, or what `open_model` gave; external weights are read by ONNX Runtime alone.
         batches: an iterable of {input name: array}, an npz file (one batch), or a folder of npz files.
-        names: measure these values only; by default all float inputs and all float results of nodes. Initializers
-            are measured only when they are named.
         engine: execution providers and libraries of ops; the CPU alone by default.
 
     Returns:
@@ -38,7 +30,7 @@ def calibrate(
         batch, 0 for an empty tensor.
 
     Raises:
-        OnnxError: the model or a batch cannot be read or run, or a name is of no float value of the main graph.
+        OnnxError: the model or a batch cannot be read or run.
 
     Example:
         >>> ranges = calibrate("model.onnx", [{"x": numpy.ones((2, 8), numpy.float32)}])
@@ -47,22 +39,10 @@ def calibrate(
     """
     loaded = open_to_run(model)
     graph = loaded.proto.graph
-    types = graph_types(infer_types(loaded.proto).graph, {}, opset_versions(loaded.proto))
+    types = value_types(loaded)
     values = [value.name for value in graph.input] + [name for node in graph.node for name in node.output if name]
-    floats = [name for name in dict.fromkeys(values) if types.get(name) in FLOAT_TYPES]
     weights = {tensor.name for tensor in graph.initializer}
-    if names is None:
-        chosen = [name for name in floats if name not in weights]
-    else:
-        chosen = list(dict.fromkeys(names))
-        known = {*floats, *(name for name in weights if types[name] in FLOAT_TYPES)}
-        for name in chosen:
-            if name not in known:
-                raise OnnxError(
-                    f"the main graph has no float value '{name}'",
-                    where=loaded.name,
-                    hint=nearest(name, sorted(known), NAMES),
-                )
+    chosen = [name for name in dict.fromkeys(values) if types.get(name) in MEASURED and name not in weights]
     tapped, taps = add_taps(loaded.proto, chosen, types)
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
     runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None
