@@ -23,7 +23,7 @@ from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET, fp8_nodes
 from amp_compiler.onnx.model.edit import KeptTypes
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
-from amp_compiler.onnx.model.retype import make_fp32, types_of
+from amp_compiler.onnx.model.retype import make_fp32, refuse_custom_ops, types_of
 from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.target import added_by_runtime, drop_useless_opsets, note_of, versions_of
 from amp_compiler.passes.onnx_plan.find_masks import mask_floors, unbounded_inputs
@@ -132,6 +132,7 @@ def plan_onnx(
         model = read_model(file, check=checked, sizes=sizes)
         bound_masks(model, bounds or {})
         if wide:
+            refuse_custom_ops(model, wide)
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None
         result = lower(model, low, pins=file.pins, **options)

@@ -51,16 +51,6 @@ def test_ranges_are_those_of_numpy_over_all_batches(opset):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
-def test_names_choose_and_weights_are_measured_when_named():
-    assert calibrate(chain(), [batch()], names=["w", "r"]).keys() == {"w", "r"}
-    assert calibrate(chain(), [batch()], names=["w"])["w"] == np.abs(WEIGHT).max()
-    assert calibrate(chain(), [batch()], names=[]) == {}
-    with pytest.raises(OnnxError, match="did you mean 'h'"):
-        calibrate(chain(), [batch()], names=["hh"])
-    with pytest.raises(OnnxError, match="no float value 'shape'"):
-        calibrate(chain(), [batch()], names=["shape"])
-
-
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_counted(bad):
     poisoned = batch()

@@ -55,7 +55,7 @@ class OnnxSubject(Subject):
     def __init__(self, source: Any, batches: Any, low: DType) -> None:
         super().__init__()
         self._opened, self.low = open_to_run(source), low
-        if has_low_types(self._opened.proto):
+        if has_low_types(self._opened):
             raise OnnxError(
                 "it has 16-bit parts already, so that nothing says what FP32 gives",
                 where=self._opened.name,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import onnx
 from onnx import TensorProto
 
-from amp_compiler.errors import OnnxError
 from amp_compiler.ir.facts import Magnitudes
-from amp_compiler.onnx.check.batches import NAMES, Batches, iterate_batches
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
-from amp_compiler.onnx.check.taps import add_taps
-from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
-from amp_compiler.onnx.model.model import Source
+from amp_compiler.onnx.check.batches import Batches, iterate_batches
+from amp_compiler.onnx.check.run import Engine, Runner, open_to_run
+from amp_compiler.onnx.check.taps import MEASURED, add_taps
+from amp_compiler.onnx.model.model import Source, value_types
 from amp_compiler.passes.onnx_plan.pin_calibrated import PRODUCTS, STEEP
-from amp_compiler.policy.marks import nearest
 from amp_compiler.policy.op_table import op_table
 
 
@@ -23,20 +18,17 @@ def calibrate(
     model: Source,
     batches: Batches,
     *,
-    names: Iterable[str] | None = None,
     engine: Engine | None = None,
 ) -> dict[str, Magnitudes]:
     """Run the FP32 model over all batches and measure its float values.
 
-    Every value is measured inside the run and given out as one number, so that memory stays that of a plain run
-    however many values there are, and the batches are read once. Values inside the bodies of `If`, `Loop` and `Scan`
-    and of model-local functions cannot be outputs of a model and are not measured.
+    All float inputs and float results of nodes are measured inside the run, each given out as one number, so that
+    memory stays that of a plain run however many values there are, and the batches are read once. Values inside the
+    bodies of `If`, `Loop` and `Scan` and of model-local functions cannot be outputs of a model and are not measured.
 
     Args:
         model: the model, its path, or what `open_model` gave; external weights are read by ONNX Runtime alone.
         batches: an iterable of {input name: array}, an npz file (one batch), or a folder of npz files.
-        names: measure these values only; by default all float inputs and all float results of nodes. Initializers
-            are measured only when they are named.
         engine: execution providers and libraries of ops; the CPU alone by default.
 
     Returns:
@@ -45,7 +37,7 @@ def calibrate(
         magnitude but zero too.
 
     Raises:
-        OnnxError: the model or a batch cannot be read or run, or a name is of no float value of the main graph.
+        OnnxError: the model or a batch cannot be read or run.
 
     Example:
         >>> ranges = calibrate("model.onnx", [{"x": numpy.ones((2, 8), numpy.float32)}])
@@ -54,22 +46,10 @@ def calibrate(
     """
     loaded = open_to_run(model)
     graph = loaded.proto.graph
-    types = graph_types(infer_types(loaded.proto).graph, {}, opset_versions(loaded.proto))
+    types = value_types(loaded)
     values = [value.name for value in graph.input] + [name for node in graph.node for name in node.output if name]
-    floats = [name for name in dict.fromkeys(values) if types.get(name) in FLOAT_TYPES]
     weights = {tensor.name for tensor in graph.initializer}
-    if names is None:
-        chosen = [name for name in floats if name not in weights]
-    else:
-        chosen = list(dict.fromkeys(names))
-        known = {*floats, *(name for name in weights if types[name] in FLOAT_TYPES)}
-        for name in chosen:
-            if name not in known:
-                raise OnnxError(
-                    f"the main graph has no float value '{name}'",
-                    where=loaded.name,
-                    hint=nearest(name, sorted(known), NAMES),
-                )
+    chosen = [name for name in dict.fromkeys(values) if types.get(name) in MEASURED and name not in weights]
     tapped, taps = add_taps(loaded.proto, chosen, types, _before_steep(graph))
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
     runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None

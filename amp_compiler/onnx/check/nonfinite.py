@@ -20,23 +20,17 @@ from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteRepo
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.check.batches import iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
-from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
+from amp_compiler.onnx.check.run import Runner, open_to_run
+from amp_compiler.onnx.check.taps import MEASURED
 from amp_compiler.onnx.check.verify import Side
 from amp_compiler.onnx.convert import convert_onnx
-from amp_compiler.onnx.model.model import OnnxFile, Source
+from amp_compiler.onnx.model.model import OnnxFile, Source, value_types
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
 _MADE_UP = frozenset({"Constant", "ConstantOfShape"})  # infinities in them were put in on purpose
 _CASTS = frozenset({"Cast", "Identity"})  # the latter where an output has the type that it is cast to
-_SHORT: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "fp32",
-    onnx.TensorProto.DOUBLE: "fp64",
-    onnx.TensorProto.FLOAT16: "fp16",
-    onnx.TensorProto.BFLOAT16: "bf16",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class OnnxTrials:
 
     def __init__(self, source: Source, batch: Mapping[str, Any], low: DType) -> None:
         self._opened = open_to_run(source)
-        self._is_low = has_low_types(self._opened.proto)
+        self._is_low = has_low_types(self._opened)
         self._low = low
         (self._batch,) = iterate_batches([batch], self._opened)
         original = self._opened
@@ -153,24 +147,20 @@ class OnnxTrials:
         """The ranges of some values, for which the model runs once more."""
         if not names:
             return {}
-        twin = emulate(model.proto, model.folder)
-        types = _types(model.proto)
+        twin = emulate(model)
+        types = value_types(model)
         shown = {output.name for output in twin.proto.graph.output}
         inputs = {one.name for one in twin.proto.graph.input}
         for name in sorted(names - shown - inputs):
-            kind = types[name] if types[name] == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
+            kind = onnx.TensorProto.DOUBLE if types[name] is DType.FLOAT64 else onnx.TensorProto.FLOAT
             twin.proto.graph.output.append(helper.make_tensor_value_info(name, kind, None))
         feeds = twin.feeds(self._batch)
         results = {**feeds, **Runner(twin.proto, model.folder, model.name).run(feeds)}
         return {
-            name: replace(range_of(torch.from_numpy(np.asarray(results[name]))), dtype=_SHORT[types[name]])
+            name: replace(range_of(torch.from_numpy(np.asarray(results[name]))), dtype=types[name].short)
             for name in names
-            if name in results and types.get(name) in FLOAT_TYPES
+            if name in results and types.get(name) in MEASURED
         }
-
-
-def _types(proto: onnx.ModelProto) -> Types:
-    return graph_types(infer_types(proto).graph, {}, opset_versions(proto))
 
 
 def _origins(proto: onnx.ModelProto, bad: set[str], masks: set[str], outputs: tuple[str, ...]) -> list[onnx.NodeProto]:

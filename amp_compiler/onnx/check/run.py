@@ -28,8 +28,7 @@ Batch = Mapping[str, Any]
 ORT, REFERENCE = "onnxruntime", "onnx.reference"
 FREE_INITIALIZERS = 4  # IR version from which an initializer need not be an input too
 LIMIT = 2**31 - 1  # bytes that one protobuf message can hold
-LOW_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, *LOW_TYPES)
+FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 @dataclass(frozen=True)

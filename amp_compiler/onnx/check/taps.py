@@ -7,7 +7,7 @@ read it: one run measures all values in the memory of a plain run and two copies
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS
-from amp_compiler.onnx.check.types import opset_versions
+from amp_compiler.onnx.model.walk import DEFAULT
 
+MEASURED = frozenset({DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16})
 OLDEST = 7  # opset; older ones broadcast in another way
 _FIRST_WHERE = 9  # opset
 OWN = 17  # opset that a model without the default domain is given for its taps
@@ -51,7 +53,7 @@ class Tap:
 
 
 def add_taps(
-    model: onnx.ModelProto, values: Iterable[str], types: dict[str, int], least: Collection[str] = ()
+    model: onnx.ModelProto, values: Iterable[str], types: Mapping[str, DType], least: Collection[str] = ()
 ) -> tuple[onnx.ModelProto, list[Tap]]:
     """A copy of the model that gives, behind its own outputs, two numbers per value, or three.
 
@@ -64,7 +66,8 @@ def add_taps(
     Raises:
         OnnxError: the model's opset is older than 7.
     """
-    version = opset_versions(model).get("", OWN)
+    known = next((entry.version for entry in model.opset_import if entry.domain in DEFAULT), None)
+    version = OWN if known is None else known
     if version < OLDEST:
         raise OnnxError(
             f"the model's opset is {version}", hint=f"raise it with onnx.version_converter to {OLDEST} or later"
@@ -72,7 +75,7 @@ def add_taps(
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
     tapped.ir_version = max(tapped.ir_version, FREE_INITIALIZERS)
-    if "" not in opset_versions(tapped):
+    if known is None:
         tapped.opset_import.append(helper.make_opsetid("", version))
     prefix = _free_prefix(tapped.graph)
     wanted = set(values)
@@ -117,15 +120,15 @@ def _free_prefix(graph: onnx.GraphProto) -> str:
     return prefix
 
 
-def _wide(kind: int) -> int:
-    return TensorProto.DOUBLE if kind == TensorProto.DOUBLE else TensorProto.FLOAT
+def _wide(kind: DType) -> int:
+    return TensorProto.DOUBLE if kind is DType.FLOAT64 else TensorProto.FLOAT
 
 
-def _tap(tap: Tap, types: dict[str, int], prefix: str) -> list[onnx.NodeProto]:
+def _tap(tap: Tap, types: Mapping[str, DType], prefix: str) -> list[onnx.NodeProto]:
     """The nodes of one tap; a zero is put behind the elements, so that an empty tensor has a largest one."""
     name, source, nodes = tap.largest.removesuffix("_largest"), tap.value, []
     wide = _wide(types[tap.value])
-    if types[tap.value] != wide:
+    if types[tap.value] not in (DType.FLOAT32, DType.FLOAT64):
         source = f"{name}_wide"
         nodes.append(helper.make_node("Cast", [tap.value], [source], to=wide))
     zero = f"{prefix}_zero_{wide}"

@@ -17,11 +17,10 @@ from amp_compiler.onnx.check.memory import LimitError, Limits
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.report import OutputError, WorstBatch
 from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
-from amp_compiler.onnx.check.taps import Tap, add_taps
+from amp_compiler.onnx.check.run import Engine, Runner, open_to_run
+from amp_compiler.onnx.check.taps import MEASURED, Tap, add_taps
 from amp_compiler.onnx.check.trace import Trace
-from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
-from amp_compiler.onnx.model.model import OnnxFile, Source
+from amp_compiler.onnx.model.model import OnnxFile, Source, value_types
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2, "fp8": 1e-1}
 _CHUNK = 1 << 20  # numbers that are compared in one go
@@ -60,7 +59,7 @@ def verify(
     _same_interface(before, after)
     probes = batches if isinstance(batches, Probes) else None
     limits = None if probes is None else probes.limits
-    first = Side(before, trace, engine, as_twin=has_low_types(before.proto), limits=limits)
+    first = Side(before, trace, engine, as_twin=has_low_types(before), limits=limits)
     second = Side(after, trace, engine, as_twin=True, limits=limits)
     names = [output.name for output in after.proto.graph.output]
     findings = _Findings(names)
@@ -111,7 +110,7 @@ class Expected:
     """
 
     def __init__(self, original: OnnxFile, batches: Batches) -> None:
-        side = Side(original, False, None, as_twin=has_low_types(original.proto))
+        side = Side(original, False, None, as_twin=has_low_types(original))
         self._original = original
         self.names = tuple(output.name for output in original.proto.graph.output)
         self.batches = [(batch, side.run(batch)) for batch in iterate_batches(batches, original)]
@@ -227,15 +226,15 @@ class Side:
         limits: Limits | None = None,
         rounds: bool = True,
     ) -> None:
-        self._twin = emulate(model.proto, model.folder, rounds=rounds) if as_twin else None
+        self._twin = emulate(model, rounds=rounds) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
         if trace:
-            types = graph_types(infer_types(proto).graph, {}, opset_versions(proto))
+            types = value_types(replace(model, proto=proto))
             # The casts within the twin (to a 16-bit type) are not values of the model.
             names = {name for node in model.proto.graph.node for name in node.output}
             names.update(value.name for value in model.proto.graph.input)
-            proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
+            proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in MEASURED}, types)
         self._floats = {value.name: value.type.tensor_type.elem_type for value in model.proto.graph.input}
         self._runner = Runner(proto, model.folder, model.name, engine, limits=limits)
         self.engine = self._runner.engine

@@ -23,7 +23,7 @@ from amp_compiler.ir.graph import LAYER_NORM as LAYER_NORM
 from amp_compiler.ir.graph import RMS_NORM as RMS_NORM
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
-from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
+from amp_compiler.onnx.model.terms import Found, Term, either, is_op, made, number, scalar_of, stored, whatever
 
 _ANCHORS = {"ReduceMean": (LAYER_NORM, RMS_NORM), "Erf": (GELU,), "Tanh": (GELU,)}
 _BETWEEN = frozenset({"Add", "Mul", "Div", "Sqrt", "Reciprocal", "Pow", "Cast"})  # from an anchor to the last node
@@ -34,63 +34,63 @@ _WAYS = 32  # ways of one term that are looked at
 
 
 def _square(term: Term) -> Term:
-    return Either(Made("Mul", term, term), Made("Pow", term, Number(2)))
+    return either(made("Mul", term, term), made("Pow", term, number(2)))
 
 
 def _normalized(data: Term) -> Term:
     """A quotient by the root of the mean of squares, cast or not."""
-    mean = Made("ReduceMean", _square(data))
-    plus = Either(Made("Add", mean, Stored("epsilon")), mean)
-    root = Either(Made("Sqrt", plus), Made("Pow", plus, Number(0.5)))
-    inverse = Either(
-        Made("Reciprocal", root),
-        Made("Div", Number(1), root),
-        Made("Pow", plus, Number(-0.5)),
-        Made("Pow", root, Number(-1)),
+    mean = made("ReduceMean", _square(data))
+    plus = either(made("Add", mean, stored("epsilon")), mean)
+    root = either(made("Sqrt", plus), made("Pow", plus, number(0.5)))
+    inverse = either(
+        made("Reciprocal", root),
+        made("Div", number(1), root),
+        made("Pow", plus, number(-0.5)),
+        made("Pow", root, number(-1)),
     )
-    quotient = Either(Made("Mul", data, inverse), Made("Div", data, root))
-    return Either(Made("Cast", quotient), quotient)
+    quotient = either(made("Mul", data, inverse), made("Div", data, root))
+    return either(made("Cast", quotient), quotient)
 
 
 def _scaled(data: Term) -> Term:
-    return Made("Mul", _normalized(data), Stored("scale"))
+    return made("Mul", _normalized(data), stored("scale"))
 
 
-_X = Whatever("x")
-_READ = Either(Made("Cast", _X), _X)
-_CENTRED = Made("Sub", _READ, Made("ReduceMean", _READ))
-_HALF, _ONE, _TWO = Number(0.5), Number(1), Number(2)
+_X = whatever("x")
+_READ = either(made("Cast", _X), _X)
+_CENTRED = made("Sub", _READ, made("ReduceMean", _READ))
+_HALF, _ONE, _TWO = number(0.5), number(1), number(2)
 
 
 def _gelu(bell: Term) -> Term:
     """`x/2 (1 + bell)` in the orders in which it is written."""
-    plus = Made("Add", bell, _ONE)
-    return Either(
-        Made("Mul", Made("Mul", _X, _HALF), plus),
-        Made("Mul", Made("Div", _X, _TWO), plus),
-        Made("Mul", _HALF, Made("Mul", _X, plus)),
-        Made("Mul", _X, Made("Mul", _HALF, plus)),
-        Made("Mul", _X, Made("Div", plus, _TWO)),
-        Made("Div", Made("Mul", _X, plus), _TWO),
+    plus = made("Add", bell, _ONE)
+    return either(
+        made("Mul", made("Mul", _X, _HALF), plus),
+        made("Mul", made("Div", _X, _TWO), plus),
+        made("Mul", _HALF, made("Mul", _X, plus)),
+        made("Mul", _X, made("Mul", _HALF, plus)),
+        made("Mul", _X, made("Div", plus, _TWO)),
+        made("Div", made("Mul", _X, plus), _TWO),
     )
 
 
 def _tanh_argument() -> Term:
     """`√(2/π) (x + 0.044715 x³)`, or `√(2/π) x (1 + 0.044715 x²)`."""
-    outer, inner, square = Number(math.sqrt(2 / math.pi)), Number(0.044715), _square(_X)
-    cube = Either(Made("Pow", _X, Number(3)), Made("Mul", _X, square))
-    cubed = Either(
-        Made("Mul", inner, cube),
-        Made("Mul", Made("Mul", inner, _X), square),
-        Made("Mul", _X, Made("Mul", inner, square)),
+    outer, inner, square = number(math.sqrt(2 / math.pi)), number(0.044715), _square(_X)
+    cube = either(made("Pow", _X, number(3)), made("Mul", _X, square))
+    cubed = either(
+        made("Mul", inner, cube),
+        made("Mul", made("Mul", inner, _X), square),
+        made("Mul", _X, made("Mul", inner, square)),
     )
-    squared = Either(Made("Mul", inner, square), Made("Mul", _X, Made("Mul", inner, _X)))
-    near_one = Made("Add", squared, _ONE)
-    return Either(
-        Made("Mul", outer, Made("Add", _X, cubed)),
-        Made("Mul", Made("Mul", outer, _X), near_one),
-        Made("Mul", outer, Made("Mul", _X, near_one)),
-        Made("Mul", _X, Made("Mul", outer, near_one)),
+    squared = either(made("Mul", inner, square), made("Mul", _X, made("Mul", inner, _X)))
+    near_one = made("Add", squared, _ONE)
+    return either(
+        made("Mul", outer, made("Add", _X, cubed)),
+        made("Mul", made("Mul", outer, _X), near_one),
+        made("Mul", outer, made("Mul", _X, near_one)),
+        made("Mul", _X, made("Mul", outer, near_one)),
     )
 
 
@@ -98,14 +98,14 @@ _ROOT = math.sqrt(2)
 _KINDS: dict[str, tuple[Term, ...]] = {
     RMS_NORM: (_scaled(_READ), _normalized(_READ)),
     LAYER_NORM: (
-        Made("Add", _scaled(_CENTRED), Stored("bias")),
+        made("Add", _scaled(_CENTRED), stored("bias")),
         _scaled(_CENTRED),
-        Made("Add", _normalized(_CENTRED), Stored("bias")),
+        made("Add", _normalized(_CENTRED), stored("bias")),
         _normalized(_CENTRED),
     ),
     GELU: (
-        _gelu(Made("Erf", Either(Made("Div", _X, Number(_ROOT)), Made("Mul", _X, Number(1 / _ROOT))))),
-        _gelu(Made("Tanh", _tanh_argument())),
+        _gelu(made("Erf", either(made("Div", _X, number(_ROOT)), made("Mul", _X, number(1 / _ROOT))))),
+        _gelu(made("Tanh", _tanh_argument())),
     ),
 }
 
@@ -196,7 +196,7 @@ def _ways(anchor: ir.Node) -> list[Compound]:
     for last in _behind(anchor):
         for kind in _ANCHORS[anchor.op_type]:
             for term in _KINDS[kind]:
-                for way in itertools.islice(term.match(last.outputs[0], Found()), _WAYS):
+                for way in itertools.islice(term(last.outputs[0], Found()), _WAYS):
                     whole = anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes)
                     if whole and last.op_type != "Cast":
                         key = frozenset(way.nodes), frozenset(way.values.items())

@@ -265,6 +265,15 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     return result
 
 
+def value_types(opened: OnnxFile) -> dict[str, DType]:
+    """The element type of each tensor of the main graph by name, as far as ONNX's inference knows it."""
+    model = read_model(opened, check=False)
+    graph = model.ir.graph
+    made = (value for node in graph for value in node.outputs)
+    known = ((value, model.type_of(value)) for value in (*graph.inputs, *graph.initializers.values(), *made))
+    return {value.name or "": one.dtype for value, one in known if one.tensor and one.dtype is not None}
+
+
 def _refuse(proto: onnx.ModelProto) -> None:
     if proto.training_info:
         raise OnnxError("the model carries training_info, which a conversion would lose", hint="remove it first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -40,7 +40,28 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
     return frozenset(elements)
 
 
-def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: KeptTypes = True) -> bool:
+def refuse_custom_ops(model: OnnxModel, types: frozenset[DType]) -> None:
+    """Refuse a model that `make_fp32` would change around custom ops, whose types nobody knows.
+
+    Raises:
+        OnnxError: names the node.
+    """
+    for node in (node for graph in model.graphs() for node in graph):
+        if canonical_domain(node.domain) in ("", "ai.onnx.ml", "com.microsoft") or bodies(node):
+            continue
+        for value in (*node.inputs, *node.outputs):
+            known = model.type_of(value).dtype if value is not None else None
+            if value is not None and known is not None and known in types:
+                raise OnnxError(
+                    f"'{value.name}' is {known.short}, and what a custom op takes is not known",
+                    where=f"node '{node.name}' ({node.domain}.{node.op_type})",
+                    hint="leave that type out of as_fp32 (--as-fp32)",
+                )
+
+
+def make_fp32(
+    model: OnnxModel, types: frozenset[DType], *, keep_io_types: KeptTypes = True, stored: Collection[ir.Value] = ()
+) -> bool:
     """Let everything of certain types in a model be FP32, in place.
 
     Stored data are converted (16-bit ones exactly), and so are the types that nodes name. With `keep_io_types` a cast
@@ -50,20 +71,21 @@ def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: KeptT
         model: as `read_model` gives it.
         types: of FP64, FP16 and BF16.
         keep_io_types: which inputs and outputs of the graph keep their types.
+        stored: initializers that stay as they are.
 
     Returns:
         Whether there was anything of these types.
 
     Raises:
-        OnnxError: a number of FP64 data is none of FP32; or a node of a custom domain has such an operand.
+        OnnxError: a number of FP64 data is none of FP32.
     """
-    writer = _Writer(model, frozenset(map(ir_type, types)), types)
-    return writer.run(keep_io_types)
+    return _Writer(model, types, stored).run(keep_io_types)
 
 
 class _Writer:
-    def __init__(self, model: OnnxModel, elements: frozenset[ir.DataType], types: frozenset[DType]) -> None:
-        self.model, self.elements, self.types = model, elements, types
+    def __init__(self, model: OnnxModel, types: frozenset[DType], stored: Collection[ir.Value]) -> None:
+        self.model, self.types, self.stored = model, types, stored
+        self.elements = frozenset(map(ir_type, types))
         self.main = model.ir.graph
         self.changed = False
         self.names = set.union(*names_of(all_graphs(self.main)))
@@ -74,15 +96,12 @@ class _Writer:
         ends = [*self.main.inputs, *self.main.outputs]
         own = {value: self.model.type_of(value).dtype for value in ends}
         for graph in all_graphs(self.main):
-            for value in graph.initializers.values():
+            stored = [value for value in graph.initializers.values() if value not in self.stored]
+            for value in stored:
                 self._initializer(value)
             for node in graph:
                 self._node(node)
-            for value in (
-                *graph.inputs,
-                *graph.initializers.values(),
-                *(out for node in graph for out in node.outputs),
-            ):
+            for value in (*graph.inputs, *stored, *(out for node in graph for out in node.outputs)):
                 self._value(value)
         kept = [value for value in own if own[value] in self.types and keeps(keep_io_types, value)]
         for value in kept:
@@ -116,14 +135,6 @@ class _Writer:
         return convert(tensor, DType.FLOAT32, name=tensor.name or "")
 
     def _node(self, node: ir.Node) -> None:
-        touched = [value for value in (*node.inputs, *node.outputs) if value is not None and self._is_one(value)]
-        if touched and canonical_domain(node.domain) not in ("", "ai.onnx.ml", "com.microsoft") and not bodies(node):
-            kind = self.model.type_of(touched[0]).dtype
-            raise OnnxError(
-                f"'{touched[0].name}' is {kind.short if kind else '?'}, and what a custom op takes is not known",
-                where=f"node '{node.name}' ({node.domain}.{node.op_type})",
-                hint="leave that type out of as_fp32 (--as-fp32)",
-            )
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.INT and name in TYPE_ATTRIBUTES:
                 if attribute.value in {one.value for one in self.elements}:
@@ -142,9 +153,6 @@ class _Writer:
                     shape = attribute.value.shape
                     node.attributes[name] = ir.AttrTypeProto(name, ir.TypeAndShape(widened, shape))
                     self.changed = True
-
-    def _is_one(self, value: ir.Value) -> bool:
-        return self.model.type_of(value).dtype in self.types
 
     def _value(self, value: ir.Value) -> None:
         known = self.model.type_of(value)

@@ -41,10 +41,10 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _loaded(value.const_value)
-    return _serialized(model)
+    return serialized(model)
 
 
-def _serialized(model: OnnxModel) -> onnx.ModelProto:
+def serialized(model: OnnxModel) -> onnx.ModelProto:
     """The model as a message, with the types of maps."""
     proto = ir.serde.serialize_model(model.ir)
     restore_maps(proto, model.proto)
@@ -89,7 +89,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
             if external:
                 _write_with_data(model, draft, target, check)
             else:
-                proto = _serialized(model)
+                proto = serialized(model)
                 check(proto, target.parent)
                 _write(proto, draft)
                 with alone(target.parent) as locked:

@@ -8,8 +8,7 @@ such a one is planned as a whole here, though it cannot be fused.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,109 +51,79 @@ class Found:
         return self if node in self.nodes else Found(self.values, (*self.nodes, node))
 
 
-class Term(ABC):
-    """What a value may be."""
-
-    @abstractmethod
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """The ways in which a value is that, with what was found before."""
+Term = Callable[[ir.Value, Found], Iterator[Found]]
+"""What a value may be: gives the ways in which it is that, with what was found before."""
 
 
-@dataclass(frozen=True)
-class Whatever(Term):
+def whatever(name: str) -> Term:
     """Any value, the same one wherever the name stands."""
 
-    name: str
-
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """Bind it."""
-        bound = so_far.binding(self.name, value)
+    def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
+        bound = so_far.binding(name, value)
         if bound is not None:
             yield bound
 
+    return match
 
-@dataclass(frozen=True)
-class Stored(Term):
+
+def stored(name: str) -> Term:
     """Data that are stored with the model, or a copy or cast of such."""
 
-    name: str
-
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """Bind it."""
+    def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
         behind: ir.Value | None = value
         while behind is not None and (maker := behind.producer()) is not None and maker.op_type in _COPIES:
             behind = maker.inputs[0] if is_op(maker, maker.op_type) else None
         if behind is not None and is_stored(behind):
-            yield from Whatever(self.name).match(value, so_far)
+            yield from whatever(name)(value, so_far)
+
+    return match
 
 
-@dataclass(frozen=True)
-class Number(Term):
+def number(wanted: float) -> Term:
     """One stored number, as it is or rounded to the type that it is stored in."""
 
-    number: float
-
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """Compare it."""
+    def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
         held = scalar_of(value)
-        if held is not None and self._is(float(held), held.dtype):
+        if held is None:
+            return
+        rounded = held.dtype.kind not in "iub" and float(held) == float(np.asarray(wanted, held.dtype))
+        if rounded or math.isclose(float(held), wanted, rel_tol=_CLOSE):
             yield so_far
 
-    def _is(self, held: float, dtype: np.dtype) -> bool:
-        if math.isclose(held, self.number, rel_tol=_CLOSE):
-            return True
-        return dtype.kind not in "iub" and held == float(np.asarray(self.number, dtype))
+    return match
 
 
-@dataclass(frozen=True, init=False)
-class Made(Term):
+def made(op: str, *operands: Term) -> Term:
     """The one output of an op of ONNX's own domain, whose operands are these; those of `Add` and `Mul` in any order."""
 
-    op: str
-    operands: tuple[Term, ...]
-
-    def __init__(self, op: str, *operands: Term) -> None:
-        object.__setattr__(self, "op", op)
-        object.__setattr__(self, "operands", operands)
-
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """Match the operands of what makes it, one after the other."""
+    def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
         node = value.producer()
-        if node is None or not is_op(node, self.op) or len(node.outputs) != 1:
+        if node is None or not is_op(node, op) or len(node.outputs) != 1:
             return
-        if self.op not in ("ReduceMean", "Cast") and len(node.inputs) != len(self.operands):
+        if op not in ("ReduceMean", "Cast") and len(node.inputs) != len(operands):
             return
-        yield from self._operands(tuple(node.inputs), so_far.holding(node))
-        if self.op in ("Add", "Mul"):
-            yield from self._operands(tuple(reversed(node.inputs)), so_far.holding(node))
+        for values in (node.inputs, node.inputs[::-1])[: 1 + (op in ("Add", "Mul"))]:
+            ways = iter((so_far.holding(node),))
+            for term, operand in zip(operands, values, strict=False):
+                ways = _onward(ways, term, operand)
+            yield from ways
 
-    def _operands(self, values: tuple[ir.Value | None, ...], so_far: Found) -> Iterator[Found]:
-        ways = iter((so_far,))
-        for term, value in zip(self.operands, values, strict=False):
-            if value is None:
-                return
-            ways = _onward(ways, term, value)
-        yield from ways
+    return match
 
 
-def _onward(ways: Iterator[Found], term: Term, value: ir.Value) -> Iterator[Found]:
-    for so_far in ways:
-        yield from term.match(value, so_far)
+def _onward(ways: Iterator[Found], term: Term, value: ir.Value | None) -> Iterator[Found]:
+    for so_far in ways if value is not None else ():
+        yield from term(value, so_far)
 
 
-@dataclass(frozen=True, init=False)
-class Either(Term):
-    """One of several terms."""
+def either(*terms: Term) -> Term:
+    """One of several terms: the ways of each, in their order."""
 
-    terms: tuple[Term, ...]
+    def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
+        for term in terms:
+            yield from term(value, so_far)
 
-    def __init__(self, *terms: Term) -> None:
-        object.__setattr__(self, "terms", terms)
-
-    def match(self, value: ir.Value, so_far: Found) -> Iterator[Found]:
-        """The ways of each, in their order."""
-        for term in self.terms:
-            yield from term.match(value, so_far)
+    return match
 
 
 def is_op(node: ir.Node, op: str) -> bool:
