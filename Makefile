@@ -107,7 +107,8 @@ test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` an
 	$(PYTEST) -m "slow and ranks" tests/ranks
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
-	$(PYTEST) -m gpu
+	@mkdir -p .cache
+	$(PYTEST) -m gpu --junitxml=.cache/gpu.xml; failed=$$?; $(RUN) tools/test_table.py .cache/gpu.xml; exit $$failed
 
 # Other frameworks live in an environment of their own, which borrows the project's; none of them brings another torch.
 FRAMEWORKS := $(VENV)/frameworks

@@ -199,27 +199,6 @@ def compiler(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """With `-m gpu` (`make test-gpu`): one line per test with its outcome, seconds and what it measured."""
-    if config.getoption("markexpr") != "gpu":
-        return
-    rows = [
-        (report.nodeid.removeprefix("tests/"), outcome, report.duration, report.user_properties)
-        for outcome in ("passed", "failed", "error", "skipped")
-        for report in terminalreporter.getreports(outcome)
-        if report.when == "call" or outcome != "passed"
-    ]
-    terminalreporter.section("tests on the GPU")
-    for name, outcome, seconds, figures in sorted(rows):
-        measured = ", ".join(f"{key} {value}" for key, value in figures)
-        terminalreporter.write_line(f"{outcome:7}  {seconds:7.2f} s  {name}{'  ' if measured else ''}{measured}")
-    if all(outcome == "skipped" for _, outcome, _, _ in rows):
-        import torch
-
-        why = "" if torch.cuda.is_available() else ": torch sees no CUDA device here"
-        terminalreporter.write_line(f"nothing ran{why}")
-
-
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a step was captured."""

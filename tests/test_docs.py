@@ -30,22 +30,12 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def generate(tools: Callable[[str], Any]) -> Any:
-    return tools("generate")
-
-
-@pytest.fixture
 def pages(tools: Callable[[str], Any]) -> Any:
     return tools("pages")
 
 
-@pytest.fixture
-def error_catalogue(tools: Callable[[str], Any]) -> Any:
-    return tools("error_catalogue")
-
-
-def test_what_is_made_from_the_code_is_current(generate) -> None:
-    for path, make in generate.FILES.items():
+def test_what_is_made_from_the_code_is_current(tools: Callable[[str], Any]) -> None:
+    for path, make in tools("generate").FILES.items():
         assert path.read_text(encoding="utf-8") == make(), f"{path.relative_to(ROOT)} is not current: run `make docs`"
 
 
@@ -140,8 +130,8 @@ def test_no_page_is_long_but_for_reference(pages: Any) -> None:
     assert not {page.name: page.words for page in pages.pages() if page.kind != "Reference" and page.words > 1500}
 
 
-def test_every_message_of_an_error_says_what_to_do(error_catalogue: Any) -> None:
+def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) -> None:
     """Two are reasons that `step.execution` tells, and no error."""
     reasons = {"a size or number is another than captured: …", "gathered gradients are used up"}
-    messages = error_catalogue.messages()
+    messages = tools("error_catalogue").messages()
     assert len(messages) > 400 and {one.what for one in messages if not one.hint} == reasons

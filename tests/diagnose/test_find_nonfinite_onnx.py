@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import onnx_models
 import pytest
-import yaml
 from onnx import TensorProto, numpy_helper
 from onnx_models import scalar
+from test_find_nonfinite import rule_file
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, OnnxError
@@ -75,12 +75,6 @@ FAULTS = {
     "outlier channel": (channel, X, {}, "the_h"),
     "log of an underflowed softmax": (log_softmax, X, {"allow": ["onnx.Softmax", "onnx.Log"]}, "the_y"),
 }
-
-
-def rule_file(folder, more):
-    path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump({"version": 1, "extends": "default", **more}))
-    return str(path)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

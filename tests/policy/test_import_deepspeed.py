@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
+from test_import_nvcaffe import imported as imported_file
 
 from amp_compiler.errors import RuleError
 from amp_compiler.policy.importing.facts import facts
-from amp_compiler.policy.importing.files import import_file
 from amp_compiler.policy.loader import load_rules
 
 LISTS = Path(__file__).parent.parent / "rules" / "lists"
@@ -19,12 +19,8 @@ ON = {"enabled": True}
 
 
 def imported(tmp_path, config, **options):
-    path = tmp_path / "ds_config.json"
-    path.write_text(config if isinstance(config, str) else json.dumps(config, indent=1), encoding="utf-8")
-    made = import_file(path, **options)
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(made.to_text(), encoding="utf-8")
-    return load_rules(str(rules)), made
+    text = config if isinstance(config, str) else json.dumps(config, indent=1)
+    return imported_file(tmp_path, text, "ds_config.json", **options)
 
 
 def test_the_preset_and_the_reader_are_held_to_the_facts():

@@ -45,10 +45,9 @@ layer { name: "top" type: "Accuracy" include { phase: TEST } forward_type: FLOAT
 
 
 def imported(tmp_path, text, name="net.prototxt", **options):
-    path = tmp_path / name
+    path, rules = tmp_path / name, tmp_path / "rules.yaml"
     path.write_text(text, encoding="utf-8")
     made = import_file(path, **options)
-    rules = tmp_path / "rules.yaml"
     rules.write_text(made.to_text(), encoding="utf-8")
     return load_rules(str(rules)), made
 

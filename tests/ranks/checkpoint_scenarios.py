@@ -91,22 +91,16 @@ def resharded(place: Place) -> dict[str, Any]:
     return found
 
 
-class Noisy(nn.Module):
+def noisy() -> nn.Module:
     """With statistics and dropout, of which each rank has its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
+    return nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4))
 
 
 @scenario
 def of_each_rank(place: Place) -> dict[str, Any]:
     """Random state and statistics, on as many ranks; and read by another number of them."""
     options = {**BF16, "broadcast_buffers": False}
-    case = replace(CASES["adamw"], model=Noisy, options=options)
+    case = replace(CASES["adamw"], model=noisy, options=options)
     batches, found, at = rows(6), {}, place.first(2)
     if place.rank < 2:
         model, step = made(at, place.rank, "split", case)

@@ -20,6 +20,7 @@ from rank_harness import (
     weights_of,
 )
 from torch import Tensor, nn
+from training_scenarios import Forked
 
 import amp_compiler as amp
 
@@ -139,17 +140,6 @@ def flushed(place: Place) -> dict[str, Any]:
     return found
 
 
-class Heads(nn.Module):
-    """Two heads, of which a rank trains its own."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.trunk, self.heads, self.rank = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)]), rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[self.rank](self.trunk(x).tanh())
-
-
 @scenario
 def flushed_otherwise(place: Place) -> dict[str, Any]:
     """Ranks of which each trains a head of its own; uneven batches; a flush of one rank, while the other trains on."""
@@ -157,7 +147,8 @@ def flushed_otherwise(place: Place) -> dict[str, Any]:
     x, y = map(place.part, rows(1)[0])
     for name, accumulate in (("flush", 3), ("whole", 1)):
         torch.manual_seed(0)
-        model = Heads(place.rank)
+        model = Forked()
+        model.chosen = place.rank
         step = step_of(place, model, accumulate=accumulate, **FP32)
         step(x, y)
         step.flush()
