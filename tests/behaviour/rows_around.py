@@ -239,10 +239,6 @@ row(
     doors=FORWARD,
 )(Body)
 row("options of a layer", change=setting("norm.eps", 1e-5, 0.5, 3.0), builds=3)(Body)
-BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
-row("module beside the model", change=lambda m, n: BESIDE.train(n == 1), doors=CALLED, builds=2)(
-    lambda m, x: m.fc(x) + 3 * BESIDE(x)
-)
 
 
 # Recurrent layers, attention

@@ -332,12 +332,6 @@ row(
     look=lambda m, y: taken(m.gains[0]),
 )(lambda m, x: m.fc(x) * m.gains[0])
 row("tied weights", begin=lambda m: setattr(m.out, "weight", m.fc.weight), inductor=True)(lambda m, x: m.out(m.fc(x)))
-row(
-    "weights that come to be tied",
-    change=at(1, lambda m: setattr(m.out, "weight", m.fc.weight)),
-    doors=DIFFERENTIATED,
-    builds=2,
-)(lambda m, x: m.out(m.fc(x)))
 
 
 @row("sparse gradients", calls=((torch.tensor([[1, 2, 2], [0, 5, 1]]),),) * 3, doors=DIFFERENTIATED)

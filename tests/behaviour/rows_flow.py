@@ -224,11 +224,6 @@ row("no tensor among the outputs", doors=("compile", "backend"), fp32=True, buil
 row("keywords", calls=((X, {"y": X, "flag": True}), (X, {"flag": False, "y": X}), (X, {"y": X + 1})), builds=3)(
     lambda m, x, y=None, flag=True: m.fc(x) + y if flag else m.out(x) * y
 )
-row(
-    "gathered keywords of many sizes",
-    calls=tuple((torch.randn(n, 4), {"y": torch.randn(n, 4), "count": torch.tensor(3.0)}) for n in (4, 3, 7, 2)),
-    builds=2,
-)(lambda m, x, y=None, **others: (m.fc(x) + y) / others["count"])
 row("dict as an input", calls=(({"x": X, "k": [X, 2.0]},),) * 3, use=lambda m, batch=None, **kw: m(batch or kw))(
     lambda m, batch: m.fc(batch["x"]) + batch["k"][0] * batch["k"][1]
 )

@@ -156,18 +156,3 @@ def logging_loss(model: Any) -> Any:
         return value
 
     return loss_fn
-
-
-@row(
-    "one of several models by data",
-    calls=tuple((X, torch.tensor(n)) for n in (0, 1, 0)),
-    doors=("step", "compile"),
-    builds=2,
-)
-class Several(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x, which):
-        return self.models[int(which.item())](x)

@@ -60,9 +60,6 @@ row("branch on a number", {"k": 0.5}, change=setting("k", 0.5, 0.95, 0.4), build
 row("math function of a number", {"k": 0.5}, change=setting("k", 0.5, 2.0, 4.0), builds=3)(
     lambda m, x: m.fc(x) * math.exp(-m.k)
 )
-row("number as a size", {"k": 1.0}, change=setting("k", 1.0, 0.5, 0.75), builds=2)(
-    lambda m, x: m.fc(x) * m.fc(x)[:, : round(4 * m.k)].sum(1, keepdim=True)
-)
 row("number whose type is asked", {"k": 0.5}, change=setting("k", 0.5, 2.0, 4), builds=3)(
     lambda m, x: m.fc(x) * m.k if isinstance(m.k, float) else m.fc(x) - m.k
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import logging
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -197,12 +196,6 @@ def prints(m, x):
     return h
 
 
-@row("log line at every call", step_breaks=3)
-def logs(m, x):
-    logging.getLogger("some.model").debug("shape %s", x.shape)
-    return m.fc(x)
-
-
 row("random numbers of Python", calls=FIVE, breaks=5)(lambda m, x: m.fc(x) * (1 + random.random()))
 row("random numbers of NumPy", calls=FIVE, breaks=5)(lambda m, x: m.fc(x) * (1 + float(np.random.rand())))
 row("random numbers of torch", doors=DOORS)(lambda m, x: m.fc(x) + torch.rand(4))
@@ -216,14 +209,6 @@ row("generator of NumPy", {"held": np.random.default_rng(0)}, calls=FIVE, breaks
 def seeds(m, x):
     torch.manual_seed(7)
     return m.fc(x) + torch.rand_like(x)
-
-
-@row("fork of the generators", step_breaks={"compile": 1, "step": 3, "backend": 1})
-def forks(m, x):
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        noise = torch.rand(4)
-    return m.fc(x) + noise + torch.rand(4)
 
 
 class Written(nn.Module):

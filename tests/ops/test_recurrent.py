@@ -221,14 +221,6 @@ def test_an_empty_batch_is_nothing_special(kind):
         assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), weights))
 
 
-def test_what_it_does_not_take_is_torchs_to_refuse():
-    layer = module("gru", 6, 5)
-    with pytest.raises((RuntimeError, ValueError), match="dtype"):
-        OWN.gru(
-            torch.zeros(2, 3, 6), torch.zeros(1, 3, 5), list(layer.double()._flat_weights), True, 1, 0.0, *[False] * 3
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_lstm_with_a_projection_keeps_its_states_in_fp32(dtype):
     torch.manual_seed(0)

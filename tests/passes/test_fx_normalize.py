@@ -72,17 +72,6 @@ def test_a_change_through_a_view_stays_in_place_and_is_isolated():
     assert clone.pin is not None and clone.pin.precision == "keep"
 
 
-def test_running_statistics_are_updated_and_marked():
-    model = nn.BatchNorm1d(8).train()
-    reference = nn.BatchNorm1d(8).train()
-    captured, graph = normal_form(model, X)
-    (got,) = run(model, captured, X)
-    assert torch.equal(got, reference(X))
-    assert torch.equal(model.running_mean, reference.running_mean)
-    assert int(model.num_batches_tracked) == 1
-    assert graph.values["b_running_mean"].volatile
-
-
 def test_a_cast_that_does_nothing_touches_only_its_own_uses():
     graph = check_equal(Lambda(lambda m, x: (m.fc(x).float().sum(), m.fc(x)), fc=nn.Linear(8, 8)), X)
 

@@ -13,7 +13,6 @@ from planning_random import random_graph
 
 from amp_compiler.errors import GraphError, PassError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan, plan_of
@@ -96,13 +95,6 @@ def test_denying_everything_casts_nothing(seed: int) -> None:
             graph.values[value.name] = replace(value, dtype=DType.FLOAT32)
     plan = plan_of(finish(draft_of(graph, dict.fromkeys(graph.nodes, "fp32"))))
     assert plan.casts == ()
-
-
-def test_the_graph_is_not_changed() -> None:
-    graph = parse_graph(GRAPH)
-    first = make_plan(graph, RULES, FP16)
-    assert format_graph(graph) == format_graph(parse_graph(GRAPH))
-    assert make_plan(graph, RULES, FP16) == first
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
