@@ -152,7 +152,9 @@ def test_a_lightning_module_is_refused():
         amp.compile(type("Lit", (made,), {})())
 
 
-@pytest.mark.parametrize(("cache", "weights"), [("static", "fp32"), ("dynamic", "low")])
+@pytest.mark.parametrize(
+    ("cache", "weights"), [pytest.param("static", "fp32", marks=pytest.mark.slow), ("dynamic", "low")]
+)
 def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -110,7 +110,9 @@ def branchy(model, x, y):
     return loss
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam], ids=["fused", "traced"])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.AdamW, pytest.param(torch.optim.RAdam, marks=pytest.mark.slow)], ids=["fused", "traced"]
+)
 def test_subgraphs_train_as_one_graph_does(optimizer):
     """With BatchNorm, accumulation, clipping and FP16's dynamic scale, over a batch that is skipped."""
     results = {}
@@ -269,7 +271,7 @@ class Dropped(nn.Module):
     ("kind", "backend"),
     [
         ("step", "eager"),
-        ("model", "eager"),
+        pytest.param("model", "eager", marks=pytest.mark.slow),  # recomputed as a step's
         pytest.param("model", "inductor", marks=[pytest.mark.compiles, pytest.mark.slow]),
     ],
 )
