@@ -68,7 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 }  # fmt: skip
 
 
-ALIKE = ("roberta", "distilbert", "electra", "vit", "opt", "qwen2", "gemma")  # built as BERT, GPT-2 and Llama are
+ALIKE = ("roberta", "distilbert", "electra", "vit", "opt", "gpt2", "qwen2", "gemma", "llama")  # as BERT and Mixtral are
 
 
 def _without(options: dict[str, Any], name: str) -> dict[str, Any]:

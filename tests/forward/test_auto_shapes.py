@@ -197,24 +197,6 @@ def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
     assert list(dict.fromkeys(kinds)) == [f"{word} {name}" for name in names for word in ("compiling", "compiled")]
 
 
-@pytest.mark.compiles
-def test_a_backward_that_is_compiled_when_it_first_runs_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "PATIENCE", 1e-9)
-    monkeypatch.setattr("sys.stderr", ErrorOutput())
-    model = amp.compile(nn.Linear(4, 2), dtype="bf16")
-    said = []
-    with torch.compiler.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled
-        for _ in range(2):
-            loss = model(torch.ones(2, 4)).square().sum()
-            caplog.clear()
-            loss.backward()
-            said.append([record.getMessage() for record in caplog.records])
-    assert not said[1]
-    begin, end = said[0]
-    assert begin == "compiling the backward of Linear, for 1e-09 s now: compiling it"
-    assert re.fullmatch(r"compiled the backward of Linear in \d+\.\d s", end)
-
-
 def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
     with notices.telling("Model") as told:

@@ -9,9 +9,8 @@ from torch import nn
 import amp_compiler as amp
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-SLOW = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
+SLOW = ("gpt2", "bert", "llama", "t5", "resnet50", "segformer")  # seconds each
 QUICK = (
-    ("gpt2", 1),
     ("lstm", 2),
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in SLOW),
 )

@@ -131,3 +131,11 @@ def test_kept_weights_of_inference_tensors():
         compiled(X)
         model.weight.mul_(3)
         check_close(compiled(X), model(X))
+
+
+def test_a_region_for_another_device_means_nothing():
+    def function(m, x):
+        with torch.autocast("cuda", enabled=False):
+            return m.fc(x)
+
+    assert check(Lambda(function, fc=linear()), X).plan.low_nodes == 1

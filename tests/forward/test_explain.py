@@ -51,13 +51,13 @@ def test_it_writes_and_prints_nothing(fails, capsys):
     assert capsys.readouterr().out == ""
 
 
-class Does(nn.Module):
+class Does(nn.Linear):
     def __init__(self, work) -> None:
-        super().__init__()
-        self.fc, self.work = nn.Linear(4, 4), work
+        super().__init__(4, 4)
+        self.work = work
 
     def forward(self, x):
-        return self.work(self, self.fc(x))
+        return self.work(self, super().forward(x))
 
 
 def seeded(model, h):
@@ -111,6 +111,13 @@ def test_arguments_of_an_onnx_model_give_its_sizes_or_are_refused():
     ):
         with pytest.raises(amp.AmpError, match=said):
             amp.explain(model, wrong)
+
+
+def test_an_onnx_model_of_texts_is_planned_too():
+    text = '<ir_version: 9, opset_import: ["": 20, "mine": 1]> g (string[n] x, float[n, 4] f) => (float[n, 4] y)'
+    model = onnx.parser.parse_model(text + "{ a = mine.Length(x) y = Mul(a, f) }")
+    plan = amp.explain(model, (np.array(["1"]), np.ones((1, 4), np.float32)), dtype="bf16")
+    assert plan.nodes[-1].op == "onnx.Mul" and plan.autocast is None
 
 
 def test_a_call_without_a_graph_leaves_the_plan_of_the_last_that_had_one():

@@ -88,7 +88,7 @@ ALL_DENY: dict[str, Any] = {"version": 1, "rules": [{"match": {}, "precision": "
 X = torch.linspace(-1.5, 1.5, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
 
 
-relaxed = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @relaxed

@@ -161,6 +161,22 @@ def test_nothing_is_kept_under_what_has_no_text(folder):
     assert trace_settings() is not None and not kept(folder)
 
 
+def test_torchs_switch_for_all_caches_holds(folder, traces):
+    with torch.compiler.config.patch(force_disable_caches=True):
+        joint()
+        joint()
+    assert len(traces) == 2 and not kept(folder)
+
+
+def test_nothing_is_kept_without_the_source(folder, monkeypatch, traces):
+    """As in a program that was frozen into one file: a later version could not be told from this one."""
+    kept_graphs._own_source.cache_clear()
+    monkeypatch.setattr(kept_graphs.inspect, "getfile", lambda module: "frozen away")
+    assert format_fx(joint()) == format_fx(joint())
+    kept_graphs._own_source.cache_clear()
+    assert len(traces) == 2 and not kept(folder)
+
+
 @torch.library.custom_op("amp_test_kept::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2

@@ -29,6 +29,7 @@ SHORT = (
 )
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize(("name", "told", "form"), SHORT)
 def test_an_optimizer_trains_as_in_a_torch_loop(name: str, told: str, form: str) -> None:
     assert judged(KNOWN[name], dict(variants(KNOWN[name]))[told], form) == ("right", "")

@@ -46,7 +46,12 @@ class Dispatched(TorchDispatchMode):
 
 def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     made = model(x)  # no float holds `huge`
-    return F.cross_entropy(made, y), {"right": (made.argmax(-1) == y).float().mean(), "made": made, "huge": 10**400}
+    return F.cross_entropy(made, y), {
+        "right": (made.argmax(-1) == y).float().mean(),
+        "made": made,
+        "huge": 10**400,
+        "n": 3,
+    }
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -70,7 +75,7 @@ def test_a_record_holds_what_the_step_can_be_asked(backend: str) -> None:
         loss, aux = step(*batch)
         record = kept.records[-1]
         assert (record.step, record.dtype, record.skipped_steps) == (number, "fp16", 0)
-        assert record.loss == float(loss) and record.aux == {"right": float(aux["right"])}
+        assert record.loss == float(loss) and record.aux == {"right": float(aux["right"]), "n": 3.0}
         assert record.loss_scale == scale and record.grad_norm == float(step.grad_norm)
         scaled = torch.cat([scale * one.reshape(-1) for one in step.gradients().values()]).double().abs().numpy()
         assert record.zero == (scaled < 2.0**-25).mean() > 0 and record.infinite == 0
@@ -163,7 +168,7 @@ def test_a_step_in_subgraphs_tells_its_callbacks() -> None:
 
 
 def test_what_a_callback_raises_comes_out_behind_the_update() -> None:
-    """And callbacks change no number."""
+    """And callbacks change no number; in plain FP32, which is watched too."""
 
     class Stop(amp.callbacks.Callback):
         def on_step(self, record: amp.callbacks.StepRecord) -> None:
@@ -171,12 +176,15 @@ def test_what_a_callback_raises_comes_out_behind_the_update() -> None:
                 raise KeyboardInterrupt
 
     kept = Kept()
-    step, plain = step_of(small(), Stop(), kept), step_of(small())
+    step, plain = step_of(small(), Stop(), kept, enabled=False), step_of(small(), enabled=False)
     for number, batch in enumerate(batches(3), 1):
         with pytest.raises(KeyboardInterrupt) if number == 2 else nullcontext():
             step(*batch)
         plain(*batch)
-    assert [record.step for record in kept.records] == [1, 3]
+    assert [(record.step, record.loss_scale, record.dtype) for record in kept.records] == [
+        (1, 1.0, "fp16"),
+        (3, 1.0, "fp16"),
+    ]
     assert all(map(torch.equal, step.model.parameters(), plain.model.parameters()))
 
 

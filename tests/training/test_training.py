@@ -22,11 +22,12 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_plain_fp32_equals_a_torch_loop(name):
     """SGD to the bit."""
     tolerance = {"rtol": 0, "atol": 1e-6 if name.startswith(("adam", "amsgrad")) else 0}
-    train_beside_torch(models()[0], classes, [(X, Y)] * 20, OPTIMIZERS[name], tolerance=tolerance)
+    train_beside_torch(models()[0], classes, [(X, Y)] * 12, OPTIMIZERS[name], tolerance=tolerance)
 
 
 def test_clipping_is_torchs():

@@ -128,7 +128,7 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
     assert step._choice.compilations == 1
 
 
-@pytest.mark.parametrize("shapes", [True, 2, "dynamic", {0, 1}, torch.ones(2)])
+@pytest.mark.parametrize("shapes", [True, "dynamic", torch.ones(2)])
 def test_dynamic_shapes_that_are_none_are_refused_by_themselves(shapes):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -72,6 +72,7 @@ def assert_same_training(steps=5, **options):
     return found
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", [*({"optimizer": name} for name in OPTIMIZERS), {"loss_scale": 1024.0}], ids=str)
 def test_a_training_with_products_is_that_of_the_eager_backend(options, compiler):
     assert assert_same_training(**options) == WEIGHTS

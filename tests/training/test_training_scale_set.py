@@ -43,6 +43,7 @@ def make(loss=mean_square, **options):
     return model, eager_step(model, loss, **{"dtype": "fp16", **options})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", list(TAILS))
 def test_the_seed_alone_does_not_overflow(name):
     model, step = make(TAILS[name], rules=LOW)

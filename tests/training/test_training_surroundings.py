@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import random
+import re
 
 import numpy as np
 import pytest
@@ -194,17 +196,18 @@ class Draws(nn.Module):
         self.inner, self.generator, self.python = nn.Linear(16, 4), torch.Generator(), random.Random(1)
 
     def forward(self, x):
-        return self.inner(x) + torch.rand(4, generator=self.generator) + self.python.random()
+        noise = torch.empty(4).uniform_() + random.random() + np.random.rand()
+        return self.inner(x) + noise + torch.rand(4, generator=self.generator) + self.python.random()
 
 
-def test_a_capture_draws_nothing_from_generators_of_the_models_own():
+def test_a_capture_draws_nothing_from_generators_though_it_fails():
     model = Draws()
-    before = model.generator.get_state(), model.python.getstate()
-    step = amp.training_step(model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16")
-    for capture in (step.graph_for, lambda x: amp.explain(model, (x,))):
+    drawn = lambda: [*states(), model.generator.get_state().tolist(), model.python.getstate()]  # noqa: E731
+    before = drawn()
+    for capture in (eager_step(model, lambda m, x: m(x).sum()).graph_for, lambda x: amp.explain(model, (x,))):
         with contextlib.suppress(amp.CaptureError):  # Dynamo breaks its graph there
             capture(ONES)
-        assert torch.equal(model.generator.get_state(), before[0]) and model.python.getstate() == before[1]
+        assert drawn() == before
 
 
 def test_a_second_shape_and_a_report_draw_nothing_either():
@@ -222,7 +225,7 @@ def test_a_second_shape_and_a_report_draw_nothing_either():
 
 
 @pytest.mark.compiles
-def test_what_compiles_draws_nothing_and_the_first_call_draws_what_later_ones_draw(monkeypatch):
+def test_what_compiles_draws_nothing_is_told_and_the_first_call_draws_what_later_ones_draw(monkeypatch, caplog):
     """Whatever the compiler draws, of a backward too, which torch compiles at its first call.
 
     Where nothing is compiled the rows of tests/behaviour compare what is drawn with eager.
@@ -236,13 +239,21 @@ def test_what_compiles_draws_nothing_and_the_first_call_draws_what_later_ones_dr
         return real(*args, **kwargs)
 
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", drawing)
+    monkeypatch.setattr("amp_compiler.forward.notices.PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
     model, drawn = amp.compile(Noisy(), dtype="bf16"), []
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled
         for call in range(2):
             seed()
             y = model(ONES)
             drawn.append([y.detach().clone(), model(ONES).detach().clone(), torch.rand(2)])
             before, built = states(), len(compiled)
+            caplog.clear()
             y.square().sum().backward()
             assert states() == before and built and (len(compiled) > built) == (call == 0)
+            said = [record.getMessage() for record in caplog.records]
+            if call == 0:
+                assert said[0] == "compiling the backward of Noisy, for 1e-09 s now: compiling it"
+                assert re.fullmatch(r"compiled the backward of Noisy in \d+\.\d s", said[1])
+            assert len(said) == (2 if call == 0 else 0)
     assert all(map(torch.equal, *drawn))
