@@ -24,20 +24,8 @@ from amp_compiler.training.api import training_step
 
 
 def _where_it_runs(name: str) -> str:
-    homes = [pipeline.name for pipeline in PIPELINES if name in pipeline.names]
-    here = [home for home in homes if not home.startswith("ONNX")]
-    hints = {
-        "FORWARD": "leave out --eval",
-        "INFERENCE": "give --eval",
-        "FORWARD INFERENCE": "give --backend inductor",
-        "STEP": "leave out --eval",
-        "DEVICE": "give --backend inductor, without --eval",
-        "SUBGRAPH": "give --backend inductor",
-        "LATE": "it runs inside of Inductor, and TORCH_LOGS=post_grad_graphs prints what comes out",
-        "": "amp.export_onnx runs it, this command does not",
-    }
-    hint = "name an ONNX file" if ONNX_PLAN.name in homes else hints.get(" ".join(here), "see `amp-compiler passes`")
-    return f"it belongs to {' and '.join(homes)}: {hint}" if homes else "no pipeline has it"
+    homes = [f"{pipeline.name}: {pipeline.about}" for pipeline in PIPELINES if name in pipeline.names]
+    return " ".join(["give or leave out --eval, or give --backend inductor; it belongs to", *homes])
 
 
 def make_stages(

@@ -26,13 +26,6 @@ PREFIX = ".amp_compiler-"
 """What the name of every folder that files are made in begins with."""
 _OLD = 24 * 3600.0  # seconds from which a folder counts as left behind where locks are not known
 _PATIENCE = 10.0  # seconds to wait for another run that is putting its files in place
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -83,8 +76,8 @@ def output_file(path: str | Path, error: type[AmpError] = AmpError) -> Path:
         return target
     except OSError as cause:
         raise error(f"cannot write there: {cause.strerror}", where=shown, hint="name another file") from cause
-    kind = next((name for test, name in _KINDS if test(mode)), None)
-    if kind is not None:
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe, a device or a socket"
         raise error(f"it is {kind}, and not a file", where=shown, hint="name a file in a folder that exists")
     return target
 

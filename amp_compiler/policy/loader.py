@@ -64,13 +64,8 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
         raise RuleError(f"rules cannot be of type {kind}", hint="give a preset name, a path, a dict or a RuleSet")
     if rules in preset_names():
         known = _load_preset(rules)
-        return replace(
-            known,
-            loss_scale=dict(known.loss_scale),
-            weights=dict(known.weights),
-            keep=dict(known.keep),
-            reduce=dict(known.reduce),
-        )
+        sections = ("loss_scale", "weights", "keep", "reduce")  # which a caller may change
+        return replace(known, **{name: dict(getattr(known, name)) for name in sections})
     if "\n" in rules:
         raise RuleError("this looks like the text of a rule file", hint="write it to a file, or give it as a dict")
     if looks_like_path(rules):

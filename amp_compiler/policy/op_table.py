@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from importlib import resources
 from typing import Any
 
@@ -12,17 +13,12 @@ from amp_compiler.policy.yaml_tree import Tree, parse_yaml, tree_error
 
 NAMESPACES = ("aten", "onnx")  # of which every op is in the table
 _NAMED = (*NAMESPACES, "com.microsoft")
-_FLAGS = (
-    "exact", "promotes", "factors", "carries", "casts", "quantized", "squashes",
-    "plain", "positions", "steps", "periodic",
-)  # fmt: skip
-_SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "indices")
+_KINDS = {field.name: type(field.default) for field in fields(OpInfo)[2:]}  # what an op has beside name and family
 _WORDS = {
     "moves": ("shape", "place", "index"),
     "sums": tuple(SIZES),
     "fp8": ("product", "convolution"),
 }  # "" unsays what the family says
-_FIELDS = (*_FLAGS, *_SETS, *_WORDS)
 
 
 @functools.cache
@@ -68,9 +64,9 @@ def parse_op_table(text: str, file: str) -> OpTable:
 
 def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> None:
     parts: dict[str, Tree] = entry.value
-    common = _fields({key: tree for key, tree in parts.items() if key in _FIELDS}, file)
+    common = _fields({key: tree for key, tree in parts.items() if key in _KINDS}, file)
     special: dict[str, Tree] = parts["special"].value if "special" in parts else {}
-    unknown = set(parts) - {"about", "special", *_NAMED, *_FIELDS}
+    unknown = set(parts) - {"about", "special", *_NAMED, *_KINDS}
     if unknown:
         raise tree_error(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
     mine = set()
@@ -79,8 +75,8 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
             name = f"{namespace}.{word}"
             if name in ops:
                 raise tree_error(f"'{name}' is in '{ops[name].family}' and in '{family}'", file, tree, "name it once")
-            fields = {**common, **_fields(special[name].value, file)} if name in special else common
-            ops[name] = OpInfo(name, family, **fields)
+            own = _fields(special[name].value, file) if name in special else {}
+            ops[name] = OpInfo(name, family, **{**common, **own})
             mine.add(name)
     for name in special:
         if name not in mine:
@@ -97,19 +93,17 @@ def _names(tree: Tree, file: str) -> list[tuple[str, Tree]]:
 
 
 def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for key, tree in parts.items():
-        if key in _FLAGS:
-            fields[key] = _typed(tree, bool, file)
-        elif key in _SETS:
-            fields[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
-        elif key in _WORDS:
-            fields[key] = _typed(tree, str, file)
-            if fields[key] not in ("", *_WORDS[key]):
-                raise tree_error(f"'{fields[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
-        else:
-            raise tree_error(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FIELDS)}")
-    return fields
+        if key not in _KINDS:
+            raise tree_error(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_KINDS)}")
+        if _KINDS[key] is frozenset:
+            known[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
+            continue
+        known[key] = _typed(tree, _KINDS[key], file)
+        if key in _WORDS and known[key] not in ("", *_WORDS[key]):
+            raise tree_error(f"'{known[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
+    return known
 
 
 def _typed(tree: Tree, kind: type, file: str) -> Any:

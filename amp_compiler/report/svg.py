@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from pathlib import PurePath
 
 from rich.cells import cell_len, set_cell_size
 
@@ -17,7 +18,7 @@ from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.report.html import part
 from amp_compiler.report.names import for_people, type_of
 from amp_compiler.report.page_data import precision_of
-from amp_compiler.report.table import human_bytes, short_place
+from amp_compiler.report.table import human_bytes
 
 _ROW, _HEIGHT, _BADGE, _LANE, _MARGIN = 24, 18, 66, 7, 14
 _LETTER = 7.3  # width of one of the monospaced font
@@ -107,7 +108,7 @@ def _rows(plan: PrecisionPlan) -> Iterator[_Row]:
         weights = f"+ casts of weights, {human_bytes(stored[node.name])}" if node.name in stored else ""
         columns = (node.op.partition(".")[2] or node.op, node.name, node.module, weights)
         title = f"{node.name} = {node.op}\n{node.module}\n"
-        title += f"{type_of(node.precision, plan.dtype)} by {short_place(node.rule)}: {node.reason}"
+        title += f"{type_of(node.precision, plan.dtype)} by {PurePath(node.rule).name}: {node.reason}"
         inputs = tuple(reads.get((node.name, place), (value, -1)) for place, value in enumerate(node.inputs))
         makes = {(name, -1): dtype for name, dtype in node.outputs}
         yield _Row(node.precision, columns, title, makes, inputs, node.name)

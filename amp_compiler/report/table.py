@@ -35,16 +35,6 @@ def human_bytes(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def short_place(place: str) -> str:
-    """The `file:line` of a longer path, the folders left out.
-
-    Example:
-        >>> short_place("/home/me/project/model.py:12")
-        'model.py:12'
-    """
-    return PurePath(place).name
-
-
 def summary_line(plan: PrecisionPlan) -> str:
     """The plan in one line: type, rules, device, nodes per precision, casts and their bytes."""
     counts = Counter(node.precision for node in plan.nodes)
@@ -69,7 +59,7 @@ def node_cells(node: PlannedNode, low: str) -> tuple[str, ...]:
         precision += f" ({type_of(node.requested, low)})"
     return (
         node.name, node.op, node.module, precision, ", ".join(dtype for _, dtype in node.outputs),
-        short_place(node.rule), short_place(node.source), node.reason,
+        PurePath(node.rule).name, PurePath(node.source).name, node.reason,
     )  # fmt: skip
 
 

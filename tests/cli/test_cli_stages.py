@@ -189,10 +189,22 @@ def test_a_model_with_graph_breaks_shows_each_subgraph(explain):
     ("name", "options", "words"),
     [
         ("make", ["--print-after", "fold_loss_scal"], ["no pass 'fold_loss_scal'", "did you mean 'fold_loss_scale'?"]),
-        ("make", ["--print-after", "fold_loss_scale", "--eval"], ["did not run", "STEP: leave out --eval"]),
-        ("make", ["--print-after", "hoist_weight_casts"], ["did not run", "INFERENCE: give --eval"]),
-        ("make", ["--print-after", "cut_step"], ["did not run", "give --backend inductor"]),
-        ("make", ["--print-after", "keep_images_once"], ["did not run", "LATE: it runs inside of Inductor"]),
+        (
+            "make",
+            ["--print-after", "fold_loss_scale", "--eval"],
+            ["did not run", "leave out --eval", "belongs to STEP"],
+        ),
+        (
+            "make",
+            ["--print-after", "hoist_weight_casts"],
+            ["did not run", "give or leave out --eval", "belongs to INFERENCE"],
+        ),
+        ("make", ["--print-after", "cut_step"], ["did not run", "give --backend inductor", "belongs to DEVICE"]),
+        (
+            "make",
+            ["--print-after", "keep_images_once"],
+            ["did not run", "belongs to LATE", "TORCH_LOGS=post_grad_graphs"],
+        ),
         ("make", ["--print-after", "multiply_convolutions"], ["did not run", "give --backend inductor"]),
         ("make", ["--loss", "{file}:loss"], ["--loss", "give --print-after as well"]),
         ("make", ["--backend", "inductor"], ["--backend", "give --print-after as well"]),

@@ -85,7 +85,7 @@ def test_a_circle_of_links_is_refused(tmp_path):
 
 def test_export_refuses_them_before_it_works(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OnnxError, match="a named pipe, and not a file"):
+    with pytest.raises(OnnxError, match="a pipe, a device or a socket, and not a file"):
         amp.export_onnx(torch.nn.Linear(2, 2), (torch.ones(2),), tmp_path / "pipe")
 
 

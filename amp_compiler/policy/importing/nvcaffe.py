@@ -7,6 +7,7 @@ the step takes instead of a rule, and layers of types that are not known, are no
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -186,17 +187,13 @@ class _Types:
 
     forward: str
     backward: str
-    why: str
+    why: str = dataclasses.field(compare=False)
 
     def actions(self) -> dict[str, Any]:
         """The actions of a rule. FP32 arithmetic stands between 16-bit inputs and outputs."""
         math = {"math": "fp32"} if self.forward == "low" else {}
         backward = {"precision": self.backward, "math": "fp32"}
         return {"precision": self.forward, **math, "backward": backward, "why": self.why}
-
-    def same(self, other: _Types) -> bool:
-        """Whether another asks for the same types."""
-        return (self.forward, self.backward) == (other.forward, other.backward)
 
 
 @dataclass(frozen=True)
@@ -284,7 +281,7 @@ class _Net:
             backward[0] if backward else self.default.backward,
             ", ".join(fields),
         )
-        if not name and not own.same(self.default):
+        if not name and own != self.default:
             mark = Mark(str(self.net.file), layer.line, key="layer")
             raise mark.error("it has types of its own and no name", "name it")
         return _Layer(name, kind in types["losses"], own, layer.line)
@@ -298,7 +295,7 @@ class _Net:
         first: dict[str, _Layer] = {}
         for layer in layers:
             other = first.setdefault(layer.name, layer)
-            if layer.name and not layer.types.same(other.types):
+            if layer.name and layer.types != other.types:
                 place = Mark(str(self.net.file), layer.line, key="layer")
                 what = f"a layer of the same name, '{layer.name}', has other types at line {other.line}"
                 raise place.error(what, "give each a name of its own, here and in the model")
@@ -306,12 +303,12 @@ class _Net:
     def named_once(self, layers: Sequence[_Layer]) -> list[dict[str, Any]]:
         """A rule for each name of its own types. The loss function stands for the loss layers where all agree."""
         losses = [layer for layer in layers if layer.is_loss]
-        agree = all(layer.types.same(losses[0].types) for layer in losses)
+        agree = all(layer.types == losses[0].types for layer in losses)
         if not agree:
             self.notes.append("the loss layers differ in their types: a rule on '<loss_fn>' is yours to write")
         rules: dict[str, dict[str, Any]] = {}
         for layer in layers:
-            if not layer.types.same(self.default):
+            if layer.types != self.default:
                 name = glob.escape(layer.name)
                 modules = [name, f"*.{name}", *([_LOSS_FUNCTION] if layer.is_loss and agree else [])]
                 rules.setdefault(layer.name, {"match": {"module": modules}, **layer.types.actions()})

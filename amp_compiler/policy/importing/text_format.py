@@ -22,13 +22,11 @@ class Field:
         name: of the field.
         value: the text of a word, a number or a string; or the fields of a message.
         line: in the file, from 1.
-        quoted: whether it is a string.
     """
 
     name: str
     value: str | tuple[Field, ...]
     line: int
-    quoted: bool = False
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -98,7 +96,7 @@ def _value(tokens: Any, name: str, line: int, colon: bool, depth: int) -> Field:
     if not colon:
         raise tokens.ParseError("Expected ':' or '{'.")
     if tokens.token[:1] in _QUOTES:
-        return Field(name, tokens.ConsumeString(), line, quoted=True)
+        return Field(name, tokens.ConsumeString(), line)
     text: str = tokens.token
     if not text or not (text[0].isalnum() or text[0] in "_-+."):
         raise tokens.ParseError("Expected a value.")
