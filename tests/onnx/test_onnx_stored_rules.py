@@ -1,7 +1,5 @@
 """Rules on stored numbers: how large they are, and how many."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
