@@ -13,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -206,9 +205,6 @@ def copy(source):
     return copied
 
 
-FLOAT = TensorProto.FLOAT
-
-
 @functools.cache
 def node_tests() -> tuple[Any, ...]:
     """ONNX's own tests of single nodes. Making them takes seconds."""
@@ -219,8 +215,8 @@ def node_tests() -> tuple[Any, ...]:
         return tuple(case for case in collect_testcases(None) if case.model is not None)
 
 
-def value(name: str, shape: Sequence[int | str] | None, kind: int = FLOAT) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, kind, shape)
+def value(name: str, shape: Sequence[int | str] | None, kind: int = T.FLOAT) -> onnx.ValueInfoProto:
+    return h.make_tensor_value_info(name, kind, shape)
 
 
 def make_model(
@@ -232,9 +228,9 @@ def make_model(
     functions: Sequence[onnx.FunctionProto] = (),
     domains: Sequence[str] = (),
 ) -> onnx.ModelProto:
-    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
-    graph = helper.make_graph(list(nodes), "g", list(inputs), list(outputs), tensors)
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+    tensors = [nh.from_array(array, name) for name, array in (weights or {}).items()]
+    graph = h.make_graph(list(nodes), "g", list(inputs), list(outputs), tensors)
+    imports = [h.make_opsetid("", opset), *(h.make_opsetid(domain, 1) for domain in domains)]
     # The oldest IR version that the opset goes with, so that any onnxruntime of the time reads it.
-    ir_version = helper.find_min_ir_version_for([imports[0]], ignore_unknown=True)
-    return helper.make_model(graph, opset_imports=imports, ir_version=max(ir_version, 8), functions=list(functions))
+    ir_version = h.find_min_ir_version_for([imports[0]], ignore_unknown=True)
+    return h.make_model(graph, opset_imports=imports, ir_version=max(ir_version, 8), functions=list(functions))

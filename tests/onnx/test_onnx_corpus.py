@@ -12,7 +12,7 @@ from onnx_corpus import CASES, MADE, NAMES, QUICK_BF16, built
 from onnx_corpus.case import Batches, Case
 from onnx_models import LOW, run_program, session
 
-from amp_compiler.onnx.check.verify import VerifyReport, verify
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 
 # Llama and T5 write out their RMS norms, with squares that are summed and leave the range of FP16. From opset 23 on
@@ -68,16 +68,6 @@ def lean(name: str, dtype: str) -> Conversion:
     return convert_onnx(built(name)[0], dtype=dtype, rules="fast", **fused)
 
 
-def report_of(name: str, dtype: str) -> VerifyReport:
-    model, batches = built(name)
-    case = NAMES[name]
-    if case.slow and case.kind == "overflow":
-        done = convert_onnx(model, dtype=dtype, calibration=batches)
-    else:
-        done = converted(name, dtype)
-    return verify(model, done.model, batches)
-
-
 def interface(model: onnx.ModelProto) -> list[tuple[str, bytes]]:
     """Names, types and shapes of inputs and outputs. The doc strings are not part of it."""
     return [(value.name, value.type.SerializeToString()) for value in (*model.graph.input, *model.graph.output)]
@@ -113,7 +103,12 @@ def test_the_output_is_valid_loads_and_is_converted_to_itself(name, dtype, rules
 @both(lambda case: True, slow=lambda case: case.slow or case.name in HEAVY)
 def test_the_error_with_true_rounding(name, dtype):
     case = NAMES[name]
-    report = report_of(name, dtype)
+    model, batches = built(name)
+    if case.slow and case.kind == "overflow":
+        done = convert_onnx(model, dtype=dtype, calibration=batches)
+    else:
+        done = converted(name, dtype)
+    report = verify(model, done.model, batches)
     bound = case.error * (BFLOAT16_PER_FLOAT16 if dtype == "bf16" else 1)
     assert report.largest_error <= bound, str(report)
     assert report.first_bad is None, str(report)

@@ -5,12 +5,12 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnx_models import FLOAT, make_model, value
+from onnx_models import make_model, value
 
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import ORT, Runner
 
-FP16, BF16 = TensorProto.FLOAT16, TensorProto.BFLOAT16
+FLOAT, FP16, BF16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = {FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}
 BOTH = pytest.mark.parametrize("kind", [FP16, BF16], ids=["fp16", "bf16"])
 
@@ -72,7 +72,11 @@ def branch(name: str, nodes: list[onnx.NodeProto], made: str, kind: int = FP16) 
 
 
 def cast_around(*nodes: onnx.NodeProto, **extra) -> onnx.ModelProto:
-    ends = [helper.make_node("Cast", ["x"], ["low"], to=FP16), *nodes, helper.make_node("Cast", ["r"], ["y"], to=FLOAT)]
+    ends = [
+        helper.make_node("Cast", ["x"], ["low"], to=FP16),
+        *nodes,
+        helper.make_node("Cast", ["r"], ["y"], to=FLOAT),
+    ]
     inputs = [value("x", [3]), *extra.pop("inputs", [])]
     return make_model(ends, inputs, [value("y", ["k"])], **extra)
 

@@ -349,42 +349,37 @@ def test_open_dimensions_count_as_they_are_drawn():
     assert memory.kept_bytes(source, batch) == 50 * 8 * 4 + 2 * 50 * 8
 
 
-def test_a_process_with_an_allocator_of_its_own_runs_estimated(monkeypatch):
+@pytest.fixture
+def registering(monkeypatch):
+    """Takes what is called in the place of ONNX Runtime's registration, which a process does once."""
     memory._register_arena.cache_clear()
-    monkeypatch.setattr(onnxruntime, "create_and_register_allocator", _refuse_allocator)
-    try:
-        source = model([node("Relu", ["x"], ["y"])], [info("x", "N", 1024)], [info("y", "N", 1024)])
-        batch = {"x": np.ones((4, 1024), np.float32)}
-        runner = Runner(source, None, limits=Limits(4 * 1024 * 4, 10.0))
-        assert runner.engine == ORT and np.array_equal(runner.run(batch)["y"], batch["x"])
-        with pytest.raises(memory.LimitError, match="it takes more than"):
-            Runner(source, None, limits=Limits(4 * 1024 * 4 - 1, 10.0)).run(batch)
-    finally:
-        memory._register_arena.cache_clear()
+    yield lambda call: monkeypatch.setattr(onnxruntime, "create_and_register_allocator", call)
+    memory._register_arena.cache_clear()
 
 
-def _refuse_allocator(*arguments):
-    raise RuntimeError("an allocator has been registered for this device")
+def test_a_process_with_an_allocator_of_its_own_runs_estimated(registering):
+    def refuse(*arguments):
+        raise RuntimeError("an allocator has been registered for this device")
+
+    registering(refuse)
+    source = model([node("Relu", ["x"], ["y"])], [info("x", "N", 1024)], [info("y", "N", 1024)])
+    batch = {"x": np.ones((4, 1024), np.float32)}
+    runner = Runner(source, None, limits=Limits(4 * 1024 * 4, 10.0))
+    assert runner.engine == ORT and np.array_equal(runner.run(batch)["y"], batch["x"])
+    with pytest.raises(memory.LimitError, match="it takes more than"):
+        Runner(source, None, limits=Limits(4 * 1024 * 4 - 1, 10.0)).run(batch)
 
 
-def test_threads_that_verify_at_once_register_one_arena(monkeypatch):
+def test_threads_that_verify_at_once_register_one_arena(registering):
     calls, together = [], threading.Barrier(4)
 
-    def register(*arguments):
-        calls.append(arguments)
-        time.sleep(0.05)  # in which the others come
-
-    def begin():
+    def begin(_):
         together.wait()
         return memory.limited_arena()
 
-    memory._register_arena.cache_clear()
-    monkeypatch.setattr(onnxruntime, "create_and_register_allocator", register)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(lambda _: begin(), range(4)))
-    finally:
-        memory._register_arena.cache_clear()
+    registering(lambda *arguments: (calls.append(arguments), time.sleep(0.05)))  # in which the others come
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(begin, range(4)))
     assert len(calls) == 1
 
 

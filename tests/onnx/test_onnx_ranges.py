@@ -10,6 +10,7 @@ from onnx_models import RNG, X, check, info, masked, mlp, model, node, same_numb
 import amp_compiler as amp
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.plan import explain_onnx
 
 
 def with_constant(number, op="Mul", shape=()):
@@ -136,8 +137,6 @@ def test_exponentials():
 
 
 def test_calibrated_ranges_keep_makers_and_readers_in_fp32():
-    from amp_compiler.onnx.plan import explain_onnx
-
     plan = explain_onnx(mlp(), ranges={"a": 40000.0, "b": 100.0})
     assert [entry.precision for entry in plan.nodes] == ["fp32", "fp32", "low"]
     assert "4e+04 in calibration" in plan.nodes[0].reason

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from onnx_models import FLOAT, make_model, value
+from onnx_models import make_model, value
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.emulate import emulate
@@ -137,7 +137,7 @@ def test_an_original_with_16_bit_parts_rounds_too():
     nodes = [
         helper.make_node("Cast", ["x"], ["low"], to=FP16),
         helper.make_node("Mul", ["low", "low"], ["square"]),
-        helper.make_node("Cast", ["square"], ["y"], to=FLOAT),
+        helper.make_node("Cast", ["square"], ["y"], to=TensorProto.FLOAT),
     ]
     model = make_model(nodes, [value("x", [2])], [value("y", [2])])
     assert verify(model, model, [{"x": np.array([300.0, 0.1], np.float32)}]).largest_error == 0.0
