@@ -72,11 +72,7 @@ def branch(name: str, nodes: list[onnx.NodeProto], made: str, kind: int = FP16) 
 
 
 def cast_around(*nodes: onnx.NodeProto, **extra) -> onnx.ModelProto:
-    ends = [
-        helper.make_node("Cast", ["x"], ["low"], to=FP16),
-        *nodes,
-        helper.make_node("Cast", ["r"], ["y"], to=FLOAT),
-    ]
+    ends = [helper.make_node("Cast", ["x"], ["low"], to=FP16), *nodes, helper.make_node("Cast", ["r"], ["y"], to=FLOAT)]
     inputs = [value("x", [3]), *extra.pop("inputs", [])]
     return make_model(ends, inputs, [value("y", ["k"])], **extra)
 
