@@ -1,10 +1,18 @@
 """ONNX models for the tests of `convert_onnx`, and what must hold of every conversion."""
 
-from __future__ import annotations
+import functools
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -12,9 +20,12 @@ from onnx import numpy_helper as nh
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.infer import infer
 
 RNG = np.random.default_rng(0)
 DTYPES = ("fp16", "bf16")
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+NEAR = {"fp16": 4e-3, "bf16": 3e-2}  # a few roundings to the type
 LOW = {"fp16": T.FLOAT16, "bf16": T.BFLOAT16}
 
 
@@ -30,7 +41,17 @@ def scalar(name, number, kind=np.float32):
     return nh.from_array(np.asarray(number, kind), name)
 
 
+def read_by(nodes):
+    """Names that nodes and their bodies read."""
+    bodies = [one.g for entry in nodes for one in entry.attribute if one.HasField("g")]
+    inner = {value.name for body in bodies for value in body.output}.union(*(read_by(body.node) for body in bodies))
+    return inner | {name for entry in nodes for name in entry.input}
+
+
 def model(nodes, inputs, outputs, data=(), opset=18, ir_version=9, extra=(), **facts):
+    """A model, with those of the data that something reads."""
+    read = read_by(nodes) | {one.name for one in (*inputs, *outputs)}
+    data = [one for one in data if one.name in read]
     graph = h.make_graph(list(nodes), "g", list(inputs), list(outputs), initializer=list(data), **facts)
     imports = [h.make_opsetid("", opset), *extra]
     made = h.make_model(graph, opset_imports=imports, ir_version=ir_version)
@@ -73,6 +94,13 @@ def run(source, feeds):
     return session(source).run(None, feeds)
 
 
+def run_tensors(source, *inputs):
+    """What a model gives first for tensors of torch, in the order of its inputs."""
+    return run(
+        source, dict(zip([one.name for one in source.graph.input], (one.numpy() for one in inputs), strict=True))
+    )[0]
+
+
 def same_numbers(source, made, feeds, tolerance=4e-3):
     for want, got in zip(run(source, feeds), run(made, feeds), strict=True):
         assert want.dtype == got.dtype and want.shape == got.shape
@@ -91,6 +119,11 @@ def error(source, made, feeds):
     return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
 
 
+def precisions(done):
+    """By name of the node, or of its module where a torch model is exported."""
+    return {entry.module or entry.name: entry.precision for entry in done.plan.nodes}
+
+
 def low_nodes(done):
     return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
 
@@ -99,14 +132,30 @@ def casts(made):
     return [entry for entry in made.graph.node if entry.op_type == "Cast"]
 
 
+def nodes_of(graph):
+    """The nodes of a graph, those of bodies before the node that holds them."""
+    for entry in graph.node:
+        for one in entry.attribute:
+            if one.HasField("g"):
+                yield from nodes_of(one.g)
+        yield entry
+
+
 def types(made):
-    """Element type of every value, by ONNX's own inference."""
-    inferred = onnx.shape_inference.infer_shapes(made)
-    graph = inferred.graph
-    found = {tensor.name: tensor.data_type for tensor in graph.initializer}
-    for entry in (*graph.input, *graph.output, *graph.value_info):
-        found[entry.name] = entry.type.tensor_type.elem_type
+    """Element type of every value, in bodies too, by ONNX's own inference and that for ops of ONNX Runtime's own."""
+    graphs, found = [infer(made, strict=True).graph], {}
+    for graph in graphs:
+        values = (*graph.input, *graph.output, *graph.value_info)
+        found.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
+        found.update((entry.name, entry.type.tensor_type.elem_type) for entry in values)
+        graphs += [one.g for entry in graph.node for one in entry.attribute if one.HasField("g")]
     return found
+
+
+def convolution(opset=17):
+    """One convolution, which takes BF16 from opset 22 on."""
+    return model([node("Conv", ["x", "w"], ["y"], "conv")], [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)],
+                 [weight("w", 3, 2, 3, 3)], opset=opset)  # fmt: skip
 
 
 def mlp(width=8):
@@ -125,29 +174,6 @@ def mlp(width=8):
 X = RNG.standard_normal((4, 8)).astype(np.float32)
 
 
-def loop(scan=False):
-    body_nodes = [node("MatMul", ["s", "w"], ["t"]), node("Tanh", ["t"], ["o"]), node("MatMul", ["o", "k"], ["u"])]
-    if scan:
-        body = h.make_graph([*body_nodes, node("Add", ["u", "e"], ["r"])], "body",
-                            [info("s", 4, 8), info("e", 4, 8)], [info("o", 4, 8), info("r", 4, 8)])  # fmt: skip
-        inner = h.make_node("Scan", ["x", "seq"], ["f", "y"], body=body, num_scan_inputs=1)
-        return model([inner], [info("x", 4, 8), info("seq", 3, 4, 8)], [info("f", 4, 8), info("y", 3, 4, 8)],
-                     [weight("w", 8, 8), weight("k", 8, 8)])  # fmt: skip
-    body = h.make_graph(
-        [*body_nodes, node("Identity", ["cond"], ["more"])],
-        "body",
-        [info("i", kind=T.INT64), info("cond", kind=T.BOOL), info("s", 4, 8)],
-        [info("more", kind=T.BOOL), info("o", 4, 8), info("u", 4, 8)],
-    )
-    inner = h.make_node("Loop", ["n", "go", "x"], ["f", "y"], body=body)
-    return model(
-        [node("MatMul", ["z", "w"], ["k"]), inner, node("MatMul", ["f", "k"], ["last"])],
-        [info("x", 4, 8), info("z", 8, 8), info("n", kind=T.INT64), info("go", kind=T.BOOL)],
-        [info("last", 4, 8), h.make_tensor_value_info("y", T.FLOAT, [None, 4, 8])],
-        [weight("w", 8, 8)],
-    )
-
-
 def masked(number):
     """softmax(x·w + (1 - mask) * number)·w"""
     nodes = [
@@ -162,7 +188,49 @@ def masked(number):
     return model(nodes, [info("x", 4, 8), info("mask", 4, 8)], [info("y", 4, 8)], data)
 
 
+def run_program(code, *arguments, **environment):
+    """What a program writes that runs in a process of its own, beside the helper modules of the tests."""
+    here = [str(Path(__file__).parent), str(Path(__file__).parent / "onnx"), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(here), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout[-300:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
 def copy(source):
     copied = onnx.ModelProto()
     copied.CopyFrom(source)
     return copied
+
+
+@functools.cache
+def node_tests() -> tuple[Any, ...]:
+    """ONNX's own tests of single nodes. Making them takes seconds."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reference divides by zero on purpose
+        return tuple(case for case in collect_testcases(None) if case.model is not None)
+
+
+def value(name: str, shape: Sequence[int | str] | None, kind: int = T.FLOAT) -> onnx.ValueInfoProto:
+    return h.make_tensor_value_info(name, kind, shape)
+
+
+def make_model(
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: Sequence[onnx.ValueInfoProto],
+    weights: dict[str, np.ndarray] | None = None,
+    opset: int = 17,
+    functions: Sequence[onnx.FunctionProto] = (),
+    domains: Sequence[str] = (),
+) -> onnx.ModelProto:
+    tensors = [nh.from_array(array, name) for name, array in (weights or {}).items()]
+    graph = h.make_graph(list(nodes), "g", list(inputs), list(outputs), tensors)
+    imports = [h.make_opsetid("", opset), *(h.make_opsetid(domain, 1) for domain in domains)]
+    # The oldest IR version that the opset goes with, so that any onnxruntime of the time reads it.
+    ir_version = h.find_min_ir_version_for([imports[0]], ignore_unknown=True)
+    return h.make_model(graph, opset_imports=imports, ir_version=max(ir_version, 8), functions=list(functions))

@@ -8,8 +8,7 @@ inputs here, so that each such cast counts as it does there. In all graphs but o
 that one three nodes of the model are fetched by name, which TensorFlow leaves as they are; a rule says so here.
 """
 
-from __future__ import annotations
-
+import re
 from dataclasses import dataclass
 
 import onnx
@@ -25,50 +24,52 @@ class TensorFlowGraph:
     """One graph.
 
     Args:
-        nodes: of the graph in ONNX's text form.
         casts: how many casts TensorFlow adds.
-        low: nodes that TensorFlow runs in 16 bits.
-        fp32: nodes that it runs in FP32.
+        nodes: of the graph in ONNX's text form, with what TensorFlow runs in 16 bits or in FP32.
         rules: what is asked beside the preset.
         inputs: of the graph.
         outputs: of the graph, what is fetched.
         functions: of the model.
     """
 
-    nodes: str
     casts: int
-    low: tuple[str, ...] = ()
-    fp32: tuple[str, ...] = ()
+    nodes: str
     rules: tuple[dict[str, object], ...] = ()
     inputs: str = _IN
     outputs: str = f"{_SQUARE} fetch"
     functions: str = ""
 
+    def of(self, precision: str) -> list[str]:
+        """Nodes that TensorFlow runs in 16 bits, `low`, or in `fp32`."""
+        return re.findall(rf"\[(\w+)\].*# {precision}", self.nodes)
+
     def model(self) -> onnx.ModelProto:
         """The model, checked."""
-        made = parser.parse_model(f"{_HEAD}g ({self.inputs}) => ({self.outputs}) {{\n{self.nodes}\n}}{self.functions}")
+        nodes = re.sub("# .*", "", self.nodes)
+        made = parser.parse_model(f"{_HEAD}g ({self.inputs}) => ({self.outputs}) {{{nodes}\n}}{self.functions}")
         onnx.checker.check_model(made, full_check=True)
         return made
 
 
 def _unary(op: str) -> TensorFlowGraph:
     nodes = f"""
-        [allow1] a = MatMul(input, eye)
-        [infer1] b = {op}(a)
-        [allow2] c = MatMul(b, eye)
+        [allow1] a = MatMul(input, eye)  # low
+        [infer1] b = {op}(a)  # low
+        [allow2] c = MatMul(b, eye)  # low
         [fetch1] fetch = Identity(c)"""
-    return TensorFlowGraph(nodes, 3, ("allow1", "infer1", "allow2"), inputs=f"{_IN}, {_SQUARE} eye")
+    return TensorFlowGraph(3, nodes, inputs=f"{_IN}, {_SQUARE} eye")
 
 
 _UNARY = ("Elu", "Erf", "Inv", "Log", "LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Sqrt", "Tanh")
 _RECURRENT = """
-    [deny1] d = Exp(input)
+    [deny1] d = Exp(input)  # fp32
     [loop] fetch = Loop(trips, go, d) <body = body
         (int64 i, bool c, float[32, 32] carried) => (bool again, float[32, 32] next) {
             [again] again = Identity(c)
-            [infer1] s = Sqrt(carried)
-            [allow1] next = MatMul(s, s)
-        }>"""
+            [infer1] s = Sqrt(carried)  # fp32
+            [allow1] next = MatMul(s, s)  # low
+        }>
+"""
 
 _PUSH_AND_POP = """
 <domain: "lists", opset_import: ["" : 18]>
@@ -82,158 +83,143 @@ push_and_pop (ihandle, x) => (ohandle, y) {
 GRAPHS: dict[str, TensorFlowGraph] = {
     **{f"{op}Op": _unary({"Inv": "Reciprocal"}.get(op, op)) for op in _UNARY},
     "NoOp": TensorFlowGraph(
-        """
-        [deny1] a = Exp(input)
-        [clr1] b = Relu(a)
-        [infer1] c = Sqrt(b)
-        [clr2] d = Relu(c)
-        [fetch1] fetch = Identity(d)""",
         0,
-        (),
-        ("deny1", "clr1", "infer1", "clr2"),
+        """
+        [deny1] a = Exp(input)  # fp32
+        [clr1] b = Relu(a)  # fp32
+        [infer1] c = Sqrt(b)  # fp32
+        [clr2] d = Relu(c)  # fp32
+        [fetch1] fetch = Identity(d)""",
         inputs="float[32] input",
         outputs="float[32] fetch",
     ),
     "AlreadyFp16": TensorFlowGraph(
+        0,
         """
         [cst1] a = Cast<to = 10>(input)
-        [allow1] b = MatMul(a, a)
-        [clr1] c = Relu(b)
+        [allow1] b = MatMul(a, a)  # low
+        [clr1] c = Relu(b)  # low
         [cst2] d = Cast<to = 1>(c)
-        [clr2] e = Relu(d)
+        [clr2] e = Relu(d)  # fp32
         [fetch1] fetch = Identity(e)""",
-        0,
-        ("allow1", "clr1"),
-        ("clr2",),
     ),
     "Simple": TensorFlowGraph(
+        2,
         """
-        [deny1] a = Exp(input)
-        [clr1] b = Relu(a)
-        [infer1] c = Sqrt(b)
+        [deny1] a = Exp(input)  # fp32
+        [clr1] b = Relu(a)  # fp32
+        [infer1] c = Sqrt(b)  # fp32
         [clr2] d = Relu(c)
-        [allow1] e = MatMul(d, d)
+        [allow1] e = MatMul(d, d)  # low
         [clr3] f = Relu(e)
         [infer2] g = Log(f)
         [clr4] h = Relu(g)
-        [deny2] i = Exp(h)
-        [clr5] j = Relu(i)
+        [deny2] i = Exp(h)  # fp32
+        [clr5] j = Relu(i)  # fp32
         [fetch1] fetch = Identity(j)""",
-        2,
-        ("allow1",),
-        ("deny1", "clr1", "infer1", "deny2", "clr5"),
     ),
     "BidirectionalClearChain": TensorFlowGraph(
+        3,
         """
         [clr1] a = Relu(input)
         [clr2] b = Relu(input)
-        [allow1] c = MatMul(a, a)
+        [allow1] c = MatMul(a, a)  # low
         [clr3a] n1 = Shape(a)
         [clr3b] n2 = Shape(b)
         [clr4] d = Relu(b)
         [fetch1_] fetch1 = Identity(c)
         [fetch2_] fetch2 = Identity(d)""",
-        3,
-        ("allow1",),
         outputs=f"{_SQUARE} fetch1, {_SQUARE} fetch2, int64[2] n1, int64[2] n2",
     ),
     "PreserveFetches": TensorFlowGraph(
-        """
-        [allow1] a = MatMul(input, input)
-        [clr1] b = Relu(a)
-        [infer1] c = Sqrt(b)
-        [deny1] d = Exp(c)
-        [clr2] e = Relu(d)
-        [allow2] f = MatMul(e, e)
-        [clr3] g = Relu(f)
-        [deny2] h = Exp(g)
-        [clr4] i = Relu(h)""",
         2,
-        ("allow2",),
-        ("allow1", "clr1", "infer1", "deny1", "clr2", "clr3", "deny2", "clr4"),
-        ({"match": {"output": True}, "precision": "keep", "why": "it is fetched"},),
+        """
+        [allow1] a = MatMul(input, input)  # fp32
+        [clr1] b = Relu(a)  # fp32
+        [infer1] c = Sqrt(b)  # fp32
+        [deny1] d = Exp(c)  # fp32
+        [clr2] e = Relu(d)  # fp32
+        [allow2] f = MatMul(e, e)  # low
+        [clr3] g = Relu(f)  # fp32
+        [deny2] h = Exp(g)  # fp32
+        [clr4] i = Relu(h)  # fp32""",
+        rules=({"match": {"output": True}, "precision": "keep", "why": "it is fetched"},),
         outputs=f"{_SQUARE} a, {_SQUARE} e, {_SQUARE} g",
     ),
     "PreserveCPUNodes": TensorFlowGraph(
+        2,
         """
         [clr1] a = Relu(input)
-        [allow1] b = MatMul(a, a)
+        [allow1] b = MatMul(a, a)  # low
         [infer1] c = Tanh(b)
-        [allow2] d = MatMul(c, c)
-        [clr2] e = Relu(d)
+        [allow2] d = MatMul(c, c)  # fp32
+        [clr2] e = Relu(d)  # fp32
         [fetch1] fetch = Identity(e)""",
-        2,
-        ("allow1",),
-        ("allow2", "clr2"),
-        ({"match": {"node": "^allow2$"}, "precision": "fp32", "why": "it runs on a CPU"},),
+        rules=({"match": {"node": "^allow2$"}, "precision": "fp32", "why": "it runs on a CPU"},),
     ),
     "PreserveIdentityAfterVariable": TensorFlowGraph(
+        5,
         """
         [clr1] a = Identity(var1)
-        [allow1] b = MatMul(input, a)
+        [allow1] b = MatMul(input, a)  # low
         [clr2] c = Identity(input2)
-        [allow2] d = MatMul(input, c)
+        [allow2] d = MatMul(input, c)  # low
         [fetch1_] fetch1 = Identity(b)
         [fetch2_] fetch2 = Identity(d)""",
-        5,
-        ("allow1", "allow2"),
         inputs=f"{_IN}, {_SQUARE} var1, {_SQUARE} input2",
         outputs=f"{_SQUARE} fetch1, {_SQUARE} fetch2",
     ),
     "FusedBatchNorm": TensorFlowGraph(
-        """
-        [allow1] a = Conv<pads = [1, 1, 1, 1]>(input, weight)
-        [fbn1] b = BatchNormalization(a, scale, offset, mean, variance)
-        [bng1] c = BatchNormalization(b, scale, offset, mean, variance)
-        [infer1] d = Add(b, c)
-        [allow2] e = Conv<pads = [1, 1, 1, 1]>(d, weight)
-        [fetch1] fetch = Identity(e)""",
         3,
-        ("allow1", "fbn1", "bng1", "infer1", "allow2"),
+        """
+        [allow1] a = Conv<pads = [1, 1, 1, 1]>(input, weight)  # low
+        [fbn1] b = BatchNormalization(a, scale, offset, mean, variance)  # low
+        [bng1] c = BatchNormalization(b, scale, offset, mean, variance)  # low
+        [infer1] d = Add(b, c)  # low
+        [allow2] e = Conv<pads = [1, 1, 1, 1]>(d, weight)  # low
+        [fetch1] fetch = Identity(e)""",
         inputs="float[8, 16, 56, 56] input, float[16, 16, 3, 3] weight, float[16] scale, float[16] offset, "
         "float[16] mean, float[16] variance",
         outputs="float[8, 16, 56, 56] fetch",
     ),
     "RepeatedAndListTypeAttrs": TensorFlowGraph(
+        2,
         """
-        [allow1] a = MatMul(input, input)
-        [clr1a] b = Identity(a)
+        [allow1] a = MatMul(input, input)  # low
+        [clr1a] b = Identity(a)  # low
         [clr1b] c = Identity(a)
         [clr1c] d = Identity(a)
-        [infer1] e = Sum(b, c, d)
-        [allow2] f = MatMul(e, e)
+        [infer1] e = Sum(b, c, d)  # low
+        [allow2] f = MatMul(e, e)  # low
         [fetch1] fetch = Identity(f)""",
-        2,
-        ("allow1", "clr1a", "infer1", "allow2"),
     ),
     "ExistingCast": TensorFlowGraph(
+        1,
         """
         [cst1] a = Cast<to = 1>(input)
-        [allow1] b = MatMul(a, a)
+        [allow1] b = MatMul(a, a)  # low
         [fetch1] fetch = Identity(b)""",
-        1,
-        ("allow1",),
         inputs="bool[32, 32] input",
     ),
-    "RecurrentEdgeColorMismatch": TensorFlowGraph(
-        _RECURRENT, 2, ("allow1",), ("deny1", "infer1"), inputs=f"{_IN}, int64 trips, bool go"
-    ),
+    "RecurrentEdgeColorMismatch": TensorFlowGraph(2, _RECURRENT, inputs=f"{_IN}, int64 trips, bool go"),
     "BatchMatMul": TensorFlowGraph(
-        "[allow1] a = MatMul(input, input) [fetch1] fetch = Identity(a)",
         2,
-        ("allow1",),
+        """
+        [allow1] a = MatMul(input, input)  # low
+        [fetch1] fetch = Identity(a)""",
         inputs="float[64, 32, 32] input",
         outputs="float[64, 32, 32] fetch",
     ),
     "TensorListSetGet": TensorFlowGraph(
+        2,
         """
         [tl1] empty = SequenceEmpty<dtype = 1>()
         [tl1w1] l1 = SequenceInsert(empty, input)
-        [allow1] a = MatMul(input, input)
+        [allow1] a = MatMul(input, input)  # low
         [tl1w2] l2 = SequenceInsert(l1, a)
         [tl1r1] b = SequenceAt(l2, idx1)
         [infer1] c = Tanh(b)
-        [allow2] d = MatMul(c, c)
+        [allow2] d = MatMul(c, c)  # low
         [tl1w3] l3 = SequenceInsert(l1, d)
         [tl1r2] e = SequenceAt(l3, idx1)
         [tl2] empty2 = SequenceEmpty<dtype = 1>()
@@ -241,32 +227,30 @@ GRAPHS: dict[str, TensorFlowGraph] = {
         [tl2r1] f = SequenceAt(m1, idx2)
         [fetch1_] fetch1 = Identity(e)
         [fetch2_] fetch2 = Identity(f)""",
-        2,
-        ("allow1", "allow2"),
         inputs=f"{_IN}, int64 idx1, int64 idx2, int64 idx3",
         outputs=f"{_SQUARE} fetch1, {_SQUARE} fetch2",
     ),
     "TensorListFromTensor": TensorFlowGraph(
+        2,
         """
-        [allow1] a = MatMul(input, input)
+        [allow1] a = MatMul(input, input)  # low
         [tl1] l = SplitToSequence<axis = 0, keepdims = 0>(a)
         [tl1r1] b = ConcatFromSequence<axis = 0, new_axis = 1>(l)
         [infer1] c = Tanh(b)
-        [allow2] d = MatMul(c, c)
+        [allow2] d = MatMul(c, c)  # low
         [fetch1] fetch = Identity(d)""",
-        2,
-        ("allow1", "allow2"),
     ),
     "TensorListPushPop": TensorFlowGraph(
+        2,
         """
         at = Constant<value_int = -1>()
         [tl1] empty = SequenceEmpty<dtype = 1>()
         [tl1w1] l1 = SequenceInsert(empty, input)
-        [allow1] a = MatMul(input, input)
+        [allow1] a = MatMul(input, input)  # low
         [tl1w2] l2 = SequenceInsert(l1, a)
         [tl1r1] b = SequenceAt(l2, at)
         [infer1] c = Tanh(b)
-        [allow2] d = MatMul(c, c)
+        [allow2] d = MatMul(c, c)  # low
         [tl1w3] l3 = SequenceInsert(empty, d)
         [tl1r2] e = SequenceAt(l3, at)
         [tl2] empty2 = SequenceEmpty<dtype = 1>()
@@ -274,32 +258,30 @@ GRAPHS: dict[str, TensorFlowGraph] = {
         [tl2r1] f = SequenceAt(m1, at)
         [fetch1_] fetch1 = Identity(e)
         [fetch2_] fetch2 = Identity(f)""",
-        2,
-        ("allow1", "allow2"),
         outputs=f"{_SQUARE} fetch1, {_SQUARE} fetch2",
     ),
     "TensorListPushBackBatchAndConcatLists": TensorFlowGraph(
+        2,
         """
         at = Constant<value_int = -1>()
         [tl1] empty = SequenceEmpty<dtype = 1>()
         [tl2] empty2 = SequenceEmpty<dtype = 1>()
-        [allow1] a = MatMul(input, input)
+        [allow1] a = MatMul(input, input)  # low
         [tl12w1] l1 = SequenceInsert(empty, a)
         [tl12w2] l2 = SequenceInsert(empty2, a)
         [tl3a] b = SequenceAt(l2, at)
         [tl3] l3 = SequenceInsert(l1, b)
         [tl3r1] c = SequenceAt(l3, at)
         [infer1] d = Tanh(c)
-        [allow2] e = MatMul(d, d)
+        [allow2] e = MatMul(d, d)  # low
         [fetch1] fetch = Identity(e)""",
-        2,
-        ("allow1", "allow2"),
     ),
     # Its test counts no casts: four are what the types that it asks for come to.
     "TensorListThroughFunction": TensorFlowGraph(
+        4,
         """
         at = Constant<value_int = -1>()
-        [allow1] a = MatMul(input, input)
+        [allow1] a = MatMul(input, input)  # low
         [infer1] b = Tanh(a)
         [tl1] empty = SequenceEmpty<dtype = 1>()
         [tl1w1] l1 = SequenceInsert(empty, b)
@@ -308,10 +290,8 @@ GRAPHS: dict[str, TensorFlowGraph] = {
         [tl2] empty2 = SequenceEmpty<dtype = 1>()
         [tl2w1] m1 = SequenceInsert(empty2, b)
         [tl2r1] d = SequenceAt(m1, at)
-        [allow2] e = MatMul(c, d)
+        [allow2] e = MatMul(c, d)  # low
         [fetch1] fetch = Identity(e)""",
-        4,
-        ("allow1", "allow2"),
         functions=_PUSH_AND_POP,
     ),
 }

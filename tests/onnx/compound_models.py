@@ -1,7 +1,5 @@
 """Norms and GELUs as exporters write them out, for the tests of what is found, kept whole and fused."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 from onnx import TensorProto as T

@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
-from onnx_helpers import node_tests
+from onnx_models import node_tests, session
 
 from amp_compiler.errors import AmpError, OnnxError
 from amp_compiler.onnx.check.verify import verify
@@ -54,13 +54,9 @@ def batch_of(case: Any) -> dict[str, Any]:
 
 
 def loads(model: onnx.ModelProto) -> str:
-    """Why ONNX Runtime does not load a model at its default optimisation level; empty where it does."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
+    """Why ONNX Runtime does not load a model at its default optimization level; empty where it does."""
     try:
-        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session(model)
     except Exception as error:  # noqa: BLE001  its errors share no base class but Exception
         return str(error)
     return ""
@@ -68,58 +64,40 @@ def loads(model: onnx.ModelProto) -> str:
 
 # Every 50th model by default, all of them in the slow tests.
 STEPS = pytest.mark.parametrize("step", [50, pytest.param(1, marks=pytest.mark.slow)])
-DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 
 
-@DTYPES
-@STEPS
-def test_within_tolerance_by_true_rounding(dtype, step):
-    """Under the default rules; a model that stays FP32 whole is compared too."""
-    wrong, low = [], 0
-    chosen = list(cases().items())[::step]
-    for name, case in chosen:
-        try:
-            done = convert_onnx(case.model, dtype=dtype)
-            onnx.checker.check_model(done.model, full_check=True)
-            if not done.plan.low_nodes or any(re.search(pattern, name) for pattern in INCOMPARABLE):
-                continue
-            low += 1
-            report = verify(case.model, done.model, [batch_of(case)], trace=False)
-            if not report.ok(BOUNDS[dtype]):
-                wrong.append(f"{name}: {report.largest_error:.3g}")
-        except OnnxError as error:
-            # A model that onnx's own version converter cannot raise is refused with a clear error.
-            if "version converter" not in str(error):
-                wrong.append(f"{name}: {error}"[:300])
-        except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
-    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
-    assert len(cases()) > 1000 and low > 150 // step
-
-
-@DTYPES
-@STEPS
-def test_valid_when_every_node_is_asked_to_be_low(dtype, step):
-    """The strongest rule there is: types that an operator does not take must stay what they are.
+def wrong_of(case: Any, dtype: str, rules: Any) -> tuple[str, bool]:
+    """What is wrong with the conversion of a node test, and whether anything of it is low.
 
     ONNX Runtime, which hardly has bfloat16 kernels on a CPU, must load the FP16 model where it loads the original.
     """
-    wrong, low = [], 0
-    chosen = list(cases().items())[::step]
-    for name, case in chosen:
-        try:
-            done = convert_onnx(case.model, dtype=dtype, rules=LOW)
-            onnx.checker.check_model(done.model, full_check=True)
-            onnx.shape_inference.infer_shapes(done.model, check_type=True, strict_mode=True)
-            low += bool(done.plan.low_nodes)
-            refused = loads(done.model) if dtype == "fp16" and done.changed else ""
-            if refused and not loads(case.model):
-                wrong.append(f"{name}: {refused}"[:300])
-        except OnnxError as error:
-            # A model that onnx's own version converter cannot raise is refused with a clear error.
-            if "version converter" not in str(error):
-                wrong.append(f"{name}: {error}"[:300])
-        except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    try:
+        done = convert_onnx(case.model, dtype=dtype, rules=rules)
+        onnx.checker.check_model(done.model, full_check=True)
+        onnx.shape_inference.infer_shapes(done.model, check_type=True, strict_mode=True)
+        if not done.plan.low_nodes:
+            return "", False
+        refused = loads(done.model) if dtype == "fp16" else ""
+        if refused and not loads(case.model):
+            return refused, True
+        if rules == "default" and not any(re.search(pattern, case.name) for pattern in INCOMPARABLE):
+            report = verify(case.model, done.model, [batch_of(case)], trace=False)
+            return "" if report.ok(BOUNDS[dtype]) else f"{report.largest_error:.3g}", True
+    except OnnxError as error:
+        # A model that onnx's own version converter cannot raise is refused with a clear error.
+        return "" if "version converter" in str(error) else str(error), False
+    except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return f"{type(error).__name__}: {error}", False
+    return "", True
+
+
+@pytest.mark.parametrize("rules", ["default", LOW], ids=["default", "low"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@STEPS
+def test_a_node_is_valid_and_within_tolerance_by_true_rounding(step, dtype, rules):
+    """Under the default rules, and where every node is asked to be low: no op gets a type that it does not take."""
+    chosen = list(cases().values())[::step]
+    found = {case.name: wrong_of(case, dtype, rules) for case in chosen}
+    wrong = [f"{name}: {told}"[:300] for name, (told, _) in found.items() if told]
     assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
-    assert low > 600 // step
+    assert len(cases()) > 1000 and sum(low for _, low in found.values()) > (150 if rules == "default" else 600) // step

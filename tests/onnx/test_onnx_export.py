@@ -5,11 +5,11 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
+from onnx_models import LOW, run_tensors, types
 from torch import nn
 
 import amp_compiler as amp
 
-LOW = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 pytestmark = pytest.mark.long  # an export each; test_export_and_convert.py has some for every day
 
@@ -23,29 +23,14 @@ class Net(nn.Module):
         return self.head(self.norm(self.first(x)))
 
 
+def assert_near(made: np.ndarray, wanted: torch.Tensor, bound: float = 2e-3) -> None:
+    exact = wanted.detach().numpy()
+    assert np.linalg.norm(made - exact) <= bound * np.linalg.norm(exact)
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
     return Net().eval()
-
-
-def run(model: onnx.ModelProto, *inputs: torch.Tensor) -> np.ndarray:
-    import onnxruntime as ort
-
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_inputs()]
-    return session.run(None, dict(zip(names, (one.numpy() for one in inputs), strict=True)))[0]
-
-
-def near(made: np.ndarray, wanted: torch.Tensor, bound: float) -> bool:
-    exact = wanted.detach().numpy()
-    return float(np.linalg.norm(made - exact)) <= bound * float(np.linalg.norm(exact))
-
-
-def types(model: onnx.ModelProto) -> dict[str, int]:
-    known = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
-    found = {value.name: value.type.tensor_type.elem_type for value in (*known.input, *known.value_info, *known.output)}
-    found.update({tensor.name: tensor.data_type for tensor in known.initializer})
-    return found
 
 
 @BOTH
@@ -76,7 +61,7 @@ def test_large_data_go_to_a_file_of_their_own(tmp_path, monkeypatch):
     amp.export_onnx(model, (x,), tmp_path / "m.onnx")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     onnx.checker.check_model(tmp_path / "m.onnx", full_check=True)
-    assert near(run(onnx.load(tmp_path / "m.onnx"), x), model(x), 2e-3)
+    assert_near(run_tensors(onnx.load(tmp_path / "m.onnx"), x), model(x))
 
 
 def test_the_plan_is_the_file():
@@ -88,63 +73,41 @@ def test_the_plan_is_the_file():
     assert len(casts) == sum(cast.bytes > 0 for cast in done.plan.casts) == 2
 
 
-def test_rules_see_the_names_of_modules():
-    rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "head"}, "precision": "fp32"}]}
-    done = amp.export_onnx(net(), (torch.randn(2, 8),), rules=rules)
+@pytest.mark.parametrize("match", [{"module": "head"}, {"module_type": "Wide"}])
+def test_rules_see_the_names_and_classes_of_modules(match):
+    rules = {"version": 1, "extends": "default", "rules": [{"match": match, "precision": "fp32"}]}
+    done = amp.export_onnx(Obeyed().eval(), (torch.randn(2, 8),), rules=rules)
     stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
     assert stored["first.weight"] == TensorProto.FLOAT16 and stored["head.weight"] == TensorProto.FLOAT
 
 
-def test_a_region_without_autocast_stays_fp32():
-    class Region(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            x = self.first(x)
-            with torch.autocast("cpu", enabled=False):
-                return self.head(x)
-
-    done = amp.export_onnx(Region().eval(), (torch.randn(2, 8),))
-    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
-    assert stored["first.weight"] == TensorProto.FLOAT16 and stored["head.weight"] == TensorProto.FLOAT
+class Wide(nn.Linear):
+    """A layer of which rules may speak."""
 
 
-def test_what_the_model_casts_or_gives_a_type_is_obeyed():
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+class Obeyed(nn.Module):
+    """A region without autocast, a type that is asked for, and casts that come to nothing."""
 
-        def forward(self, x):
-            x = self.first(x)
-            return self.head(torch.softmax(x, -1, dtype=torch.float32)), x.float().relu()
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.region, self.head = nn.Linear(8, 8), nn.Linear(8, 8), Wide(8, 8)
 
-    done = amp.export_onnx(Casts().eval(), (torch.randn(2, 8),))
+    def forward(self, x):
+        nothing = x.float().relu()
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            region = self.region(x)
+        return self.head(torch.softmax(x, -1, dtype=torch.float32)), x.float().sigmoid(), region, nothing
+
+
+def test_what_the_model_says_of_types_is_obeyed():
+    done = amp.export_onnx(Obeyed().eval(), (torch.randn(2, 8),))
     read = types(done.model)
-    (softmax,) = [node for node in done.model.graph.node if node.op_type == "Softmax"]
-    (relu,) = [node for node in done.model.graph.node if node.op_type == "Relu"]
-    assert read[softmax.input[0]] == read[relu.input[0]] == TensorProto.FLOAT
-
-
-def test_casts_that_come_to_nothing_go():
-    class Wide(nn.Module):
-        def forward(self, x):
-            return x.float().relu()
-
-    done = amp.export_onnx(Wide(), (torch.randn(2, 8),))
-    assert [node.op_type for node in done.model.graph.node] == ["Relu"]
-
-
-def test_rules_see_the_classes_of_modules():
-    rules = {
-        "version": 1,
-        "extends": "default",
-        "rules": [{"match": {"module_type": "LayerNorm"}, "precision": "fp32"}],
-    }
-    done = amp.export_onnx(net(), (torch.randn(2, 8),), rules=rules)
-    assert [node.precision for node in done.plan.nodes if node.op != "onnx.Cast"] == ["low", "fp32", "low"]
+    assert read["first.weight"] == read["head.weight"] == TensorProto.FLOAT16
+    assert read["region.weight"] == TensorProto.FLOAT
+    by_op = {node.op_type: node for node in done.model.graph.node}
+    assert {read[by_op[op].input[0]] for op in ("Softmax", "Sigmoid", "Relu")} == {TensorProto.FLOAT}
+    assert by_op["Relu"].input[0] == "x"
 
 
 def test_open_ends_have_the_low_type():
@@ -153,8 +116,9 @@ def test_open_ends_have_the_low_type():
     graph = done.model.graph
     assert [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)] == [TensorProto.FLOAT16] * 2
     assert [node.op_type for node in graph.node].count("Cast") == 0
-    made = run(done.model, x.half())
-    assert made.dtype == np.float16 and near(made.astype(np.float32), net()(x), 2e-3)
+    made = run_tensors(done.model, x.half())
+    assert made.dtype == np.float16
+    assert_near(made.astype(np.float32), net()(x))
 
 
 def test_dynamic_shapes_and_names():
@@ -167,7 +131,7 @@ def test_dynamic_shapes_and_names():
     assert [value.name for value in (*graph.input, *graph.output)] == ["features", "scores"]
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
     larger = torch.randn(11, 8)
-    assert near(run(done.model, larger), model(larger), 2e-3)
+    assert_near(run_tensors(done.model, larger), model(larger))
 
 
 def test_an_output_may_have_the_name_of_a_value_within():
@@ -213,9 +177,7 @@ def test_attention_is_written_out_as_torch_computes_it(kind):
         mask[0, 0, 3] = False
     extra = {"bool": (mask,), "hidden rows": (mask,), "float": (torch.randn(2, 1, 6, 6),)}.get(kind, ())
     done = amp.export_onnx(Attend(), (q, k, v, *extra), dtype="fp16")
-    made = run(done.model, q, k, v, *extra)
-    wanted = Attend()(q, k, v, *extra)
-    assert np.isfinite(made).all() and near(made, wanted, 3e-3)
+    assert_near(run_tensors(done.model, q, k, v, *extra), Attend()(q, k, v, *extra), 3e-3)
     read = types(done.model)
     (softmax,) = [node for node in done.model.graph.node if node.op_type == "Softmax"]
     assert read[softmax.input[0]] == TensorProto.FLOAT16  # it computes in FP32 inside

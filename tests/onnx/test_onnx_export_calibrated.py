@@ -1,13 +1,14 @@
-"""`amp.export_onnx` with batches: what leaves the range of FP16 stays FP32."""
-
-from __future__ import annotations
+"""`export_onnx` keeps in FP32 what leaves FP16's range in batches, and what `convert_onnx` keeps without being told."""
 
 import numpy as np
 import pytest
 import torch
+from onnx_models import precisions, run_tensors
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
 
 pytestmark = pytest.mark.long  # an export each
 
@@ -29,43 +30,19 @@ def batch(scale: float, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)), torch.tensor(scale)
 
 
-def run(proto, *inputs: torch.Tensor) -> np.ndarray:
-    import onnxruntime as ort
-
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_inputs()]
-    return session.run(None, dict(zip(names, (one.numpy() for one in inputs), strict=True)))[0]
-
-
-def precisions(plan) -> dict[str, str]:
-    return {node.module or node.op: node.precision for node in plan.nodes}
-
-
 def test_what_leaves_the_range_stays_fp32():
     model = Growing().eval()
-    plain = amp.export_onnx(model, batch(1e5)).plan
+    plain = amp.export_onnx(model, batch(1e5))
     assert precisions(plain)["middle"] == "low"
     done = amp.export_onnx(model, batch(1.0), calibration=[batch(1.0), batch(1e5)])
-    found = precisions(done.plan)
+    found = precisions(done)
     assert found["middle"] == "fp32" and found["first"] == found["last"] == "low"
     reason = next(node.reason for node in done.plan.nodes if node.module == "middle")
     assert "in calibration; fp16 ends at 65504" in reason
     want = model(*batch(1e5)).detach().numpy()
-    assert np.abs(run(done.model, *batch(1e5)) - want).max() < 1e-2 * np.abs(want).max()
-    assert precisions(amp.export_onnx(model, batch(1.0), calibration=[batch(1.0)]).plan)["middle"] == "low"
-    assert (
-        precisions(amp.export_onnx(model, batch(1.0), calibration=[batch(1e5)], dtype="bf16").plan)["middle"] == "low"
-    )
-
-
-def test_the_same_as_converting_the_export(tmp_path):
-    model = Growing().eval()
-    torch.onnx.export(model, batch(1.0), tmp_path / "fp32.onnx", dynamo=True, verbose=False, optimize=False)
-    batches = [{"x": batch(1e5)[0].numpy(), "scale": batch(1e5)[1].numpy()}]
-    converted = amp.convert_onnx(tmp_path / "fp32.onnx", calibration=batches).plan
-    exported = amp.export_onnx(model, batch(1.0), calibration=[batch(1e5)]).plan
-    wide = [[node.precision for node in plan.nodes if node.family == "matmul"] for plan in (converted, exported)]
-    assert wide[0] == wide[1] == ["low", "fp32", "low"]
+    assert np.abs(run_tensors(done.model, *batch(1e5)) - want).max() < 1e-2 * np.abs(want).max()
+    assert precisions(amp.export_onnx(model, batch(1.0), calibration=[batch(1.0)]))["middle"] == "low"
+    assert precisions(amp.export_onnx(model, batch(1.0), calibration=[batch(1e5)], dtype="bf16"))["middle"] == "low"
 
 
 def test_keywords_dynamic_shapes_and_generators():
@@ -74,7 +51,7 @@ def test_keywords_dynamic_shapes_and_generators():
     given = ({"x": batch(1e5, rows)[0], "scale": batch(1e5)[1]} for rows in (3, 7))
     example = {"x": batch(1.0)[0], "scale": batch(1.0)[1]}
     done = amp.export_onnx(model, example, dynamic_shapes=shapes, calibration=given)
-    assert precisions(done.plan)["middle"] == "fp32"
+    assert precisions(done)["middle"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -90,3 +67,82 @@ def test_keywords_dynamic_shapes_and_generators():
 def test_batches_that_do_not_fit_are_refused(calibration, told):
     with pytest.raises(amp.OnnxError, match=told):
         amp.export_onnx(Growing().eval(), batch(1.0), calibration=calibration)
+
+
+pytestmark = pytest.mark.long  # an export each
+
+EYE = torch.eye(16)
+LARGE = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 100 + 3000
+NEAR = (LARGE / 100).round()
+IDS = torch.randint(66000, 90000, (4, 16), generator=torch.Generator().manual_seed(1))
+
+
+class Of(nn.Module):
+    """A function of a product."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x.float() @ EYE)
+
+
+def magnitude(a):
+    return (a[:, :8] * a[:, :8] + a[:, 8:] * a[:, 8:]).sqrt()
+
+
+def distances(a):
+    return (a * a).sum(-1, keepdim=True) - 2 * a @ a.T + (a * a).sum(-1)
+
+
+MODELS = {
+    "magnitude": (magnitude, LARGE),
+    "norm": (lambda a: a / ((a * a).sum(-1, keepdim=True) + 1e-12).sqrt(), LARGE),
+    "mean of squares": (lambda a: a * ((a * a).mean(-1, keepdim=True) + 1e-6).rsqrt(), LARGE),
+    "logarithm": (lambda a: a.softmax(-1).log(), (LARGE - 3000) / 17),
+    "epsilon": (lambda a: a.relu() / (a.relu() + 1e-9), LARGE - 3000),
+    "variance": (lambda a: (a * a).mean(-1) - a.mean(-1) ** 2, NEAR),
+    "distance": (distances, NEAR),
+    "whole numbers": (lambda a: a * 1e-5, IDS),
+}
+
+
+@pytest.mark.sweep(8)  # every kind: the first five leave the range of FP16, the others need digits that BF16 lacks
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_guard_holds_for_an_export(kind, dtype):
+    function, x = MODELS[kind]
+    model = Of(function)
+    made = amp.export_onnx(model, (x,), dtype=dtype).model
+    twin = emulate(made)
+    got = next(iter(Runner(twin.proto, None).run(twin.feeds({made.graph.input[0].name: x.numpy()})).values()))
+    want = model(x).numpy()
+    assert np.isfinite(got).all() == np.isfinite(want).all()
+    near = np.linalg.norm(np.nan_to_num(got - want)) / np.linalg.norm(np.nan_to_num(want))
+    assert near < {"fp16": 4e-3, "bf16": 3e-2}[dtype]
+
+
+class Scaled(nn.Module):
+    """Takes a whole number, and gives one result twice and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, times: int):
+        y = self.layer(x) * times
+        return y, y, x
+
+
+def test_whole_numbers_are_calibrated_and_what_is_given_out_twice_keeps_its_names():
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}, "times": torch.export.Dim.DYNAMIC}
+    batch = (torch.ones(5, 4), 7)
+    made = amp.export_onnx(Scaled(), (torch.ones(2, 4), 3), dynamic_shapes=shapes, calibration=[batch]).model
+    assert [one.name for one in made.graph.input] == ["x", "times"]
+    assert [one.name for one in made.graph.output] == ["output_0", "output_1", "output_2"]
+
+
+def test_a_result_that_is_no_tensor_is_refused():
+    with pytest.raises(amp.AmpError, match="returns 3, which is no tensor"):
+        amp.export_onnx(Of(lambda a: (a, 3)), (LARGE,))

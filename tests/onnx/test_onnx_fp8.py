@@ -1,7 +1,5 @@
 """`math: fp8` in ONNX files: pairs of QuantizeLinear and DequantizeLinear with scales from calibration."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
 from onnx import parser
+from onnx_corpus import built
 
 import amp_compiler as amp
 from amp_compiler.errors import OnnxError
@@ -374,70 +373,13 @@ def test_what_overflows_is_found_without_calibration() -> None:
 # ---- exports
 
 
-def export(module: Any, example: Any, path: Path, name: str) -> None:
-    import torch
-
-    torch.onnx.export(
-        module.eval(), (example,), path, dynamo=True, input_names=[name], output_names=["y"], verbose=False,
-        external_data=False,
-    )  # fmt: skip
-
-
-def exported(kind: str, path: Path) -> tuple[list[Batch], Counter[str]]:
-    """Write GPT-2 with two blocks, or a residual network; batches, and how many products have FP8 operands."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    if kind == "gpt2":
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            vocab_size=256, n_positions=32, n_embd=64, n_layer=2, n_head=2, use_cache=False, attn_implementation="eager"
-        )
-        net = GPT2LMHeadModel(config)
-
-        class Logits(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = net
-
-            def forward(self, ids: torch.Tensor) -> torch.Tensor:
-                return self.net(input_ids=ids, use_cache=False).logits
-
-        batches = [{"ids": torch.randint(256, (2, 16)).numpy()} for _ in range(2)]
-        export(Logits(), torch.from_numpy(batches[0]["ids"]), path, "ids")
-        return batches, Counter(Gemm=8)
-
-    class Block(nn.Module):
-        def __init__(self, inner: int, outer: int) -> None:
-            super().__init__()
-            stride = 2 if inner != outer else 1
-            self.ways = nn.ModuleList([
-                nn.Sequential(nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(),
-                              nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)),
-                nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)),
-            ])  # fmt: skip
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.ways[0](x) + self.ways[1](x))
-
-    net = nn.Sequential(nn.Conv2d(3, 16, 7, 2, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(3, 2, 1), Block(16, 16),
-                        Block(16, 32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 16))  # fmt: skip
-    for _ in range(3):
-        net(torch.randn(8, 3, 32, 32))
-    batches = [{"x": torch.randn(2, 3, 32, 32).numpy()} for _ in range(2)]
-    export(net, torch.from_numpy(batches[0]["x"]), path, "x")
-    return batches, Counter(Conv=7, Gemm=1)
-
-
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["gpt2", "resnet"])
-def test_exports(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    batches, counts = exported(kind, path)
-    for rules in ("fp8", "fp8-rowwise"):
-        done = converted(onnx.load(path), batches, rules)
-        assert Counter(node.op.removeprefix("onnx.") for node in done.plan.nodes if node.math) == counts
-        assert done.refusal is None and 0.01 < done.report.largest_error < 0.1
+@pytest.mark.parametrize(
+    ("name", "rules", "counts"),
+    [("gpt2", "fp8-rowwise", {"Gemm": 8}), ("resnet50", "fp8", {"Conv": 53})],
+)
+def test_exports(name: str, rules: str, counts: dict[str, int]) -> None:
+    source, batches = built(name)
+    done = converted(source, batches, rules)
+    assert Counter(node.op.removeprefix("onnx.") for node in done.plan.nodes if node.math) == counts
+    assert done.refusal is None and 0.01 < done.report.largest_error < 0.1

@@ -1,7 +1,5 @@
 """`fuse=True`: norms and GELUs in parts become one op each where that computes the same, and stay as they are else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,16 +9,13 @@ from hypothesis import strategies as st
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx.reference import ReferenceEvaluator
-from onnx_corpus import built
 from onnx_models import DTYPES, check, info, model, node, run, scalar, weight
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
-from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.fuse import fuse
 from amp_compiler.onnx.model.model import open_model, read_model
-from amp_compiler.onnx.model.opset import raise_opset
 from amp_compiler.onnx.model.save import to_proto
 
 ROOTS = ("sqrt_div", "reciprocal", "one_over", "pow_half", "pow_minus_half")
@@ -276,24 +271,3 @@ def test_in_bodies():
     assert done.fused == {"LayerNormalization": 1}
     feeds = {"x": RNG.standard_normal((2, 5, 8)).astype(np.float32), "go": np.asarray(True)}
     np.testing.assert_allclose(run(source, feeds)[0], run(made, feeds)[0], rtol=1e-5, atol=1e-6)
-
-
-EXPORTED = {"llama": {"RMSNormalization": 5}, "t5": {"RMSNormalization": 12}, "gpt2": {"Gelu": 2}}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", EXPORTED)
-def test_exports_of_transformers(name):
-    """No cast is left within, and the error is that of a 16-bit model."""
-    source, batches = built(name)
-    raised = raise_opset(open_model(source), 23, "the norm is asked for")
-    made, done = fused(raised)
-    assert done.fused == EXPORTED[name] and not done.left
-    for want, got in zip(run(source, batches[1]), run(made, batches[1]), strict=True):
-        assert np.linalg.norm(want - got) <= 1e-6 * np.linalg.norm(want)
-    converted = convert_onnx(source, dtype="fp16", fuse=True, opset=23)
-    assert converted.refusal is None
-    assert [entry.output[0] for entry in converted.model.graph.node if entry.op_type == "Cast"] == ["logits"]
-    parts, whole = (verify(source, convert_onnx(source, dtype="fp16", fuse=one, opset=23).model, batches)
-                    for one in (False, True))  # fmt: skip
-    assert whole.largest_error <= 1.2 * parts.largest_error

@@ -1,7 +1,5 @@
 """Lists of tensors: what reads or makes one list, puts in or takes out, runs in one type, and no cast takes a list."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import parser
-from onnx_models import DTYPES, check, info, model, node, run, scalar, weight
+from onnx_models import DTYPES, check, info, model, node, precisions, run, scalar, weight
 
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
@@ -28,10 +26,6 @@ def graph(body, outputs="float[4, 4] y", inputs=""):
     return made
 
 
-def precisions(plan):
-    return {planned.name: planned.precision for planned in plan.nodes}
-
-
 def held(made):
     """The element type of each empty list."""
     return [entry.attribute[0].i for entry in made.graph.node if entry.op_type == "SequenceEmpty"]
@@ -46,7 +40,7 @@ PRODUCTS = """
 def test_a_list_of_products_is_low():
     source = graph(PRODUCTS)
     done = check(source, "fp16")
-    assert {precisions(done.plan)[one] for one in ("put", "more", "drop", "take")} == {"low"}
+    assert {precisions(done)[one] for one in ("put", "more", "drop", "take")} == {"low"}
     assert held(done.model) == [T.FLOAT16] and len([cast for cast in done.plan.casts if cast.bytes]) == 2
     assert verify(source, done.model, [{"x": X}]).largest_error < 2e-3
 
@@ -67,27 +61,14 @@ def test_an_fp32_reader_sees_no_rounded_number(put_in):
         [product] a = MatMul(x, w) [relu] r = Relu(x) [made] l = SequenceConstruct(a, {put_in})
         one = Constant<value_int = 1>() [take] c = SequenceAt(l, one) [same] y = Identity(c)""")
     done = check(source, "fp16")
-    assert precisions(done.plan)["made"] == precisions(done.plan)["take"] == "fp32"
+    assert precisions(done)["made"] == precisions(done)["take"] == "fp32"
     np.testing.assert_array_equal(run(done.model, {"x": X})[0], run(source, {"x": X})[0])
-
-
-def test_an_empty_list_of_which_two_come():
-    source = graph(
-        """[product] a = MatMul(x, w) [empty] e = SequenceEmpty<dtype = 1>()
-        [low] l = SequenceInsert(e, a) [wide] m = SequenceInsert(e, x)
-        [p] c = SequenceAt(l, at) [q] z = SequenceAt(m, at) [last] y = MatMul(c, w)""",
-        "float[4, 4] y, float[4, 4] z",
-    )
-    done = check(source, "fp16")
-    assert (precisions(done.plan)["low"], precisions(done.plan)["wide"]) == ("low", "fp32")
-    assert sorted(held(done.model)) == [T.FLOAT, T.FLOAT16]
-    np.testing.assert_array_equal(run(done.model, {"x": X})[1], X)
 
 
 def test_a_length_asks_for_no_type():
     source = graph(PRODUCTS + "[count] k = SequenceLength(m)", "float[4, 4] y, int64 k")
     done = check(source, "fp16")
-    assert precisions(done.plan)["more"] == "low" and run(done.model, {"x": X})[1] == 2
+    assert precisions(done)["more"] == "low" and run(done.model, {"x": X})[1] == 2
 
 
 GIVEN = {
@@ -105,82 +86,56 @@ GIVEN = {
 def test_what_enters_or_leaves_the_graph_keeps_its_type(kind, keep):
     source = graph(*GIVEN[kind])
     done = check(source, "fp16", keep_io_types=keep)
-    assert precisions(done.plan)["made"] == "keep" and precisions(done.plan)["product"] == "low"
+    assert precisions(done)["made"] == "keep" and precisions(done)["product"] == "low"
     before = [one.type for one in (*source.graph.input, *source.graph.output) if one.type.HasField("sequence_type")]
     after = [one.type for one in (*done.model.graph.input, *done.model.graph.output)]
     assert before and all(one in after for one in before)
 
 
-def carried():
-    """A Loop puts a product into a list that it carries."""
-    listed = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
-    flag, count = info("go", kind=T.BOOL), info("i", kind=T.INT64)
-    body = h.make_graph(
-        [node("Identity", ["go"], ["on"]), node("MatMul", ["x", "w"], ["p"], "inner"),
-         node("SequenceInsert", ["l", "p"], ["m"], "put")],
-        "body", [count, flag, h.make_value_info("l", listed)],
-        [info("on", kind=T.BOOL), h.make_value_info("m", listed)],
-    )  # fmt: skip
-    nodes = [
-        node("SequenceEmpty", [], ["e"], dtype=T.FLOAT),
-        h.make_node("Loop", ["three", "", "e"], ["r"], "loop", body=body),
-        node("SequenceAt", ["r", "at"], ["c"], "take"),
-        node("MatMul", ["c", "w"], ["y"], "last"),
-    ]
-    data = [weight("w", 4, 4), AT, scalar("three", 3, np.int64)]
-    return model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], data, opset=18)
-
-
-def chosen():
-    """An If puts a product into a list, or not, and reads another one that is outside."""
-
-    def branch(name, *made):
-        kind = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
-        return h.make_graph(list(made), name, [], [h.make_value_info(made[-1].output[0], kind)])
-
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"], "product"),
-        node("SequenceConstruct", ["a", "a"], ["l"], "made"),
-        h.make_node(
-            "If", ["go"], ["r"], "pick",
-            then_branch=branch("then", node("SequenceAt", ["l", "at"], ["p"], "inner"),
-                               node("SequenceInsert", ["l", "p"], ["m"], "put")),
-            else_branch=branch("other", node("SequenceErase", ["l", "at"], ["n"], "drop")),
-        ),
-        node("SequenceAt", ["r", "at"], ["c"], "take"),
-        node("MatMul", ["c", "w"], ["y"], "last"),
-    ]  # fmt: skip
-    return model(
-        nodes, [info("x", 4, 4), info("go", kind=T.BOOL)], [info("y", 4, 4)], [weight("w", 4, 4), AT], opset=18
-    )
+BORDERS = {
+    "a Loop puts a product into a list that it carries": """
+        three = Constant<value_int = 3>() e = SequenceEmpty<dtype = 1>()
+        r = Loop(three, , e) <body = body (int64 i, bool go, seq(float[4, 4]) l) => (bool on, seq(float[4, 4]) m) {
+            on = Identity(go)
+            p = MatMul(x, w)
+            [put] m = SequenceInsert(l, p)
+        }>""",
+    "an If puts a product into a list, or not, and reads another one that is outside": """
+        a = MatMul(x, w)
+        l = SequenceConstruct(a, a)
+        r = If(go) <then_branch = then () => (seq(float[4, 4]) m) {
+            p = SequenceAt(l, at)
+            [put] m = SequenceInsert(l, p)
+        }, else_branch = other () => (seq(float[4, 4]) n) {
+            n = SequenceErase(l, at)
+        }>""",
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", [carried, chosen])
-def test_a_list_that_crosses_the_border_of_a_body_keeps_its_type(make, dtype):
-    source = make()
+@pytest.mark.parametrize("border", BORDERS)
+def test_a_list_that_crosses_the_border_of_a_body_keeps_its_type(border, dtype):
+    source = graph(BORDERS[border] + "[take] c = SequenceAt(r, at) [last] y = MatMul(c, w)", inputs=", bool go")
     done = check(source, dtype)
-    found = precisions(done.plan)
+    found = precisions(done)
     assert found["put"] == found["take"] == "keep" and found["last"] == "low"
-    feeds = {"x": X, **({"go": np.asarray(True)} if make is chosen else {})}
+    feeds = {"x": X, "go": np.asarray(True)}
     assert verify(source, done.model, [feeds]).largest_error < (2e-3 if dtype == "fp16" else 2e-2)
 
 
 def test_a_list_is_read_within_a_body():
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"], "product"),
-        node("SequenceConstruct", ["a", "a"], ["l"], "made"),
-        h.make_node(
-            "If", ["go"], ["y"], "pick",
-            then_branch=h.make_graph([node("SequenceAt", ["l", "at"], ["p"], "inner"),
-                                      node("MatMul", ["p", "w"], ["q"], "last")], "then", [], [info("q", 4, 4)]),
-            else_branch=h.make_graph([node("MatMul", ["a", "w"], ["o"])], "other", [], [info("o", 4, 4)]),
-        ),
-    ]  # fmt: skip
-    source = model(nodes, [info("x", 4, 4), info("go", kind=T.BOOL)], [info("y", 4, 4)], [weight("w", 4, 4), AT],
-                   opset=18)  # fmt: skip
+    source = graph(
+        """a = MatMul(x, w) [made] l = SequenceConstruct(a, a)
+        y = If(go) <then_branch = then () => (float[4, 4] q) {
+            [inner] p = SequenceAt(l, at)
+            q = MatMul(p, w)
+        }, else_branch = other () => (float[4, 4] o) {
+            o = MatMul(a, w)
+        }>""",
+        inputs=", bool go",
+    )
     done = check(source, "fp16")
-    assert precisions(done.plan)["made"] == precisions(done.plan)["inner"] == "low"
+    assert precisions(done)["made"] == precisions(done)["inner"] == "low"
     for go in (True, False):
         assert verify(source, done.model, [{"x": X, "go": np.asarray(go)}]).largest_error < 2e-3
 

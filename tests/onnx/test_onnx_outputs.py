@@ -1,12 +1,8 @@
 """What a conversion writes to: only regular files, never its input, model and data together, mode and links kept."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +10,9 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper as nh
-from onnx_models import copy, info, mlp, model, node, weight
+from onnx_models import copy, mlp, run_program
 
 import amp_compiler as amp
-from amp_compiler.cli import main as cli
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import PREFIX, sweep, workspace, write_atomically
 from amp_compiler.onnx.convert import convert_onnx
@@ -166,13 +161,10 @@ def test_files_that_are_somebody_elses_stay(tmp_path):
 STEPS = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import numpy as np, onnx
-from onnx import numpy_helper as nh
 from test_onnx_outputs import numbers, stored_beside
 from amp_compiler.onnx.convert import convert_onnx
 
-folder = Path(sys.argv[2])
+folder = Path(sys.argv[1])
 out = folder / "out.onnx"
 old, new = stored_beside(folder / "old", "m.onnx", 1.0), stored_beside(folder / "new", "m.onnx", 2.0)
 armed, left = False, 0
@@ -219,15 +211,7 @@ for step in range(20):
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory) -> tuple[list[str], list[str]]:
     """What a reader sees between the steps of a conversion, and what kills between them leave."""
-    folder = str(tmp_path_factory.mktemp("steps"))
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the project may lie there
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, known)])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", STEPS, str(Path(__file__).parent), folder],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
+    lines = run_program(STEPS, tmp_path_factory.mktemp("steps")).splitlines()
     end = next(number for number, line in enumerate(lines, 1) if line.startswith("end"))
     return lines[:end], lines[end:]
 
@@ -271,20 +255,6 @@ def test_a_folder_in_use_is_not_swept_away(tmp_path):
 # ---- the shell
 
 
-@pytest.fixture
-def shell(monkeypatch, capsys):
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["amp-compiler", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, capsys.readouterr().err
-
-    return call
-
-
 @pytest.mark.parametrize("place", ["in.onnx", "in.onnx.bin", "out.onnx", "out.onnx.data", "rules.yaml", "link", "pipe"])
 def test_a_report_never_takes_the_place_of_another_file(place, shell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -308,28 +278,6 @@ def test_explain_does_not_overwrite_what_it_reads(option, shell, tmp_path):
     code, err = shell("explain", tmp_path / "in.onnx", "--output", tmp_path / "a", "--html", tmp_path / "a")
     assert code == 2 and "it is --output" in err
     assert (tmp_path / "in.onnx").read_bytes() == before
-
-
-def test_a_constant_node_with_data_in_a_file_keeps_them(tmp_path):
-    """Data in a file of their own may belong to an attribute; the output stands in another folder."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    source = model(
-        [node("Constant", [], ["w"], value=weight("w", 8, 8)), node("MatMul", ["x", "w"], ["y"])],
-        [info("x", 4, 8)],
-        [info("y", 4, 8)],
-    )
-    onnx.save(
-        copy(source), folder / "m.onnx", save_as_external_data=True, location="d.bin", size_threshold=0,
-        convert_attribute=True,
-    )  # fmt: skip
-    for rules in ("default", {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}):
-        out = tmp_path / "out.onnx"
-        convert_onnx(folder / "m.onnx", out, rules=rules)
-        onnx.checker.check_model(str(out), full_check=True)
-        held = [one.attribute[0].t for one in onnx.load(out).graph.node if one.op_type == "Constant"]
-        want = nh.to_array(source.graph.node[0].attribute[0].t)
-        np.testing.assert_allclose(nh.to_array(held[0]).astype(np.float32), want, rtol=1e-3)
 
 
 def test_a_result_in_memory_holds_all_its_data(tmp_path):

@@ -1,8 +1,7 @@
 """Rules on stored numbers: how large they are, and how many."""
 
-from __future__ import annotations
-
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import TensorProto as T
@@ -58,8 +57,6 @@ def test_a_rule_speaks_of_the_stored_numbers(match, wide, folded):
 
 
 def test_data_in_a_file_of_their_own_are_read(tmp_path):
-    import onnx
-
     onnx.save(chain(), tmp_path / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
     plan = amp.explain(tmp_path / "m.onnx", rules=rules(weight_absmax="> 1000"), dtype="fp16")
     assert [entry.name for entry in plan.nodes if entry.precision == "fp32"] == ["large"]

@@ -1,19 +1,15 @@
 """`target=`: no node gets a type for which its provider has no kernel; ONNX Runtime itself says so of its CPU."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import helper
 from onnx_corpus import MADE, built
 from onnx_corpus.case import Case
-from onnx_models import LOW, info, weight
+from onnx_models import LOW, info, model, node, nodes_of, types, weight
 from test_onnx_corpus import both, over
 from test_onnx_quantized import qdq
 from torch import nn
@@ -22,8 +18,6 @@ import amp_compiler as amp
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.onnx.convert import Conversion, convert_onnx
-from amp_compiler.onnx.model.infer import infer
-from amp_compiler.onnx.model.model import proto_bodies
 from amp_compiler.policy.targets import TARGETS, load_target
 
 QUICK = [case.name for case in MADE]
@@ -41,14 +35,6 @@ ON_EACH = [
 def is_slow(case: Case) -> bool:
     """Of the models that are exported one is quick."""
     return case not in MADE and case.name != "vit"
-
-
-def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph, those of bodies before the node that holds them."""
-    for node in graph.node:
-        for body in proto_bodies(node).values():
-            yield from nodes_of(body)
-        yield node
 
 
 def inserted(model: onnx.ModelProto, folder: Path) -> int:
@@ -69,6 +55,7 @@ def counted(done: Conversion) -> tuple[int, ...]:
     return tuple(map(int, match.groups()))
 
 
+@pytest.mark.sweep(30)
 @both(lambda case: True, slow=is_slow)
 def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dtype, tmp_path):
     done = convert_onnx(built(name)[0], dtype=dtype, target="cpu")
@@ -78,6 +65,7 @@ def test_on_the_cpu_every_model_loads_and_onnx_runtime_inserts_no_cast(name, dty
     assert own[0] == own[1], "what has a kernel among nodes without one gets no casts"
 
 
+@pytest.mark.sweep(14)
 @over(lambda case: case.name not in PARTED, slow=is_slow)
 def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
     plain = convert_onnx(built(name)[0])
@@ -86,7 +74,7 @@ def test_what_it_would_insert_without_a_target_is_counted(name, tmp_path):
     assert missing > 0
 
 
-@pytest.mark.sweep(80)
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize(("target", "dtype"), ON_EACH)
 @pytest.mark.parametrize("name", QUICK)
 def test_every_node_has_a_kernel_in_its_type(name, target, dtype):
@@ -94,30 +82,13 @@ def test_every_node_has_a_kernel_in_its_type(name, target, dtype):
     providers = load_target(target)
     model = convert_onnx(built(name)[0], dtype=dtype, target=target).model
     opset = {one.domain: one.version for one in model.opset_import}
-    types = types_of(model)
-    for node in nodes_of(model.graph):
-        if node.op_type in ("Cast", "CastLike", "If", "Loop", "Scan", "Constant", "ConstantOfShape"):
+    known = types(model)
+    for entry in nodes_of(model.graph):
+        if entry.op_type in ("Cast", "CastLike", "If", "Loop", "Scan", "Constant", "ConstantOfShape"):
             continue
-        if LOW[dtype] in {types.get(value) for value in (*node.input, *node.output)}:
-            op = f"{node.domain or 'onnx'}.{node.op_type}"
-            assert providers.obstacle(op, opset[node.domain], LOW_TYPES[dtype]) is None, (node.name, op)
-
-
-def types_of(model: onnx.ModelProto) -> dict[str, int]:
-    """The element type of every value, in bodies too."""
-    inferred = infer(model, strict=True)
-    types: dict[str, int] = {}
-
-    def add(graph: onnx.GraphProto) -> None:
-        for value in (*graph.input, *graph.output, *graph.value_info):
-            types[value.name] = value.type.tensor_type.elem_type
-        types.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
-        for node in graph.node:
-            for body in proto_bodies(node).values():
-                add(body)
-
-    add(inferred.graph)
-    return types
+        if LOW[dtype] in {known.get(value) for value in (*entry.input, *entry.output)}:
+            op = f"{entry.domain or 'onnx'}.{entry.op_type}"
+            assert providers.obstacle(op, opset[entry.domain], LOW_TYPES[dtype]) is None, (entry.name, op)
 
 
 def test_a_plan_names_the_line_of_the_table_and_the_tables_differ():
@@ -139,20 +110,8 @@ def test_an_opset_is_not_raised_for_a_type_that_the_target_has_no_kernel_for():
 
 def test_an_opset_is_not_raised_where_other_nodes_lose_their_kernels():
     """CUDA has BF16 convolutions from opset 22 on, and no pooling of that opset."""
-    source = helper.make_model(
-        helper.make_graph(
-            [
-                helper.make_node("Conv", ["x", "w"], ["c"], name="conv"),
-                helper.make_node("GlobalAveragePool", ["c"], ["y"], name="pool"),
-            ],
-            "pooled",
-            [info("x", 1, 3, 8, 8)],
-            [info("y", 1, 4, 1, 1)],
-            [weight("w", 4, 3, 3, 3)],
-        ),
-        opset_imports=[helper.make_opsetid("", 20)],
-        ir_version=10,
-    )
+    nodes = [node("Conv", ["x", "w"], ["c"], "conv"), node("GlobalAveragePool", ["c"], ["y"], "pool")]
+    source = model(nodes, [info("x", 1, 3, 8, 8)], [info("y", 1, 4, 1, 1)], [weight("w", 4, 3, 3, 3)], opset=20)
     done = convert_onnx(source, dtype="bf16", target="cuda")
     assert done.model.opset_import[0].version == 20 and counted(done)[0] == 0
     asked = convert_onnx(source, dtype="bf16", target="cuda", opset=22)
@@ -173,17 +132,18 @@ def test_tensorrt_keeps_quantised_pairs_whatever_the_rules_say(dtype):
     assert all(written[node.name] == node for node in pairs)
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("name", QUICK)
 def test_for_tensorrt_every_node_reads_one_floating_point_type(name):
     """A strongly typed network casts nothing by itself, so that what is FP32 has a cast on each of its borders."""
     for dtype in LOW:
         model = convert_onnx(built(name)[0], dtype=dtype, target="tensorrt").model
-        types = types_of(model)
-        for node in nodes_of(model.graph):
-            floats = {types.get(value) for value in node.input} & {onnx.TensorProto.FLOAT, LOW[dtype]}
-            assert len(floats) <= 1 or node.op_type in ("Resize", "Dropout", "If", "Loop", "Scan"), (
-                node.name,
-                node.op_type,
+        known = types(model)
+        for entry in nodes_of(model.graph):
+            floats = {known.get(value) for value in entry.input} & {onnx.TensorProto.FLOAT, LOW[dtype]}
+            assert len(floats) <= 1 or entry.op_type in ("Resize", "Dropout", "If", "Loop", "Scan"), (
+                entry.name,
+                entry.op_type,
             )
 
 
@@ -203,7 +163,7 @@ def test_an_export_for_the_cpu_loads_and_gets_no_cast(dtype, module, shape, tmp_
 def test_an_export_for_cuda_has_a_batch_norm_in_one_type():
     done = amp.export_onnx(CNN.eval(), (torch.randn(2, 3, 8, 8),), target="cuda")
     (norm,) = (node for node in done.model.graph.node if node.op_type == "BatchNormalization")
-    assert {types_of(done.model)[name] for name in norm.input} == {onnx.TensorProto.FLOAT16}
+    assert {types(done.model)[name] for name in norm.input} == {onnx.TensorProto.FLOAT16}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """`onnx_to_fx`: names, weights and constants, control flow, functions, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import gc
-import subprocess
-import sys
 
 import numpy as np
 import onnx
@@ -15,9 +11,10 @@ import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper, parser
+from onnx_models import run_program
 
 import amp_compiler as amp
-from amp_compiler.errors import AmpError, CaptureError, OnnxError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.onnx.importing.ops import op, registry
 
 HEAD = '<ir_version: 8, opset_import: ["" : 17]>\n'
@@ -65,16 +62,6 @@ def test_all_forms_of_a_model_are_read(form, tmp_path):
     assert [name for name, _ in module.named_parameters()] == ["w", "b"]
 
 
-def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(OnnxError, match="no such file"):
-        amp.onnx_to_fx(tmp_path / "none.onnx")
-    (tmp_path / "bad.onnx").write_bytes(b"\xff not a model")
-    with pytest.raises(OnnxError, match="no ONNX model"):
-        amp.onnx_to_fx(tmp_path / "bad.onnx")
-    with pytest.raises(AmpError, match="cannot read a int"):
-        amp.onnx_to_fx(3)
-
-
 def test_weights_are_parameters_and_the_rest_is_not():
     rows = {
         "enc.0.weight": np.ones((4, 4), np.float32), "enc.0": np.ones(4, np.float32), "a/b:0": np.ones(4, np.float32),
@@ -113,27 +100,6 @@ def test_weights_are_parameters_and_the_rest_is_not():
     assert again(x34()).equal(module(x34()))
 
 
-def test_shape_arithmetic_is_plain_numbers_and_takes_symbolic_sizes():
-    text = (
-        HEAD
-        + """g (float[N,4] x) => (float[M,2] y)
-    <int64[1] two = {2}, int64[1] rest = {-1}, int64 zero = {0}, int64[1] axis = {0}> {
-      s = Shape(x)
-      n = Gather(s, zero)
-      d = Unsqueeze(n, axis)
-      m = Mul(d, two)
-      q = Div(m, two)
-      r = Mul(q, two)
-      shape = Concat<axis=0>(r, rest)
-      y = Reshape(x, shape)
-    }"""
-    )
-    module = assert_as_onnx_runtime(text, x34())
-    program = torch.export.export(module, (x34(),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False)
-    assert program.module()(torch.ones(6, 4)).shape == (12, 2)
-    assert not list(module.buffers())
-
-
 CONTROL = {
     "a branch that data chooses": """g (float[3,4] x) => (float[3,4] y) <float[4] w = {1,2,3,4}> {
       s = ReduceSum<keepdims=0>(x)
@@ -150,6 +116,10 @@ CONTROL = {
     <float[4] w = {1,2,3,4}, int64 n = {3}, bool c = {1}> {
       y, ys = Loop(n, c, x) <body = b (int64 i, bool ci, float[3,4] s) => (bool co, float[3,4] so, float[3,4] sc)
         { co = Identity(ci) f = Cast<to=1>(i) m = Mul(s, w) so = Add(m, f) sc = Tanh(so) }>
+    }""",
+    "a scan from the end": """g (float[3,4] x) => (float[4] y, float[3,4] ys) <float[4] w = {0.1,0.2,0.3,0.4}> {
+      y, ys = Scan<num_scan_inputs=1, scan_input_directions=[1], body = b (float[4] s, float[4] r) =>
+        (float[4] so, float[4] sc) { m = Mul(s, r) so = Add(m, w) sc = Tanh(so) }>(w, x)
     }""",
     "a loop over a dimension": """g (float[3,4] x) => (float[4] y)
     <float[4] w = {1,2,3,4}, bool c = {1}, int64 z = {0}> {
@@ -169,33 +139,6 @@ def test_control_flow(text):
         compiled = amp.compile(module, dtype="bf16", backend="eager")
         first = lambda made: made[0] if isinstance(made, tuple) else made  # noqa: E731
         torch.testing.assert_close(first(compiled(x)), first(module(x)), rtol=2e-2, atol=1e-2)
-
-
-def test_scan_is_unrolled():
-    body = helper.make_graph(
-        [helper.make_node("Mul", ["s", "r"], ["m"]), helper.make_node("Add", ["m", "w"], ["so"]),
-         helper.make_node("Tanh", ["so"], ["sc"])],
-        "body", [helper.make_tensor_value_info(one, TensorProto.FLOAT, [4]) for one in ("s", "r")],
-        [helper.make_tensor_value_info(one, TensorProto.FLOAT, [4]) for one in ("so", "sc")],
-    )  # fmt: skip
-    graph = helper.make_graph(
-        [helper.make_node("Scan", ["w", "x"], ["y", "ys"], body=body, num_scan_inputs=1, scan_input_directions=[1])],
-        "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 4])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [4]),
-         helper.make_tensor_value_info("ys", TensorProto.FLOAT, [5, 4])],
-        [numpy_helper.from_array(np.arange(1, 5, dtype=np.float32) / 10, "w")],
-    )  # fmt: skip
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    module = amp.onnx_to_fx(model)
-    state = w = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    rows = []
-    for row in x.flip(0):
-        state = state * row + w
-        rows.append(state.tanh())
-    torch.testing.assert_close(module(x), (state, torch.stack(rows)))
-    module(x)[0].sum().backward()
-    assert module.w.grad.norm() > 0
 
 
 def test_functions_of_the_model_are_inlined_with_their_attributes():
@@ -226,12 +169,6 @@ def test_all_missing_operators_are_named_at_once_and_can_be_added():
     finally:
         for name in ("Alpha", "Beta"):
             del registry._OPS["my.ops", name]
-
-
-def test_an_unknown_attribute_is_refused_with_its_node():
-    model = parser.parse_model(HEAD + "g (float[3,4] x) => (float[3,4] y) { [relu] y = Relu<slope=0.5>(x) }")
-    with pytest.raises(CaptureError, match=r"node 'relu' \(Relu\): attribute 'slope'"):
-        amp.onnx_to_fx(model)
 
 
 @pytest.mark.parametrize(
@@ -285,32 +222,34 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
         amp.training_step(
             str(path), loss_fn, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), backend="eager"
         )
-    module = amp.onnx_to_fx(path)
-    step = amp.training_step(
-        module, loss_fn, torch.optim.SGD(module.parameters(), 0.001), dtype="bf16", backend="eager"
-    )
-    losses = [float(step(x34())) for _ in range(5)]
-    assert losses[-1] < losses[0]
     with pytest.raises(AmpError, match=r"amp\.compile takes an nn.Module or a function, not a int"):
         amp.compile(3)
 
 
-def test_a_module_is_copied_saved_and_loaded(tmp_path):
+def test_a_module_with_shape_arithmetic_is_copied_saved_and_loaded(tmp_path):
+    """Which is plain numbers, and takes symbolic sizes."""
     text = (
         HEAD
-        + """g (float[N,4] x) => (float[M,2] y) <float[4] w = {1,2,3,4}, int64[1] two = {2}, int64[1] rest = {-1}> {
+        + """g (float[N,4] x) => (float[M,2] y) <float[4] w = {1,2,3,4}, int64[1] two = {2}, int64[1] rest = {-1},
+      int64 zero = {0}, int64[1] axis = {0}> {
       one = Constant<value = float[1] {1}>()
       four = Constant<value = int64[1] {4}>()
       ones = Expand(one, four)
       a = Mul(x, w)
       b = Add(a, ones)
-      s = Shape<start=0, end=1>(x)
-      m = Mul(s, two)
+      s = Shape(x)
+      n = Gather(s, zero)
+      d = Unsqueeze(n, axis)
+      p = Mul(d, two)
+      q = Div(p, two)
+      m = Mul(q, two)
       shape = Concat<axis=0>(m, rest)
       y = Reshape(b, shape)
     }"""
     )
     module = assert_as_onnx_runtime(text, x34())
+    program = torch.export.export(module, (x34(),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False)
+    assert program.module()(torch.ones(6, 4)).shape == (12, 2)
     torch.save(module, tmp_path / "m.pt")
     loaded = torch.load(tmp_path / "m.pt", weights_only=False)
     for other in (copy.deepcopy(module), loaded):
@@ -336,9 +275,8 @@ def test_torch_forgets_the_code_of_a_module_that_is_gone():
 @pytest.mark.long
 def test_the_same_model_gives_the_same_code_under_any_hash_seed():
     code = f"import amp_compiler as a, onnx.parser as p; print(a.onnx_to_fx(p.parse_model({LINEAR!r})).code, end='')"
-    environment = {"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"}
-    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert made.stdout == amp.onnx_to_fx(parser.parse_model(LINEAR)).code
+    made = run_program(code, PYTHONHASHSEED="7")
+    assert made == amp.onnx_to_fx(parser.parse_model(LINEAR)).code
 
 
 FP8 = {
@@ -346,23 +284,9 @@ FP8 = {
     for kind, name in ((17, "float8_e4m3fn"), (18, "float8_e4m3fnuz"), (19, "float8_e5m2"), (20, "float8_e5m2fnuz"))
 }
 RANGE = [
-    0.0,
-    -0.0,
-    np.nan,
-    np.inf,
-    -np.inf,
-    1e30,
-    448.0,
-    463.0,
-    464.0,
-    465.0,
-    -480.0,
-    240.0,
-    247.0,
-    249.0,
-    57344.0,
+    0.0, -0.0, np.nan, np.inf, -np.inf, 1e30, 448.0, 463.0, 464.0, 465.0, -480.0, 240.0, 247.0, 249.0, 57344.0,
     -61440.0,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("like", [False, True], ids=["Cast", "CastLike"])

@@ -1,23 +1,16 @@
-"""What `convert_onnx` leaves alone: quantised parts, sequences, FP64, custom domains, types that are not known."""
-
-from __future__ import annotations
+"""Ops that ONNX does not know: ONNX Runtime's own have types and families, all others stay, with what they read."""
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
-from onnx_models import (
-    DTYPES,
-    RNG,
-    check,
-    info,
-    model,
-    node,
-    types,
-    weight,
-)
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, LOW, RNG, check, info, model, node, same_numbers, types, weight
 
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 
 
@@ -102,3 +95,112 @@ def test_a_zipmap_is_left_alone_with_what_it_reads(outside, tmp_path):
     assert made.graph.output[1].type == source.graph.output[1].type and done.refusal is None
     assert done.report.ok(2e-3) and len(done.report.outputs) == 2
     assert any("ai.onnx.ml.ZipMap" in note for note in done.notes)
+
+
+X = RNG.standard_normal((2, 6, 16)).astype(np.float32)
+
+
+def own(op, inputs, outputs, name, **attrs):
+    return node(op, inputs, outputs, name, domain="com.microsoft", **attrs)
+
+
+def optimized():
+    """Half of a layer of a transformer, as the optimizer writes it: without a word on what its ops make."""
+    mask = nh.from_array(np.array([6, 4], np.int32), "mask")
+    nodes = [
+        own("Attention", ["x", "qkv", "qkv_bias", "mask"], ["a"], "attention", num_heads=2),
+        node("MatMul", ["a", "w"], ["b"], "projection"),
+        own("SkipLayerNormalization", ["b", "x", "scale", "bias"], ["c", "", "", "sum"], "norm", epsilon=1e-5),
+        node("MatMul", ["c", "w"], ["d"], "first"),
+        own("BiasGelu", ["d", "bias"], ["e"], "gelu"),
+        node("MatMul", ["e", "w"], ["f"], "second"),
+        own("FastGelu", ["f"], ["g"], "fast"),
+        node("Add", ["g", "sum"], ["y"], "add"),
+    ]
+    data = [weight("qkv", 16, 48), weight("qkv_bias", 48), weight("w", 16, 16), weight("scale", 16), weight("bias", 16)]
+    return model(nodes, [info("x", 2, 6, 16)], [info("y", 2, 6, 16)], [*data, mask],
+                 extra=[h.make_opsetid("com.microsoft", 1)])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_of_it_is_low(dtype):
+    source = optimized()
+    done = check(source, dtype, full=False)
+    assert {entry.name: entry.precision for entry in done.plan.nodes} == dict.fromkeys(
+        ("attention", "projection", "norm", "first", "gelu", "second", "fast", "add"), "low"
+    )
+    assert len(done.plan.casts) > 0 and not done.notes
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["qkv"] == stored["scale"] == LOW[dtype] and stored["mask"] == T.INT32
+    if dtype == "fp16":
+        same_numbers(source, done.model, {"x": X})
+
+
+def test_what_nothing_names_stays_and_is_told():
+    source = model([own("CDist", ["x", "x"], ["d"], "distance", metric="euclidean"), node("MatMul", ["d", "w"], ["y"])],
+                   [info("x", 8, 8)], [info("y", 8, 8)], [weight("w", 8, 8)],
+                   extra=[h.make_opsetid("com.microsoft", 1)])  # fmt: skip
+    done = check(source, "fp16", full=False)
+    assert [entry.precision for entry in done.plan.nodes] == ["keep", "low"]
+    assert done.notes[0].startswith("1 of 2 nodes are fp16: 1 com.microsoft.CDist stay as they are")
+
+
+def test_where_types_end_a_note_says_it():
+    """An op that nobody knows: what it makes has no type."""
+    source = optimized()
+    source.graph.node[2].domain, source.graph.node[2].op_type = "my.ops", "Norm"
+    source.graph.node[2].ClearField("attribute")
+    source.opset_import.append(h.make_opsetid("my.ops", 1))
+    done = convert_onnx(source)
+    assert done.notes[0].startswith("2 of 8 nodes are fp16: for 6 types of values cannot be inferred")
+    assert "'norm' (my.ops.Norm)" in done.notes[0]
+
+
+def test_types_are_known_within_bodies_and_of_several_outputs():
+    body = h.make_graph(
+        [own("BiasGelu", ["x", "bias"], ["g"], "gelu"), node("MatMul", ["g", "w"], ["o"], "inner")], "then", [],
+        [info("o", 2, 6, 16)],
+    )  # fmt: skip
+    other = h.make_graph([node("Identity", ["x"], ["p"], "same")], "else", [], [info("p", 2, 6, 16)])
+    source = model(
+        [h.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=other),
+         own("SkipLayerNormalization", ["y", "x", "bias"], ["z", "mean"], "norm"),
+         node("MatMul", ["mean", "one"], ["m"], "last")],
+        [info("x", 2, 6, 16), info("c", kind=T.BOOL)], [info("z", 2, 6, 16), info("m", 2, 6, 16)],
+        [weight("w", 16, 16), weight("bias", 16), weight("one", 1, 16)], extra=[h.make_opsetid("com.microsoft", 1)],
+    )  # fmt: skip
+    done = convert_onnx(source)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert precisions["gelu"] == precisions["inner"] == precisions["last"] == "low"
+    assert precisions["norm"] == "keep"  # its means are FP32 by its schema
+    onnx.checker.check_model(done.model, full_check=True)
+    assert types(done.model)["y"] == T.FLOAT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["SimplifiedLayerNormalization", "LayerNormalization"])
+def test_ops_that_onnx_runtime_alone_has_in_the_default_domain(op, dtype, tmp_path):
+    """Its optimizer makes them of an RMSNorm, and of a layer norm below opset 17; ONNX knows neither there.
+
+    The opset is one that BF16 raises, so that ONNX's version converter meets them too.
+    """
+    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("Relu", ["a"], ["n"], "norm"),
+             node("MatMul", ["n", "w"], ["y"], "second")]  # fmt: skip
+    source = model(nodes, [info("x", "rows", 16)], [info("y", "rows", 16)], [weight("w", 16, 16)], opset=11)
+    source.graph.initializer.append(weight("scale", 16))
+    source.graph.node[1].op_type = op
+    source.graph.node[1].input.append("scale")
+    batches = [{"x": X[0]}]
+    assert set(calibrate(source, batches)) >= {"a", "n"}
+    done = convert_onnx(source, dtype=dtype)
+    assert {entry.name: entry.precision for entry in done.plan.nodes} == dict.fromkeys(
+        ("first", "norm", "second"), "low"
+    )
+    assert {node.domain for node in done.model.graph.node} == {""}
+    assert [entry.domain for entry in done.model.opset_import] == [""]
+    assert verify(source, done.model, batches).ok(2e-2)
+    onnx.save(source, tmp_path / "m.onnx")
+    assert convert_onnx(tmp_path / "m.onnx", tmp_path / "made.onnx", dtype=dtype).plan.casts == done.plan.casts
+    source.graph.node[1].op_type = f"{op}s"
+    with pytest.raises(OnnxError, match=f"No Op registered for {op}s "):
+        convert_onnx(source)

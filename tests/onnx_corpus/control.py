@@ -1,10 +1,8 @@
-"""Corpus models with control flow, sequences, functions and recurrences."""
-
-from __future__ import annotations
+"""Corpus models with control flow, functions and recurrences."""
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
-from onnx_helpers import make_model, value
+from onnx_models import make_model, value
 
 from onnx_corpus.case import Built
 from onnx_corpus.parts import Builder
@@ -118,17 +116,6 @@ def lstm() -> Built:
     turned = b.node("Transpose", [out], perm=[0, 2, 1, 3])
     flat = b.node("Reshape", [turned, b.weight(np.array([0, 0, -1], np.int64))])
     return b.model([5, "n", WIDTH], b.linear(flat, 2 * hidden, 4), [5, "n", 4]), b.batches(5, 3, WIDTH)
-
-
-def sequences() -> Built:
-    """A tensor is split into a sequence, one element is taken out, another put in, and all are joined."""
-    b = Builder()
-    x = b.block("x", WIDTH)
-    parts = b.node("SplitToSequence", [x, b.weight(np.array(4, np.int64))], axis=1)
-    taken = b.node("SequenceAt", [parts, b.weight(np.array(1, np.int64))])
-    longer = b.node("SequenceInsert", [parts, b.node("Relu", [taken])])
-    joined = b.node("ConcatFromSequence", [longer], axis=1)
-    return b.model(["n", WIDTH], b.linear(joined, WIDTH + 4, 4), ["n", 4]), b.batches(3, WIDTH)
 
 
 def local_function() -> Built:

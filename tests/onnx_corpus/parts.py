@@ -1,13 +1,11 @@
 """What the hand-made models of the corpus are put together from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 import onnx
 from onnx import helper
-from onnx_helpers import make_model, value
+from onnx_models import make_model, value
 
 from onnx_corpus.case import Batches, Built
 
@@ -50,19 +48,13 @@ class Builder:
         hidden = self.node("Relu", [self.linear(x, width, width, 1.4)])
         return self.node("Mul", [self.node("Add", [x, self.linear(hidden, width, width)]), self.weight(0.75)])
 
-    def layer_norm(self, x: str, width: int, opset: int, epsilon: float = 1e-5) -> str:
+    def layer_norm(self, x: str, width: int) -> str:
         """Layer normalisation written out, as older exporters do."""
-        axes: dict[str, object] = {"keepdims": 1}
-        extra = []
-        if opset >= 18:
-            extra = [self.weight(np.array([-1], np.int64))]
-        else:
-            axes["axes"] = [-1]
-        mean = self.node("ReduceMean", [x, *extra], **axes)
+        mean = self.node("ReduceMean", [x], axes=[-1], keepdims=1)
         centred = self.node("Sub", [x, mean])
         square = self.node("Pow", [centred, self.weight(2.0)])
-        variance = self.node("ReduceMean", [square, *extra], **axes)
-        spread = self.node("Sqrt", [self.node("Add", [variance, self.weight(epsilon)])])
+        variance = self.node("ReduceMean", [square], axes=[-1], keepdims=1)
+        spread = self.node("Sqrt", [self.node("Add", [variance, self.weight(1e-5)])])
         scaled = self.node("Mul", [self.node("Div", [centred, spread]), self.weight(np.ones(width))])
         return self.node("Add", [scaled, self.weight(np.zeros(width))])
 

@@ -1,10 +1,8 @@
 """Corpus models that are there for their structure: sharing, naming, types, ages."""
 
-from __future__ import annotations
-
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
-from onnx_helpers import make_model, value
+from onnx_models import make_model, value
 
 from onnx_corpus.case import Built
 from onnx_corpus.parts import Builder, mlp
@@ -168,16 +166,3 @@ def passed_through() -> Built:
     inputs = [value("x", ["n", WIDTH]), value("unused", [2])]
     model = make_model(b.nodes, inputs, outputs, b.weights)
     return model, [{**batch, "unused": np.ones(2, np.float32)} for batch in b.batches(4, WIDTH)]
-
-
-def einsum_and_gather() -> Built:
-    """An embedding table, Einsum, Split with many outputs, TopK with an integer output."""
-    b = Builder()
-    ids = b.node("Cast", [b.node("Abs", [b.node("Mul", ["x", b.weight(5.0)])])], to=TensorProto.INT64)
-    table = b.weight(b.normal(64, WIDTH, scale=0.5))
-    x = b.node("Gather", [table, b.node("Clip", [ids, b.weight(np.array(0)), b.weight(np.array(63))])])
-    x = b.node("Einsum", [x, b.weight(b.normal(WIDTH, WIDTH, scale=0.3))], equation="nsd,de->nse")
-    first = b.node("Split", [x], outputs=2, axis=2)
-    x = b.node("Mul", [first, b.node("Sigmoid", [f"{first}_1"])])
-    best = b.node("TopK", [x, b.weight(np.array([4]))], outputs=2, axis=1)
-    return b.model(["n", 6], b.linear(best, WIDTH // 2, 4), ["n", 4, 4]), b.batches(3, 6)
