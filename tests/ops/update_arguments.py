@@ -38,12 +38,15 @@ def update_arguments(
     group = {key: more if value == 0 and not isinstance(value, bool) else value for key, value in group.items()}
     group |= {"l1_decay": more, **flags}
     weights = [torch.randn(size).to(weight) for size in sizes]
+    low_weights = [one.bfloat16() for one in weights] if more else []
+    for copy in low_weights[1::2]:
+        copy[3::7] = 0.5  # written since
     states = {f"{state.name}s": [torch.rand(s) for s in sizes] if state.used(group) else [] for state in one.states}
     given = {
         "masters": weights,
         "weights": weights,
         "grads": [torch.randn(size).to(dtype) for size, dtype in zip(sizes, itertools.cycle(GRADIENTS), strict=False)],
-        "low_weights": [one.bfloat16() for one in weights] if more else [],
+        "low_weights": low_weights,
         "compensations": [one * 2**-9 for one in weights] if mode == Storage.KAHAN else [],
         "steps": [torch.tensor(float(number * number)) for number in range(len(sizes))],
         "started": torch.tensor(1.0),
@@ -52,6 +55,8 @@ def update_arguments(
         "coef": torch.tensor(0.37),
         "skip": torch.tensor(0.0),
         "mode": int(Storage.NEAREST if mode is None else mode),
+        "stale": torch.zeros(len(sizes), dtype=torch.uint8) if more else None,
+        "takes": bool(len(sizes) % 2),
         **states,
         **flags,
     }
