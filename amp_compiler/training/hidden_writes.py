@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
@@ -12,6 +13,8 @@ from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_wri
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.optimizers.fused import BoundGroup
+from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import MASTER
 
@@ -22,7 +25,8 @@ class HiddenWrites:
     """Finds weights whose 16-bit copy, or whose FP32 master, no longer goes with them.
 
     Such a weight was written. Its version counter is moved, so that whoever keeps something beside it sees that as any
-    other write. On a GPU, where looking would wait for the device, what is kept is made again there.
+    other write. On a GPU, where looking would wait for the device, what is kept is made again there. What a look at
+    some elements misses the update finds, which reads all of them.
 
     Args:
         model: the loss as a module.
@@ -37,6 +41,7 @@ class HiddenWrites:
         self._held: object = None  # so that no other tensor gets an identity that the key is made of
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
+        self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
         self._tensors, self._places = list[Tensor](), list[int]()  # of all of it, and where they lie
         self._turn = 0
 
@@ -60,13 +65,35 @@ class HiddenWrites:
             self._say(self._weights[places[0]])
         return bool(places)
 
+    def note(self, groups: Sequence[BoundGroup | TracedGroup]) -> None:
+        """Behind a call: name what its update has found; `tell` does so on a GPU.
+
+        Args:
+            groups: of the call's program.
+        """
+        if groups is not self._groups:
+            self._keep()
+            self._groups = groups
+        if not self._said and any(group.stale.is_cpu and group.stale.numpy().any() for group in groups):
+            self.tell()
+
     def tell(self) -> None:
         """Name what a GPU has found, where the caller waits for it anyway."""
-        self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
+        self._keep()
         for places, weights in self._unread if not self._said else ():
             for place in places()[:1]:
                 self._say(weights[place]())
         self._unread.clear()
+
+    def _keep(self) -> None:
+        """Keep the flags of the watch and of the last update to be read later."""
+        if self._said:
+            return
+        if self._watch.looks_elsewhere:
+            self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
+        for group in self._groups:
+            self._unread.append((partial(_flagged, group.stale), list(map(ref, group.parameters))))
+        self._unread = self._unread[-_MOST_UNREAD:]
 
     def _follow(self, generation: int) -> None:
         """Make another watch where what is watched is another, or may lie elsewhere."""
@@ -80,8 +107,7 @@ class HiddenWrites:
             self._key, self._held = key, (trained, masters)
 
     def _make_watch(self, trained: Sequence[Tensor]) -> None:
-        if not self._said and self._watch.looks_elsewhere:
-            self._unread = [*self._unread[1 - _MOST_UNREAD :], (self._watch.unread(), list(map(ref, self._weights)))]
+        self._keep()
         pairs = [(weight, pair) for weight in writable(trained) for pair in self._pairs(weight)]
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
@@ -118,3 +144,7 @@ class HiddenWrites:
             self._said = True
             names = (name for name, one in self._model.named_parameters() if one is weight)
             tell_of_hidden_write(next(names, "").partition(".")[2])
+
+
+def _flagged(flags: Tensor) -> list[int]:
+    return flags.nonzero().flatten().tolist()  # type: ignore[no-any-return]

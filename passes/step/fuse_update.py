@@ -254,7 +254,12 @@ class _Builder:
         else:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        return [*lists, *extra, hyper, coef, skip, *mode, *group.flags]
+        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights else []
+        return [*lists, *extra, hyper, coef, skip, *mode, *group.flags, *watched]
+
+    def _stale(self, index: int, like: fx.Node, masters: Sequence[object]) -> fx.Node:
+        """Where an update says which 16-bit copies were not their masters rounded."""
+        return self._scalar_state(index, "stale", like, torch.uint8, (len(masters),))
 
     def _trace(
         self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
@@ -267,7 +272,9 @@ class _Builder:
             states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
         low_weights = [self.placeholders[name] for name in group.low_weights if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
-        inputs = [*masters, *(gradients[name] for name in group.masters), *states, *low_weights, rates, coef, skip]
+        watched = [self._stale(index, skip, masters)] if low_weights else []
+        gradients_of = [gradients[name] for name in group.masters]
+        inputs = [*masters, *gradients_of, *states, *watched, *low_weights, rates, coef, skip]
         splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
 
     def _rounding(self, like: fx.Node) -> fx.Node:

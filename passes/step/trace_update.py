@@ -14,6 +14,7 @@ from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ops.update.operators import FUSED_NAMES
+from amp_compiler.ops.update.reference import follow
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
 _aten = torch.ops.aten
@@ -53,6 +54,7 @@ class TracedUpdate:
         states: the state tensors.
         rates: number of learning rates, one for each group of parameters.
         update: the optimizer's own code.
+        takes: of which weights the copy is the parameter itself, which users write; empty for none.
     """
 
     name: str
@@ -61,6 +63,12 @@ class TracedUpdate:
     states: tuple[StateTensor, ...]
     rates: int
     update: Update
+    takes: tuple[bool, ...] = ()
+
+    def placed(self, copies: Sequence[Any]) -> list[Any]:
+        """The 16-bit copies, `None` for a weight without."""
+        rest = iter(copies)
+        return [None if name is None else next(rest) for name in self.low_weights]
 
 
 def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModule:
@@ -80,20 +88,24 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
 
     Args:
         update: what to trace.
-        values: fake tensors: masters, gradients as they were made, states, 16-bit copies, learning rates fp64
-            [rates], `coef` fp32 [], `skip` fp32 []. The placeholders of the graph stand in this order.
+        values: fake tensors: masters, gradients as they were made, states, where there are 16-bit copies `stale` uint8
+            [masters] (see `ops.update.fused.Update`) and these, learning rates fp64 [rates], `coef` fp32 [], `skip`
+            fp32 []. The placeholders of the graph stand in this order.
 
     Raises:
         OptimizerError: the code reads values, or cannot be traced for another reason.
     """
     count, held = len(update.masters), len(update.states)
+    watched = any(update.low_weights)
 
     def run(*inputs: Tensor) -> list[Tensor]:
         masters, gradients, states = inputs[:count], inputs[count : 2 * count], inputs[2 * count : 2 * count + held]
+        stale, low_weights = inputs[2 * count + held :][:watched], inputs[2 * count + held + watched : -3]
         rates, coef, _ = inputs[-3:]
+        current, new_stale = follow(masters, update.placed(low_weights), update.takes or [False] * count, stale)
         grads = [(g.float() * coef).to(m.dtype) for g, m in zip(gradients, masters, strict=True)]
-        new_masters, new_states = update.update(masters, grads, states, rates.unbind())
-        pairs = zip([*masters, *states], [*new_masters, *new_states], strict=True)
+        new_masters, new_states = update.update(current, grads, states, rates.unbind())
+        pairs = zip([*masters, *states, *stale], [*new_masters, *new_states, *new_stale], strict=True)
         return [new.to(old.dtype) for old, new in pairs]
 
     # Inside of the fake mode numbers that the code turns into tensors are fake too.
@@ -158,7 +170,7 @@ def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node
 def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
     """Write every new value behind the last use of the old one, so that it need not live until the end of the graph."""
     graph = traced.graph
-    count, held = len(update.masters), len(update.states)
+    count, held = len(update.masters), len(update.states) + any(update.low_weights)
     placeholders = graph.find_nodes(op="placeholder")
     olds = [*placeholders[:count], *placeholders[2 * count : 2 * count + held]]
     news = results_of(graph)
@@ -168,8 +180,7 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
             f"the update of {update.name} writes no parameter",
             hint="let step() change the parameters in place, under torch.no_grad()",
         )
-    copies = iter(placeholders[2 * count + held : -3])
-    low_weights = [None if name is None else next(copies) for name in update.low_weights] + [None] * held
+    low_weights = [*update.placed(placeholders[2 * count + held : -3]), *[None] * held]
     with graph.inserting_after(placeholders[-1]):
         bad = graph.call_function(_aten.ne.Scalar, (placeholders[-1], 0))
     bad.meta = {"val": placeholders[-1].meta["val"] != 0}

@@ -35,3 +35,8 @@ class UpdateGroup:
     storage: int | None = None
     moment: torch.dtype | None = None
     ranks: int = 1
+
+    @property
+    def takes(self) -> tuple[bool, ...]:
+        """The operator's last argument: `low_weights` are the parameters themselves, which users write."""
+        return (True,) if self.storage is None and self.moment is not None else ()

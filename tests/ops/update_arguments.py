@@ -60,12 +60,15 @@ def update_arguments(
         f"{state.name}s": [torch.rand_like(w, dtype=moment) for w in weights] if state.used(group) else []
         for state in one.states
     }
+    low_weights = [w.to(low) for w, low in zip(weights, itertools.cycle(LOWS), strict=False)] if more else []
+    for copy in low_weights[1::2]:
+        copy[3::7] = 0.5  # written since
     values = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
     given = {
         "masters": weights,
         "weights": weights,
         "grads": [torch.randn(w.shape).to(dtype) for w, dtype in zip(weights, itertools.cycle(FLOATS), strict=False)],
-        "low_weights": [w.to(low) for w, low in zip(weights, itertools.cycle(LOWS), strict=False)] if more else [],
+        "low_weights": low_weights,
         "compensations": [w * 2**-9 for w in weights] if mode == Storage.KAHAN else [],
         "steps": [torch.tensor(float(numbers.get("step", number * number))) for number in range(len(weights))],
         "started": torch.tensor(float(numbers.get("started", 1.0))),
@@ -74,6 +77,8 @@ def update_arguments(
         "coef": torch.tensor(numbers.get("coef", 0.37)),
         "skip": torch.tensor(numbers.get("skip", 0.0)),
         "mode": int(Storage.NEAREST if mode is None else mode),
+        "stale": torch.zeros(len(weights), dtype=torch.uint8) if more else None,
+        "takes": bool(len(weights) % 2),
         **states,
         **flags,
     }

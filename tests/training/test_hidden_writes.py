@@ -269,3 +269,23 @@ def test_nothing_is_found_where_nothing_was_written(caplog, optimizer, dtype, ba
         for _ in range(3):
             step(X, Y)
     assert not [record for record in caplog.records if "version counter" in record.getMessage()]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "16 bits"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_update_finds_what_the_look_has_missed(optimizer, half, dtype, backend, monkeypatch, caplog):
+    """It goes on from what was written, of a 16-bit weight too, whose master knows nothing of it, and names it once."""
+    monkeypatch.setattr(stale_copies.CopyWatch, "look", lambda self, turn=0: [])
+    x, model = X, small()
+    if half:
+        x, model = x.to(LOW[dtype]), model.to(LOW[dtype])
+    step = amp.training_step(model, classes, optimizer(model.parameters(), 2.0**-6), dtype=dtype, backend=backend)
+    step(x, Y), step(x, Y)
+    assert not caplog.records
+    for weight, value in ((model[2].weight, 3.0), (model[0].weight, -3.0)):
+        weight.data[0, 1] = value
+        step(x, Y)
+        assert abs(float(weight[0, 1].detach()) - value) < 0.2  # ten times the rate, and how the type rounds
+    assert [one.getMessage().partition("'")[2].partition("'")[0] for one in caplog.records] == ["2.weight"]

@@ -27,6 +27,7 @@ struct Row {
 struct Finding {
   double sum = 0.0;  // of the squares of the elements times a factor
   int bad = 0;       // whether one is not finite
+  int stale = 0;     // whether a 16-bit copy was not its weight rounded
 };
 
 // Neighbouring elements of a tensor, few enough to stay in the nearest cache, and their gradients.
@@ -108,6 +109,7 @@ using Findings = std::vector<Finding>;
 inline void add(const Finding& part, Finding* sum) {
   sum->sum += part.sum;
   sum->bad |= part.bad;
+  sum->stale |= part.stale;
 }
 
 // Products whose packed factors fit into the caches together: threads meet twice for all of them.

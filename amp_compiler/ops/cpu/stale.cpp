@@ -12,31 +12,15 @@ struct Pair {
 
 constexpr int64_t kRun = 64, kRuns = 16;
 
-// Bit for bit, but that every NaN is one.
 template <class L>
-bool differs(const Pair& pair, int64_t start, int64_t count, uint16_t infinity) {
-  L rounded[kRun];
-  uint16_t wanted[kRun], alike = 1;
-  const float* wide = reinterpret_cast<const float*>(pair.wide) + start;
-  if (count == kRun)  // a number that the compiler knows
-    narrow(wide, rounded, kRun);
-  else
-    narrow(wide, rounded, count);
-  const uint16_t* held = reinterpret_cast<const uint16_t*>(pair.low) + start;
-  if (std::memcmp(rounded, held, sizeof(L) * static_cast<size_t>(count)) == 0) return false;
-  std::memcpy(wanted, rounded, sizeof(L) * static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i)
-    alike &= (wanted[i] == held[i]) | (((wanted[i] & 0x7fff) > infinity) & ((held[i] & 0x7fff) > infinity));
-  return alike == 0;
-}
-
-template <class L>
-bool is_stale(const Pair& pair, int64_t turn, uint16_t infinity) {
+bool is_stale(const Pair& pair, int64_t turn) {
   const bool whole = pair.count <= kRun * kRuns;
   const int64_t spacing = whole ? kRun : (pair.count + kRuns - 1) / kRuns;
   const int64_t first = turn % ((spacing + kRun - 1) / kRun) * kRun;
+  const float* wide = reinterpret_cast<const float*>(pair.wide);
+  const L* low = reinterpret_cast<const L*>(pair.low);
   for (int64_t start = first; start < pair.count; start += spacing)
-    if (differs<L>(pair, start, std::min(kRun, pair.count - start), infinity)) return true;
+    if (one_strays(wide + start, low + start, std::min(kRun, pair.count - start))) return true;
   return false;
 }
 
@@ -48,7 +32,7 @@ extern "C" {
 // fit between the starts of two.
 void amp_stale(const Pair* pairs, int64_t count, int64_t turn, uint8_t* flags) {
   for (int64_t i = 0; i < count; ++i)
-    flags[i] = pairs[i].type == kBf16 ? is_stale<Bf16>(pairs[i], turn, 0x7f80) : is_stale<Half>(pairs[i], turn, 0x7c00);
+    flags[i] = pairs[i].type == kBf16 ? is_stale<Bf16>(pairs[i], turn) : is_stale<Half>(pairs[i], turn);
 }
 
 }  // extern "C"

@@ -24,6 +24,7 @@ struct None {};
 enum Type : int64_t { kNone = 0, kFloat = 1, kBf16 = 2, kHalf = 3 };
 
 inline float load(float x) { return x; }
+inline float load(None) { return 0.0f; }
 inline float load(Half x) { return static_cast<float>(x.value); }
 inline float load(Bf16 x) {
   const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
@@ -42,9 +43,42 @@ inline void store(float x, Bf16* target) {  // to nearest, ties to even; a NaN s
 }
 inline void store(float, None*) {}
 
+// 1 where a 16-bit number is not an FP32 one rounded: bit for bit, but that every NaN is one. In whole numbers, so that
+// compilers vectorise it.
+inline int strays(float, None) { return 0; }
+inline int strays(float weight, Bf16 low) {
+  uint32_t wide;
+  std::memcpy(&wide, &weight, sizeof wide);
+  const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+  const bool nan = (wide & 0x7fffffffu) > 0x7f800000u, low_nan = (low.bits & 0x7fffu) > 0x7f80u;
+  return (nan != low_nan) | (!nan & (rounded != low.bits));
+}
+inline int strays(float weight, Half low) {
+  const float beside_half = std::fabs(weight) + 0.5f;  // whose last bit is that of a subnormal number
+  uint32_t wide, small;
+  uint16_t bits;
+  std::memcpy(&wide, &weight, sizeof wide);
+  std::memcpy(&small, &beside_half, sizeof small);
+  std::memcpy(&bits, &low, sizeof bits);
+  const uint32_t magnitude = wide & 0x7fffffffu;
+  const uint32_t normal = std::min(((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10), 0x7c00u);
+  const uint32_t rounded = (magnitude < 0x38800000u ? small - 0x3f000000u : normal) | ((wide >> 16) & 0x8000u);
+  const bool nan = magnitude > 0x7f800000u, low_nan = (bits & 0x7fffu) > 0x7c00u;
+  return (nan != low_nan) | (!nan & (rounded != bits));
+}
+
 template <class G>
 void widen(const G* __restrict grads, float* __restrict out, int64_t count, float coef) {
   for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
+}
+
+// Whether one of them strays.
+template <class L>
+bool one_strays(const float* __restrict weights, const L* __restrict low_weights, int64_t count) {
+  int found = 0;
+#pragma omp simd reduction(| : found)
+  for (int64_t i = 0; i < count; ++i) found |= strays(weights[i], low_weights[i]);
+  return found != 0;
 }
 
 template <class L>

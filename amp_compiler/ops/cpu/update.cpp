@@ -45,15 +45,17 @@ void decay(float* __restrict grads, const float* __restrict weights, int64_t cou
 }
 
 // Both forms of torch.lerp, and the maximum of the second moments, are chosen outside of the loop.
-template <bool kNear, bool kLargest>
-void adam_loop(const float* __restrict grads, float* __restrict weights, float* __restrict firsts,
-               float* __restrict seconds, float* __restrict largests, int64_t count, const AdamNumbers& s,
-               float shrink) {
+template <bool kNear, bool kLargest, class L>
+int adam_loop(const float* __restrict grads, const L* __restrict lows, float* __restrict weights,
+              float* __restrict firsts, float* __restrict seconds, float* __restrict largests, int64_t count,
+              const AdamNumbers& s, float shrink) {
   const float weight1 = kNear ? s.weight1 : s.weight1 - 1.0f, beta2 = s.beta2, weight2 = s.weight2;
   const float eps = s.eps, root = s.root, neg_step = s.neg_step;
-#pragma omp simd
+  int stale = 0;
+#pragma omp simd reduction(| : stale)
   for (int64_t i = 0; i < count; ++i) {
     const float grad = grads[i];
+    stale |= strays(weights[i], lows[i]);
     const float first = __builtin_fmaf(weight1, grad - firsts[i], kNear ? firsts[i] : grad);
     const float second = __builtin_fmaf(grad * weight2, grad, seconds[i] * beta2);
     float under = second;
@@ -66,10 +68,11 @@ void adam_loop(const float* __restrict grads, float* __restrict weights, float* 
     seconds[i] = second;
     weights[i] = weights[i] * shrink + (first * neg_step) / (__builtin_sqrtf(under) / root + eps);
   }
+  return stale;
 }
 
 template <class G, class L>
-void adam(const Row& row, const G* raw, int64_t start, int64_t count, const AdamNumbers& s, float coef,
+int adam(const Row& row, const G* raw, int64_t start, int64_t count, const AdamNumbers& s, float coef,
           bool decoupled) {
   float grads[kChunk];
   float* weights = at<float>(row.weight, start);
@@ -77,15 +80,17 @@ void adam(const Row& row, const G* raw, int64_t start, int64_t count, const Adam
   widen(raw, grads, count, coef);
   decay(grads, weights, count, s.l1, decoupled ? 0.0f : s.l2);
   const bool near = std::fabs(s.weight1) < 0.5f;
-  const auto loop = largests == nullptr ? (near ? adam_loop<true, false> : adam_loop<false, false>)
-                                        : (near ? adam_loop<true, true> : adam_loop<false, true>);
-  loop(grads, weights, at<float>(row.first, start), at<float>(row.second, start), largests, count, s,
-       decoupled ? s.shrink : 1.0f);
-  if (row.low != 0) narrow(weights, at<L>(row.low, start), count);
+  const auto loop = largests == nullptr ? (near ? adam_loop<true, false, L> : adam_loop<false, false, L>)
+                                        : (near ? adam_loop<true, true, L> : adam_loop<false, true, L>);
+  L* lows = at<L>(row.low, start);
+  const int stale = loop(grads, lows, weights, at<float>(row.first, start), at<float>(row.second, start), largests,
+                         count, s, decoupled ? s.shrink : 1.0f);
+  if (lows != nullptr) narrow(weights, lows, count);
+  return stale;
 }
 
 template <class G, class L>
-void sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
+int sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
          bool nesterov) {
   float buffer[kChunk];
   float* __restrict grads = buffer;
@@ -104,8 +109,15 @@ void sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNu
     else
       std::memcpy(grads, momenta, sizeof(float) * static_cast<size_t>(count));
   }
-  for (int64_t i = 0; i < count; ++i) weights[i] = __builtin_fmaf(grads[i], s.neg_lr, weights[i]);
-  if (row.low != 0) narrow(weights, at<L>(row.low, start), count);
+  L* __restrict lows = at<L>(row.low, start);
+  int stale = 0;
+#pragma omp simd reduction(| : stale)
+  for (int64_t i = 0; i < count; ++i) {
+    stale |= strays(weights[i], lows[i]);
+    weights[i] = __builtin_fmaf(grads[i], s.neg_lr, weights[i]);
+  }
+  if (lows != nullptr) narrow(weights, lows, count);
+  return stale;
 }
 
 template <class G>
@@ -136,22 +148,42 @@ void count_squares(const Row& row, const G* grads, int64_t count, float coef, Fi
     summary(grads, count, coef, finding);
 }
 
-// Calls `one(chunk, gradients, low)`, typed, for all chunks, and raises the step counts where there are any. Returns the
-// squares that the check has left out.
+// Where it is noted that 16-bit copies were not their weights rounded, and whether weights take what these have else.
+struct Copies {
+  uint8_t* stale;
+  bool takes;
+};
+
+// Lets weights take what their 16-bit copies have otherwise, because these were written since; whether there is such.
+template <class L>
+int take(const Row& row, const Chunk& chunk) {
+  float* weights = at<float>(row.weight, chunk.start);
+  const L* lows = at<L>(row.low, chunk.start);
+  if (!one_strays(weights, lows, chunk.count)) return 0;
+  for (int64_t i = 0; i < chunk.count; ++i)
+    if (strays(weights[i], lows[i])) weights[i] = load(lows[i]);
+  return 1;
+}
+
+// Calls `one(chunk, gradients, low)`, typed, for all chunks, which says whether a copy strays, and raises the step counts
+// where there are any. Returns the squares that the check has left out.
 template <class One>
-double update_all(const Row* rows, int64_t tensors, float coef, int threads, const One& one) {
+double update_all(const Row* rows, int64_t tensors, float coef, const Copies& copies, int threads, const One& one) {
   const auto body = [&](const Chunk& chunk, Finding* finding) {
     const Row& row = rows[chunk.row];
     with_types(chunk.type, row.low_type, [&](auto grad, auto low) {
       const auto* raw = reinterpret_cast<const decltype(grad)*>(chunk.grads);
-      one(chunk, raw, low);
+      if (copies.takes) finding->stale |= take<decltype(low)>(row, chunk);
+      finding->stale |= one(chunk, raw, low);
       count_squares(row, raw, chunk.count, coef, finding);
     });
   };
-  const double squares = total(for_all(rows, tensors, threads, body));
-  for (int64_t i = 0; i < tensors; ++i)
+  const Findings findings = for_all(rows, tensors, threads, body);
+  for (int64_t i = 0; i < tensors; ++i) {
     if (rows[i].step != 0) *at<float>(rows[i].step, 0) += 1.0f;
-  return squares;
+    if (findings[i].stale != 0 && copies.stale != nullptr) copies.stale[i] = 1;
+  }
+  return total(findings);
 }
 
 }  // namespace
@@ -188,19 +220,19 @@ double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* 
 }
 
 double amp_adam_update(const Row* rows, int64_t tensors, const AdamNumbers* numbers, float coef, const bool* flags,
-                       int threads) {
+                       uint8_t* stale, bool takes, int threads) {
   const bool decoupled = flags[kDecoupled];
-  return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
-    adam<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
+  return update_all(rows, tensors, coef, {stale, takes}, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
+    return adam<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
                                                       numbers[chunk.row], coef, decoupled);
   });
 }
 
 double amp_sgd_update(const Row* rows, int64_t tensors, const SgdNumbers* numbers, float coef, const bool* flags,
-                      int threads) {
+                      uint8_t* stale, bool takes, int threads) {
   const bool started = flags[kSgdStarted], nesterov = flags[kNesterov];
-  return update_all(rows, tensors, coef, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
-    sgd<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
+  return update_all(rows, tensors, coef, {stale, takes}, threads, [&](const Chunk& chunk, const auto* raw, auto low) {
+    return sgd<std::decay_t<decltype(*raw)>, decltype(low)>(rows[chunk.row], raw, chunk.start, chunk.count,
                                                      numbers[chunk.row], coef, started, nesterov);
   });
 }

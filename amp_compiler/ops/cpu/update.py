@@ -85,11 +85,14 @@ def update(optimizer: FusedOptimizer, args: Update) -> float:
     factor = ctypes.c_float((-1 if args.flags["maximize"] else 1) * _number(args.coef))
     begun = args.started is not None and _number(args.started) != 0
     flags = (ctypes.c_bool * (len(args.flags) + 1))(*args.flags.values(), begun)
+    stale = None if args.stale is None else _address(args.stale)
     alike, squares = _laid_out_like(args.grads, args.weights, factor.value)
     _set_gradients(table, alike)
     with record_function(f"amp_compiler::{optimizer.operator(low=False)}"):
         loop = getattr(_loaded(), f"amp_{optimizer.operator(low=False)}")
-        squares += float(loop(_start(table), len(args.weights), _start(numbers), factor, flags, _threads()))
+        squares += float(
+            loop(_start(table), len(args.weights), _start(numbers), factor, flags, stale, args.takes, _threads())
+        )
     if args.started is not None:
         args.started.fill_(1.0)
     return squares

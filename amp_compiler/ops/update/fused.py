@@ -47,6 +47,9 @@ class Update(NamedTuple):
         skip: fp32 []: where it is not zero nothing changes, whatever the gradients hold.
         mode: a `Storage`.
         flags: by name; among them always `maximize`: whether the objective is to grow.
+        stale: uint8 [n]: set to 1 where a tensor of `low_weights` was not its master rounded, because one of the two
+            was written since the last step; `None` where nobody looks.
+        takes: whether a master takes what its tensor of `low_weights` has otherwise, before the step.
     """
 
     weights: Tensors
@@ -62,6 +65,8 @@ class Update(NamedTuple):
     skip: Tensor
     mode: int
     flags: Mapping[str, bool]
+    stale: Tensor | None
+    takes: bool
 
 
 class How(NamedTuple):
@@ -81,11 +86,12 @@ class How(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """One parameter of an update operator: its name, its type in the schema, and whether the operator writes it."""
+    """One parameter of an update operator: its name, type and default in the schema, and whether it is written."""
 
     name: str
     type: str
     written: bool = False
+    default: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,20 +165,26 @@ class FusedOptimizer:
             *(Parameter(name, _NUMBER) for name in ("hyper", "coef", "skip")),
             *([Parameter("mode", "int")] if low else []),
             *(Parameter(flag, "bool") for flag in self.flags),
+            *(
+                []
+                if low
+                else [Parameter("stale", "Tensor?", True, "=None"), Parameter("takes", "bool", False, "=False")]
+            ),
         )
 
     def schema(self, low: bool) -> str:
         """The schema of that operator, as `torch.library` takes it."""
         letters = iter(string.ascii_lowercase)
         written = (
-            f"{one.type.replace('Tensor', f'Tensor({next(letters)}!)') if one.written else one.type} {one.name}"
+            f"{one.type.replace('Tensor', f'Tensor({next(letters)}!)') if one.written else one.type}"
+            f" {one.name}{one.default}"
             for one in self.parameters(low)
         )
         return f"{self.operator(low)}({', '.join(written)}) -> ()"
 
     def bound(self, low: bool, arguments: Sequence[Any]) -> Update:
         """The arguments of that operator by name."""
-        by_name = dict(zip((one.name for one in self.parameters(low)), arguments, strict=True))
+        by_name = dict(zip((one.name for one in self.parameters(low)), arguments, strict=False))
         return Update(
             weights=by_name["weights" if low else "masters"],
             grads=by_name["grads"],
@@ -187,6 +199,8 @@ class FusedOptimizer:
             skip=by_name["skip"],
             mode=by_name.get("mode", Storage.NEAREST),
             flags={flag: by_name[flag] for flag in self.flags},
+            stale=by_name.get("stale"),
+            takes=by_name.get("takes", False),
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_compiler.ops.update.formulas import Unary, gradient_summary, unscale
 from amp_compiler.ops.update.fused import FusedOptimizer, How, Tensors, Update
-from amp_compiler.ops.update.rounding import Storage, narrow, outgrows, saturated, widen
+from amp_compiler.ops.update.rounding import Storage, differs, narrow, outgrows, saturated, widen
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,10 +66,38 @@ def update(optimizer: FusedOptimizer, args: Update, sqrt: Unary = torch.sqrt) ->
         sqrt: the square root to use: `torch.sqrt`, or `exact_sqrt` for what kernels are held to.
     """
     if args.weights:
+        if args.stale is not None:
+            takes = [args.takes] * len(args.weights)
+            weights, (stale,) = follow(args.weights, args.low_weights, takes, [args.stale])
+            torch._foreach_copy_([*args.weights, args.stale], [*weights, stale])
         _update_all(optimizer, args, sqrt)
     advance(args)
     for low, master in zip(args.low_weights, args.weights, strict=bool(args.low_weights)):
         low.copy_(master)
+
+
+def follow(
+    masters: Tensors, copies: Sequence[Tensor | None], takes: Sequence[bool], stale: Tensors
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Look whether copies are still their masters rounded, before a step.
+
+    Args:
+        masters: n tensors fp32.
+        copies: of each, fp16 or bf16, where it has one.
+        takes: of each, whether it takes what the copy has otherwise.
+        stale: uint8 [n], as in `Update`; none where nobody looks.
+
+    Returns:
+        What the step is to begin with, and the new `stale`.
+    """
+    if not stale:
+        return list(masters), []
+    weights, found = [], []
+    for master, copy, take in zip(masters, copies, takes, strict=True):
+        differing = torch.zeros((), dtype=torch.bool, device=master.device) if copy is None else differs(master, copy)
+        weights.append(torch.where(differing, copy.float(), master) if take and copy is not None else master)
+        found.append(differing.any())
+    return weights, [torch.maximum(stale[0], torch.stack(found).to(torch.uint8))]
 
 
 def advance(args: Update) -> None:

@@ -170,6 +170,27 @@ def dropped_bits(dtype: torch.dtype) -> int:
     raise LoweringError(f"weights cannot be rounded stochastically to {dtype}", hint="store them as fp16 or bf16")
 
 
+def differs(value: Tensor, rounded: Tensor) -> Tensor:
+    """Where a 16-bit tensor is not another one rounded to nearest, bit for bit, but that every NaN is one.
+
+    In whole numbers: a compiler may leave out a conversion to 16 bits and back.
+
+    Args:
+        value: fp32, any shape.
+        rounded: fp16 or bf16, of the same shape.
+    """
+    dropped = dropped_bits(rounded.dtype)
+    bits = value.view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    wanted = (magnitude + ((1 << (dropped - 1)) - 1) + ((magnitude >> dropped) & 1)) >> dropped
+    if rounded.dtype is torch.float16:
+        small = torch.round(value.abs().clamp(max=1.0) * 2.0**24).int()
+        wanted = torch.where(value.abs() < 2.0**-14, small, (wanted - (112 << 10)).clamp(max=0x7C00))
+    held = rounded.view(torch.int16).int() & 0xFFFF
+    differing = (wanted | ((bits >> 16) & 0x8000)) != held
+    return torch.where(value.isnan() | rounded.isnan(), value.isnan() != rounded.isnan(), differing)
+
+
 def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The values, with the largest finite one of a low type in the place of finite ones beyond it (NVCaffe's clipping).
 

@@ -115,6 +115,8 @@ class BoundGroup:
         parameters: the masters, in order.
         hyper: FP64 vector of hyperparameters on the device.
         started: FP32 flag on the device: whether an update was applied before.
+        stale: UINT8 flag of each parameter on the device: whether an update found that it, or its 16-bit copy, was
+            written past its version counter.
         parts: makes this rank's part of a state, where each rank has one; `None` where the state is whole.
     """
 
@@ -125,6 +127,7 @@ class BoundGroup:
     parameters: tuple[Tensor, ...]
     hyper: Tensor
     started: Tensor
+    stale: Tensor
     parts: Parts | None = None
     _written: Sequence[Any] = field(default=(), repr=False)
     _known_begun: bool = field(default=False, repr=False)
@@ -180,6 +183,8 @@ class BoundGroup:
             return self.hyper
         if column == "started":
             return self.started
+        if column == "stale":
+            return self.stale
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
         place = parameter.data_ptr(), parameter.stride()
@@ -394,5 +399,6 @@ def _bind_part(
         tuple(part),
         torch.zeros(size, dtype=torch.float64, device=device),
         torch.ones((), device=device) if begun is None else begun,
+        torch.zeros(len(part), dtype=torch.uint8, device=device),
         parts,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_compiler.errors import AmpError, OptimizerError
+from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.optimizers.state import send_numbers
@@ -55,6 +56,7 @@ class TracedGroup:
         parameters: the weights, in the order of the groups.
         rates: FP64 vector of learning rates on the device, one for each group.
         baked: the hyperparameters that are part of the graph.
+        stale: as of a `BoundGroup`.
     """
 
     spec: TracedUpdate
@@ -62,6 +64,7 @@ class TracedGroup:
     parameters: tuple[Tensor, ...]
     rates: Tensor
     baked: list[dict[str, Any]]
+    stale: Tensor
     _written: Sequence[Any] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +83,8 @@ class TracedGroup:
         """Today's state tensor of one parameter, real; made first where there is none yet."""
         if column == "lr":
             return self.rates
+        if column == "stale":
+            return self.stale
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
         key = column.removeprefix(OWN_STATE)
@@ -140,9 +145,12 @@ def bind_traced(optimizer: Optimizer, masters: Mapping[int, str], low_weights: M
         states,
         len(optimizer.param_groups),
         _own_update(optimizer, places, states),
+        tuple(parameter.dtype in LOW_TYPES for parameter in parameters),
     )
-    rates = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=parameters[0].device)
-    return [TracedGroup(spec, optimizer, tuple(parameters), rates, _hyperparameters(optimizer))]
+    device = parameters[0].device
+    rates = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=device)
+    stale = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+    return [TracedGroup(spec, optimizer, tuple(parameters), rates, _hyperparameters(optimizer), stale)]
 
 
 def _copies(tensors: Sequence[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
