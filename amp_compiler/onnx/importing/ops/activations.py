@@ -20,11 +20,6 @@ def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=40.0)  # torch's own threshold of 20 cuts digits that FP32 still has
 
 
-@op("Mish")
-def _mish(x: Tensor) -> Tensor:
-    return F.mish(x)
-
-
 @op("LeakyRelu")
 def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
     return F.leaky_relu(x, alpha)
@@ -38,11 +33,6 @@ def _prelu(x: Tensor, slope: Tensor) -> Tensor:
 @op("Elu")
 def _elu(x: Tensor, *, alpha: float = 1.0) -> Tensor:
     return F.elu(x, alpha)
-
-
-@op("HardSwish")
-def _hard_swish(x: Tensor) -> Tensor:
-    return F.hardswish(x)
 
 
 @op("Gelu")
