@@ -17,7 +17,7 @@ from onnx_corpus.case import Batches, Case
 
 from amp_compiler.onnx.check.verify import VerifyReport, verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
-from amp_compiler.onnx.model.model import proto_bodies
+from amp_compiler.onnx.model.walk import proto_bodies
 
 BFLOAT16_PER_FLOAT16 = 8  # three bits of precision fewer
 

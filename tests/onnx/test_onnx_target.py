@@ -23,7 +23,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 from amp_compiler.onnx.model.infer import infer
-from amp_compiler.onnx.model.model import proto_bodies
+from amp_compiler.onnx.model.walk import proto_bodies
 from amp_compiler.policy.targets import TARGETS, load_target
 
 QUICK = [case.name for case in MADE]
