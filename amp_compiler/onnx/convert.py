@@ -18,7 +18,7 @@ from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx import needs_onnx
-from amp_compiler.onnx.check.batches import Sizes
+from amp_compiler.onnx.check.batches import noting_sizes
 from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import late_message
@@ -29,7 +29,7 @@ from amp_compiler.onnx.lowering.pins import UNKNOWN_TYPE, UNNAMED_OP
 from amp_compiler.onnx.lowering.scale_products import fp8_nodes, scale_products
 from amp_compiler.onnx.lowering.transposes import guard_transposes
 from amp_compiler.onnx.model.edit import kept_types, unique
-from amp_compiler.onnx.model.infer import infer, light_of, stripped
+from amp_compiler.onnx.model.infer import infer, is_sound, light_of
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import raised_as_onnx
@@ -153,13 +153,12 @@ def convert_onnx(
     written = None if output is None else _target(opened, output)
     kept = kept_types(keep_io_types, opened.proto.graph)
     engine = make_engine(providers, custom_ops)
-    loading = _Loading(opened, engine) if check else None
     ranges: Mapping[str, float] = {}
-    sizes = Sizes(opened)
+    sizes: dict[str | tuple[str, int], int] = {}
     if calibration is not None:
         from amp_compiler.onnx.check.calibrate import calibrate
 
-        ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
+        ranges = calibrate(opened, noting_sizes(calibration, opened, sizes), engine=engine)
     converted = None
     with _paused_collector():
         plan, lowered = plan_onnx(
@@ -171,12 +170,13 @@ def convert_onnx(
             raising=raise_opset,
             check=check,
             opset=opset,
-            sizes=sizes.known,
+            sizes=sizes,
             as_fp32=as_fp32,
             fused=fuse,
             target=runners,
             calibrated=calibration is not None,
         )
+        look = _Look(opened, lowered, engine, check)
         late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with raised_as_onnx(opened.name, "it cannot be converted"):
@@ -189,18 +189,17 @@ def convert_onnx(
             changed |= scale_products(lowered, plan, ranges)
             if written is None:
                 converted = to_proto(lowered.model)
-                _check(lowered, converted, lowered.model.folder, loading)
+                look(converted, lowered.model.folder)
             else:
-                save(lowered.model, written, lambda proto, folder: _check(lowered, proto, folder, loading))
+                save(lowered.model, written, look)
     report = None
     result: Path | onnx.ModelProto | None = written or converted
     if verify is not None and result is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
         report = compare(opened, result, verify, engine=engine)
-    refusal = loading.refusal if loading is not None else None
-    if refusal is not None and not refusal.kernel:
-        logger.warning("%s: %s", written or opened.name, refusal)
+    if look.refusal is not None and not look.refusal.kernel:
+        logger.warning("%s: %s", written or opened.name, look.refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
     notes = (
@@ -209,9 +208,9 @@ def convert_onnx(
         *_unconverted(plan),
         *_in_fp8(plan),
         *lowered.notes,
-        *(loading.notes if loading is not None else ()),
+        *look.notes,
     )
-    return Conversion(plan, converted, written, changed or lowered.fused > 0, report, refusal, notes)
+    return Conversion(plan, converted, written, changed or lowered.fused > 0, report, look.refusal, notes)
 
 
 def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
@@ -245,21 +244,33 @@ def _in_fp8(plan: PrecisionPlan) -> Iterator[str]:
         yield f"products of FP8 operands: {count}{rest}"
 
 
-class _Loading:
-    """Loads a result in ONNX Runtime before it is put in place, and keeps what that says.
+class _Look:
+    """Looks at a result before it is put in place, with inference and ONNX Runtime, and keeps what that says.
 
     Args:
         opened: the original, which is loaded too where the result does not load.
+        lowered: what the result is made of.
         engine: what it is loaded with.
+        wanted: whether anything is to be checked.
     """
 
-    def __init__(self, opened: OnnxFile, engine: Engine) -> None:
-        self.opened, self.engine = opened, engine
+    def __init__(self, opened: OnnxFile, lowered: Lowered, engine: Engine, wanted: bool) -> None:
+        self.opened, self.lowered, self.engine, self.wanted = opened, lowered, engine, wanted
         self.refusal: Refusal | None = None
         self.notes: tuple[str, ...] = ()
 
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
-        """Load it once."""
+        """Refuse a result whose types disagree, unless those of the input do already; then load it once."""
+        if not self.wanted:
+            return
+        try:
+            infer(light_of(proto, folder), strict=True)
+        except OnnxError as wrong:
+            if is_sound(self.lowered.model.proto, self.lowered.model.folder):
+                raise OnnxError(
+                    f"the converted model is not valid: {wrong.what}",
+                    hint="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
+                ) from wrong
         if is_installed() and is_long(proto):
             self.notes = (
                 f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
@@ -299,10 +310,7 @@ def _rename_duplicates(lowered: Lowered) -> None:
     if not lowered.renamed:
         return
     graphs = lowered.model.graphs()
-    names = [[node.name for node in graph] for graph in graphs]
-    if all(len(set(one)) == len(one) for one in names):
-        return
-    taken = {name or "" for one in names for name in one}
+    taken = {node.name or "" for graph in graphs for node in graph}
     neutral = {node: name for name, node in lowered.nodes.items()}
     for graph in graphs:
         seen: set[str] = set()
@@ -312,22 +320,3 @@ def _rename_duplicates(lowered: Lowered) -> None:
             if node.name in seen:
                 node.name = unique(neutral.get(node, node.name), taken)
             seen.add(node.name)
-
-
-def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None, loading: _Loading | None) -> None:
-    """Let ONNX's own inference find any disagreement of types, unless the input has one already; then load it."""
-    if loading is None:  # nothing is to be checked
-        return
-    try:
-        infer(light_of(converted, folder), strict=True)
-    except OnnxError as wrong:
-        try:
-            infer(stripped(lowered.model.proto, lowered.model.folder), strict=True)
-        except OnnxError:  # the input is at fault
-            loading(converted, folder)
-            return
-        raise OnnxError(
-            f"the converted model is not valid: {wrong.what}",
-            hint="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
-        ) from wrong
-    loading(converted, folder)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
@@ -31,6 +30,7 @@ from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 from amp_compiler.onnx.exporting.exporter import run_exporter
+from amp_compiler.onnx.later_opset import checked_opset
 from amp_compiler.onnx.lowering.scale_products import FIRST_OPSET
 from amp_compiler.onnx.model.model import OnnxFile, open_model
 from amp_compiler.onnx.model.save import INLINE_LIMIT
@@ -142,12 +142,9 @@ def export_onnx(
 
 def _opset(requested: int | None, low: DType, rules: RuleSet) -> int:
     """The opset to export in."""
-    latest = onnx.defs.onnx_opset_version()
     if requested is None:
         return max(DEFAULT_OPSET[low], FIRST_OPSET if rules.in_fp8 else 0)
-    if not isinstance(requested, int) or not 1 <= requested <= latest:
-        raise OnnxError(f"{requested!r} is no opset", hint=f"give a number up to {latest}, or leave it out")
-    return requested
+    return checked_opset(requested)
 
 
 def _refuse_changes(program: torch.export.ExportedProgram) -> None:

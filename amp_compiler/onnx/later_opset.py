@@ -21,13 +21,22 @@ from amp_compiler.policy.rules import Context, Precision, RuleSet
 _ASKED = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN, Precision.FOLLOW)
 
 
-def at_opset(opened: OnnxFile, opset: int, raising: bool) -> OnnxFile:
-    """The model in the opset that the user names."""
-    present = opset_of(opened.proto)
+def checked_opset(opset: object) -> int:
+    """An opset that a user names.
+
+    Raises:
+        OnnxError: the installed onnx knows no such.
+    """
     latest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or isinstance(opset, bool) or not 1 <= opset <= latest:
         raise OnnxError(f"{opset!r} is no opset", where="opset", hint=f"give a number up to {latest}, or leave it out")
-    if opset < present:
+    return opset
+
+
+def at_opset(opened: OnnxFile, opset: int, raising: bool) -> OnnxFile:
+    """The model in the opset that the user names."""
+    present = opset_of(opened.proto)
+    if checked_opset(opset) < present:
         raise OnnxError(
             f"the model's opset is {present}, and opset {opset} would lower it",
             where="opset",

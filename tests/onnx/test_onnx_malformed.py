@@ -266,8 +266,8 @@ EXTERNAL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "above": (lambda folder: beside(folder, location="../../../../../etc/passwd"), "outside the folder"),
     "a link to elsewhere": (linked, "outside the folder of the model; put the data file itself"),
     "a NUL": (lambda folder: beside(folder, location="a\0b"), "does not say which file"),
-    "an absurd length": (lambda folder: beside(folder, length="9" * 40), "length .* no number of bytes"),
-    "a negative offset": (lambda folder: beside(folder, offset="-5"), "'-5', which is no number of bytes"),
+    "an absurd length": (lambda folder: beside(folder, length="9" * 40), "it has 9{40} bytes of data"),
+    "a negative offset": (lambda folder: beside(folder, offset="-5"), "where in its file its data lie.*-5"),
     "a huge offset": (lambda folder: beside(folder, offset=str(2**50)), "end at byte"),
 }
 

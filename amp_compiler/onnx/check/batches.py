@@ -49,50 +49,31 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
         raise OnnxError("there is no batch in it", where=_place(batches), hint="give at least one batch of inputs")
 
 
-class Sizes:
-    """The sizes of the dimensions that a model leaves open, as batches have them: the largest of each.
+def noting_sizes(
+    batches: Batches, model: OnnxFile, sizes: dict[str | tuple[str, int], int]
+) -> Iterator[dict[str, Any]]:
+    """The batches, as `iterate_batches` gives them.
 
     Args:
-        model: the model.
-
-    Attributes:
-        known: size by name of the dimension, and by (input, axis) for one without a name.
-
-    Example:
-        ```python
-        sizes = Sizes(opened)
-        ranges = calibrate(opened, sizes.watch(batches))
-        sizes.known
-        ```
+        batches: as for `iterate_batches`.
+        model: whose inputs they are.
+        sizes: is filled with the largest size of each dimension that the model leaves open, by the name of the
+            dimension, and by (input, axis) for one without a name.
     """
-
-    def __init__(self, model: OnnxFile) -> None:
-        self._model = model
-        self._types = required_inputs(model.proto)
-        self.known: dict[str | tuple[str, int], int] = {}
-
-    def watch(self, batches: Batches) -> Iterator[dict[str, Any]]:
-        """The batches, noting the sizes of each.
-
-        Raises:
-            OnnxError: as for `iterate_batches`.
-        """
-        for batch in iterate_batches(batches, self._model):
-            self._note(batch)
-            yield batch
-
-    def _note(self, batch: Batch) -> None:
-        for name, kind in self._types.items():
+    types = required_inputs(model.proto)
+    for batch in iterate_batches(batches, model):
+        for name, kind in types.items():
             if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
                 continue
             for axis, (dim, size) in enumerate(zip(kind.tensor_type.shape.dim, np.shape(batch[name]), strict=True)):
                 if is_open(dim):
                     key = dim.dim_param or (name, axis)
-                    self.known[key] = max(self.known.get(key, 0), size)
+                    sizes[key] = max(sizes.get(key, 0), size)
+        yield batch
 
 
 def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | tuple[str, int], int]:
-    """The sizes of open dimensions that the inputs of one call have, as `Sizes.known`.
+    """The sizes of open dimensions that the inputs of one call have, as `noting_sizes` fills them.
 
     Args:
         model: the model.
@@ -110,9 +91,9 @@ def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     arrays = {
         name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else one for name, one in feeds.items()
     }
-    sizes = Sizes(model)
-    (_,) = sizes.watch([arrays])
-    return sizes.known
+    sizes: dict[str | tuple[str, int], int] = {}
+    (_,) = noting_sizes([arrays], model, sizes)
+    return sizes
 
 
 def count_batches(batches: Batches) -> int | None:

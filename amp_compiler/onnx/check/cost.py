@@ -42,7 +42,7 @@ class Cost:
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self._light = stripped(proto, external=False)
+        self._light = stripped(proto)
         self._sizes: dict[str, int] = {}
         self._largest = self._most = 1
 

@@ -19,14 +19,13 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS
-from amp_compiler.onnx.model.edit import cast_node, names_of, unique
+from amp_compiler.onnx.model.edit import cast_node, names_of, take_place, unique
 from amp_compiler.onnx.model.model import OnnxFile, OnnxModel, bodies, read_model
 from amp_compiler.onnx.model.retype import make_fp32
 from amp_compiler.onnx.model.save import serialized
 from amp_compiler.onnx.model.types import ir_type
 
 LOW_TYPES = frozenset({DType.FLOAT16, DType.BFLOAT16})
-SOURCES = frozenset({"Cast", "CastLike"})
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _round(value: ir.Value, node: ir.Node, kind: ir.DataType, names: set[str]) -
     """Let the readers of a result read it rounded, under the name that it had."""
     name, rounding = value.name or "value", value
     casts = []
-    if node.op_type in SOURCES and not node.domain:
+    if node.op_type in ("Cast", "CastLike") and not node.domain:
         # Straight to the 16-bit type: from FP64 by way of FP32 it would be rounded twice.
         node.op_type = "Cast"
         node.resize_inputs(1)
@@ -116,12 +115,7 @@ def _round(value: ir.Value, node: ir.Node, kind: ir.DataType, names: set[str]) -
         casts = [cast_node(value, kind, unique(f"{name}/low", names), "")]
         rounding = casts[0].outputs[0]
     result = cast_node(rounding, ir.DataType.FLOAT, name, "")
-    whole = result.outputs[0]
-    whole.type, whole.shape = value.type, value.shape
-    value.replace_all_uses_with(whole, replace_graph_outputs=True)
-    for cast, source in zip((*casts, result), (value, rounding), strict=False):
-        cast.replace_input_with(0, source)
-    value.name = unique(f"{name}/raw", names)
+    take_place(value, result.outputs[0], (*casts, result)[0], unique(f"{name}/raw", names))
     if not casts:
         value.type = value.shape = None
     node.append([*casts, result])

@@ -85,7 +85,8 @@ def refusal_of(
     if not is_installed() or is_long(proto):
         return None
     if light or _data_bytes(proto) > WHOLE:
-        proto = _without_data(proto, folder)
+        proto = stripped(proto)
+        make_inputs_of_stubs(proto.graph)
     problem = _load(proto, folder, engine)
     if problem is None:
         return None
@@ -156,12 +157,6 @@ def _name_nodes(graph: onnx.GraphProto) -> None:
 
 def _data_bytes(proto: onnx.ModelProto) -> int:
     return sum(4 * math.prod(tensor.dims) for tensor in all_tensors(proto))  # at most, of what matters
-
-
-def _without_data(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
-    light = stripped(proto, folder, external=False)
-    make_inputs_of_stubs(light.graph)
-    return light
 
 
 @functools.cache

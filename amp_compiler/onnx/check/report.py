@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from amp_compiler.onnx.check.trace import BadNode
+import onnx
+
+
+@dataclass(frozen=True, slots=True)
+class BadNode:
+    """A node with a result that is not finite although the original's is.
+
+    Args:
+        node: its name in the converted model; empty for an unnamed one.
+        op: its operator.
+        value: the result.
+        original: largest magnitude of the value in the original; NaN where the original has no such value.
+    """
+
+    node: str
+    op: str
+    value: str
+    original: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +156,40 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def first_bad(
+    model: onnx.ModelProto, before: Mapping[str, float], after: Mapping[str, float]
+) -> tuple[BadNode | None, int]:
+    """The first value that is not finite although the original's is, and how many such there are.
+
+    A value that the original lacks stands for the one that it is a cast of, or that is a cast of it. Where there is
+    none either, it counts if no result that its node reads is the cause.
+
+    Args:
+        model: the converted model.
+        before: the largest magnitude of each value of the original.
+        after: those of the converted model.
+    """
+    same = _counterparts(model, set(before))
+    infinite = {name for name, largest in after.items() if math.isinf(largest)}
+    bad = []
+    for node in model.graph.node:
+        for name in (name for name in node.output if name in infinite):
+            twin = same.get(name)
+            if infinite.isdisjoint(node.input) if twin is None else math.isfinite(before[twin]):
+                bad.append(BadNode(node.name, node.op_type, name, math.nan if twin is None else before[twin]))
+    return next(iter(bad), None), len(bad)
+
+
+def _counterparts(model: onnx.ModelProto, known: set[str]) -> dict[str, str]:
+    """The original's value that each value of the converted model stands for."""
+    same = {name: name for name in known}
+    casts = [(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "Cast" and not node.domain]
+    for source, target in casts:
+        if source in same:
+            same.setdefault(target, same[source])
+    for source, target in reversed(casts):
+        if target in same:
+            same.setdefault(source, same[target])
+    return same

@@ -15,11 +15,10 @@ from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
 from amp_compiler.onnx.check.memory import LimitError, Limits
 from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.report import OutputError, WorstBatch
+from amp_compiler.onnx.check.report import OutputError, WorstBatch, first_bad
 from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
 from amp_compiler.onnx.check.run import Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import MEASURED, Tap, add_taps
-from amp_compiler.onnx.check.trace import Trace
 from amp_compiler.onnx.model.model import OnnxFile, Source, value_types
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2, "fp8": 1e-1}
@@ -63,7 +62,7 @@ def verify(
     second = Side(after, trace, engine, as_twin=True, limits=limits)
     names = [output.name for output in after.proto.graph.output]
     findings = _Findings(names)
-    traced = Trace(after.proto, (tap.value for tap in first.taps))
+    ranges: tuple[dict[str, float], dict[str, float]] = {}, {}
     for batch in iterate_batches(batches, before) if probes is None else probes:
         try:
             expected = first.run(batch)
@@ -84,10 +83,12 @@ def verify(
             findings.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
         else:
             findings.add(batch, label, expected, built)
-            traced.add(first.ranges(expected), second.ranges(built))
+            for total, side, outputs in zip(ranges, (first, second), (expected, built), strict=True):
+                for name, largest in side.ranges(outputs).items():
+                    total[name] = max(total.get(name, 0.0), largest)
         if on_batch is not None:
             on_batch(findings.count)
-    outputs = tuple(total.result(name) for name, total in findings.sums.items())
+    errors = tuple(total.result(name) for name, total in findings.sums.items())
     worst = findings.worst
     if worst is not None and math.inf > worst.relative > min(TOLERANCES.values()):
         alone, (inputs, expected) = _Findings(names), findings.compared
@@ -95,7 +96,7 @@ def verify(
         worst = replace(worst, stored=max(total.result(name).relative for name, total in alone.sums.items()))
     engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, findings.count, *traced.result(), engines, worst, untried)
+    return VerifyReport(errors, findings.count, *first_bad(after.proto, *ranges), engines, worst, untried)
 
 
 class Expected:

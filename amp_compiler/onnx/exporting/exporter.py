@@ -18,6 +18,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import Pin
+from amp_compiler.onnx.model.validate import refused
 
 _TRACE, _NAME = "pkg.torch.onnx.stack_trace", "\nnode of the program: "
 _HELD = torch.ops.aten.alias_copy.default  # which no model calls
@@ -54,11 +55,8 @@ def run_exporter(
                 _tidy(exported.model)
                 pins = _pins(exported.model, demands)
         except Exception as cause:  # the exporter raises its own errors, and whatever its translations raise
-            lines = [line for line in str(cause).splitlines() if line.strip()]
-            raise OnnxError(
-                f"torch.onnx.export cannot export it: {_innermost_message(cause, lines)}",
-                hint="export the FP32 model with torch.onnx.export to see whether it can be exported at all",
-            ) from cause
+            hint = "export the FP32 model with torch.onnx.export to see whether it can be exported at all"
+            raise refused(cause, "", "torch.onnx.export cannot export it", hint) from cause
         if exported is None:
             raise OnnxError("torch.onnx.export gave no model", hint="use a torch with the dynamo exporter")
     _name_ends(exported.model, inputs, outputs)
@@ -120,15 +118,6 @@ def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[
         for value, name in zip(values, names, strict=True):
             value.name = name
     common.NameFixPass()(model)  # inputs and outputs come first: a value within that has such a name gets another one
-
-
-def _innermost_message(cause: BaseException, lines: list[str]) -> str:
-    """The innermost message: those around it only list the steps that were tried."""
-    inner = cause
-    while inner.__cause__ is not None:
-        inner = inner.__cause__
-    first = next((line for line in str(inner).splitlines() if line.strip()), lines[0] if lines else "")
-    return f"{type(inner).__name__}: {first}"
 
 
 def _tidy(model: ir.Model) -> None:

@@ -1,4 +1,4 @@
-"""Carrying a plan back onto an ONNX model: casts as nodes, and stored data rounded."""
+"""Carrying a plan back onto an ONNX model: casts as nodes, stored data rounded, idle casts of the model's own gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import onnx_ir as ir
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
-from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
@@ -17,8 +16,10 @@ from amp_compiler.onnx.model.data import convert, tensor_of
 from amp_compiler.onnx.model.edit import (
     KeptTypes,
     cast_node,
+    graph_of,
     keeps,
     names_of,
+    new_node,
     set_data,
     set_type,
     unique,
@@ -27,6 +28,7 @@ from amp_compiler.onnx.model.edit import (
 from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type, signature_of
 
+_CASTS = ("onnx.Cast", "onnx.CastLike")
 _IR_WITH_FREE_INITIALIZERS = 4  # the first IR version in which initializers need not be inputs
 
 
@@ -55,7 +57,7 @@ def apply_plan(
     writer = _Writer(lowered, plan, dict(floors or {}))
     changed = writer.run()
     if changed or lowered.held:
-        drop_idle_casts(lowered, plan)
+        _drop_idle_casts(lowered, plan)
     if keep_io_types is not True:
         changed |= writer.convert_inputs(keep_io_types)
     return widen_math(lowered, plan) or changed
@@ -82,10 +84,7 @@ class _Writer:
     def _home(self, value: ir.Value) -> ir.Graph:
         """The graph that a value is made in, or given to."""
         producer = value.producer()
-        graph = self._homes[value] if producer is None else producer.graph
-        if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"'{value.name}' is made in no graph", hint="plan this model again")
-        return graph
+        return self._homes[value] if producer is None else graph_of(producer)
 
     def _first(self, nodes: list[ir.Node], graph: ir.Graph) -> ir.Node:
         """The first of some nodes of a graph."""
@@ -186,7 +185,8 @@ class _Writer:
     def _settle_outputs(self) -> None:
         """Give each output that is now made by another value its name back."""
         casts = set(self.placed.values())
-        captured_types = self._captured() if self.outputs else {}
+        types = (self.lowered.graph.values[name].dtype for name in self.lowered.graph.outputs)
+        captured_types = dict(zip(self.lowered.returned, types, strict=True))
         settled: dict[ir.Value, ir.Value] = {}
         for index, new in self.outputs.items():
             old = self.main.outputs[index]
@@ -208,22 +208,10 @@ class _Writer:
 
     def _identity(self, source: ir.Value) -> ir.Value:
         base = source.name or "value"
-        node = ir.Node(
-            "",
-            "Identity",
-            [source],
-            outputs=[ir.Value(name=unique(f"{base}_out", self.value_names))],
-            name=unique(f"{base}_to_output", self.node_names),
-        )
+        names = unique(f"{base}_out", self.value_names), unique(f"{base}_to_output", self.node_names)
+        node = new_node("Identity", [source], *names)
         self.main.append(node)
         return node.outputs[0]
-
-    def _captured(self) -> dict[int, DType]:
-        """The captured types of the model's outputs, by index."""
-        graph = self.lowered.graph
-        return {
-            index: graph.values[name].dtype for index, name in zip(self.lowered.returned, graph.outputs, strict=True)
-        }
 
     # ---- stored data
 
@@ -315,8 +303,45 @@ class _Writer:
             value.dtype = ir_type(self.lowered.low)
             for node in ours:
                 node.outputs[0].replace_all_uses_with(value)
-                graph = node.graph
-                if isinstance(graph, ir.Graph):
-                    graph.remove(node, safe=True)
+                graph_of(node).remove(node, safe=True)
             changed = True
         return changed
+
+
+def _drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
+    """Take out casts of the model that the plan made idle, in place. What was idle before stays,
+    but for what an export has kept for the plan (`Lowered.held`).
+
+    A cast whose input has come to have its type is read past; where it makes an output of a graph it becomes an
+    `Identity`. One that nobody reads any more, since all its readers have its input cast to the low type, goes too.
+
+    Args:
+        lowered: the model, on which the plan has been carried out.
+        plan: the plan.
+    """
+    own = [neutral for neutral in lowered.graph.nodes.values() if neutral.op in _CASTS]
+    planned_types = plan.types
+    for neutral in own:
+        node = lowered.nodes[neutral.name]
+        source, result = neutral.inputs[0].value, neutral.outputs[0]
+        captured = lowered.graph.values[source].dtype
+        was = captured is lowered.graph.values[result].dtype
+        idle = planned_types.get(source, captured) is planned_types.get(result, lowered.graph.values[result].dtype)
+        idle &= not was or neutral.name in lowered.held
+        if idle:
+            _pass_on(node)
+        unread = not any(out.uses() or out.is_graph_output() for out in node.outputs)
+        if unread and (lowered.graph.users(result) or idle):
+            graph_of(node).remove(node, safe=True)
+
+
+def _pass_on(node: ir.Node) -> None:
+    source, result = node.inputs[0], node.outputs[0]
+    if source is None:
+        return
+    if result.is_graph_output():
+        node.attributes.clear()
+        node.op_type = "Identity"
+        node.resize_inputs(1)
+    else:
+        result.replace_all_uses_with(source)

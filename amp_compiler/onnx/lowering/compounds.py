@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -117,17 +117,14 @@ class Compound:
     Args:
         kind: `rms_norm`, `layer_norm` or `gelu`.
         last: the node that makes its result.
-        match: its nodes, with the values `x`, and as far as it has them `epsilon`, `scale` and `bias`.
+        nodes: its nodes, the last one first.
+        values: `x`, and as far as it has them `epsilon`, `scale` and `bias`.
     """
 
     kind: str
     last: ir.Node
-    match: Found
-
-    @property
-    def nodes(self) -> tuple[ir.Node, ...]:
-        """Its nodes, the last one first."""
-        return self.match.nodes
+    nodes: tuple[ir.Node, ...]
+    values: Mapping[str, ir.Value]
 
 
 def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
@@ -161,7 +158,7 @@ def mark_compounds(lowered: Lowered) -> None:
             names = {node: name for name, node in lowered.nodes.items()}
             order = {name: index for index, name in enumerate(lowered.graph.nodes)}
         nodes = lowered.graph.nodes
-        parts = (*ways[0].nodes, *_guard(ways[0].match.values["x"]))
+        parts = (*ways[0].nodes, *_guard(ways[0].values["x"]))
         own = sorted((names[node] for node in parts if node in names), key=order.__getitem__)
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":
@@ -200,7 +197,7 @@ def _ways(anchor: ir.Node) -> list[Compound]:
                     whole = anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes)
                     if whole and last.op_type != "Cast":
                         key = frozenset(way.nodes), frozenset(way.values.items())
-                        ways.setdefault(key, Compound(kind, last, way))
+                        ways.setdefault(key, Compound(kind, last, way.nodes, way.values))
     return sorted(ways.values(), key=lambda way: -len(way.nodes))  # stable: among equals the first found stays first
 
 

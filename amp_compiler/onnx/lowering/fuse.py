@@ -13,7 +13,7 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
 from amp_compiler.onnx.model.data import array_of, tensor_of
-from amp_compiler.onnx.model.edit import drop_unread, names_of, unique
+from amp_compiler.onnx.model.edit import drop_unread, graph_of, names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.terms import numbers_of, scalar_of
 from amp_compiler.onnx.model.types import neutral_type
@@ -127,14 +127,14 @@ class _Fuser:
                 raise _Unfit(f"'{value.name}' within it is an output of the model")
             if any(user not in own for user, _ in value.uses()):
                 raise _Unfit(f"'{value.name}' within it is read elsewhere too")
-        data, result = (self.model.type_of(value) for value in (way.match.values["x"], way.last.outputs[0]))
+        data, result = (self.model.type_of(value) for value in (way.values["x"], way.last.outputs[0]))
         if data.dtype is not result.dtype:
             raise _Unfit(f"it reads {_short_name(data.dtype)} and makes {_short_name(result.dtype)}")
         for node in way.nodes:
             dtype = self.model.type_of(node.outputs[0]).dtype
             if node.op_type in ("ReduceMean", "Erf", "Tanh") and dtype is not DType.FLOAT32:
                 raise _Unfit(f"it computes in {_short_name(dtype)}")
-            self._widens(node, own, way.match.values["x"])
+            self._widens(node, own, way.values["x"])
 
     def _widens(self, node: ir.Node, own: set[ir.Node], data: ir.Value) -> None:
         """Whether what a node reads beside the data has more dimensions than these, so that its result has too."""
@@ -152,7 +152,7 @@ class _Fuser:
         Raises:
             _Unfit: there is no such.
         """
-        values = way.match.values
+        values = way.values
         data = self.model.type_of(values["x"])
         count = self._axes(way, data)
         sizes = tuple(size for size in (data.shape or ())[-count:] if isinstance(size, int))
@@ -214,7 +214,7 @@ class _Fuser:
         """Make the last node the one op, and take the others away."""
         last = way.last
         before = {value: None for node in way.nodes for value in node.inputs if value is not None}
-        data, op = way.match.values["x"], OPS[way.kind][0]
+        data, op = way.values["x"], OPS[way.kind][0]
         if norm is None:
             by_tanh = any(node.op_type == "Tanh" for node in way.nodes)
             _become(last, op, [data], [ir.AttrString("approximate", "tanh" if by_tanh else "none")])
@@ -222,8 +222,7 @@ class _Fuser:
             operands = [self._shaped(value, norm.sizes) for value in norm.operands]
             _become(last, op, [data, *operands], _settings(norm))
         others = [node for node in way.nodes if node is not last]
-        if isinstance(last.graph, ir.Graph):
-            last.graph.remove(others, safe=True)
+        graph_of(last).remove(others, safe=True)
         self.gone.update(others)
         for value in before:
             drop_unread(value, _STORING)

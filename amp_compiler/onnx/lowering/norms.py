@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.edit import names_of, new_node, unique
 
 _ONE_TYPE = 17  # the first opset whose LayerNormalization ties the types of data and scale
 
@@ -31,9 +31,8 @@ def guard_norms(lowered: Lowered) -> None:
             continue
         name = f"{source.name}_whole"
         sizes = f"{name}_shape"
-        shape = ir.Node("", "Shape", [source], outputs=[_new(sizes, values)], name=unique(sizes, nodes))
-        read = [source, shape.outputs[0]]
-        whole = ir.Node("", "Reshape", read, outputs=[_new(name, values)], name=unique(name, nodes))
+        shape = new_node("Shape", [source], unique(sizes, values), unique(sizes, nodes))
+        whole = new_node("Reshape", [source, shape.outputs[0]], unique(name, values), unique(name, nodes))
         for node in (mean, difference):
             node.replace_input_with(0, whole.outputs[0])
         producer = source.producer()
@@ -41,10 +40,6 @@ def guard_norms(lowered: Lowered) -> None:
             producer.append((shape, whole))
         else:
             mean.prepend((shape, whole))
-
-
-def _new(name: str, taken: set[str]) -> ir.Value:
-    return ir.Value(name=unique(name, taken))
 
 
 def _cast_head(nodes: list[ir.Node]) -> tuple[ir.Node, ir.Node] | None:

@@ -27,21 +27,16 @@ UNNAMED_OP = "an op of a custom domain that neither the op table nor a rule name
 _FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
-class Constraints:
-    """The type constraints of one node, from `onnx.defs` for the model's own opset.
-
-    Args:
-        model: the model.
-        node: the node.
-        low: the 16-bit type.
-    """
+class _Constraints:
+    """The type constraints of one node, from `onnx.defs` for the model's own opset."""
 
     def __init__(self, model: OnnxModel, node: ir.Node, low: DType) -> None:
         self.model, self.node, self.low = model, node, low
         self.flexible = frozenset({DType.FLOAT32, low})
-        domain = canonical_domain(node.domain)
-        version = node.version or model.opset(domain)
-        self.signature = _tied_to_scale(signature_of(domain, node.op_type, version), domain, node.op_type)
+        self.domain = canonical_domain(node.domain)
+        self.version = node.version or model.opset(self.domain)
+        known = signature_of(self.domain, node.op_type, self.version)
+        self.signature = _tied_to_scale(known, self.domain, node.op_type)
         self.first_opset: int | None = None
         self.late_reason = ""
         self._tied_variables: set[str] = set()
@@ -97,11 +92,9 @@ class Constraints:
     def _starved(self, indices: list[int]) -> str | None:
         if not indices:
             return None
-        domain = canonical_domain(self.node.domain)
-        version = self.node.version or self.model.opset(domain)
-        self.first_opset = first_version(domain, self.node.op_type, version, indices[0], self.low)
+        self.first_opset = first_version(self.domain, self.node.op_type, self.version, indices[0], self.low)
         since = f" before opset {self.first_opset}" if self.first_opset else ""
-        self.late_reason = f"{self.node.op_type} takes no {self.low.short}{since}; the opset is {version}"
+        self.late_reason = f"{self.node.op_type} takes no {self.low.short}{since}; the opset is {self.version}"
         return self.late_reason
 
 
@@ -113,15 +106,8 @@ def _tied_to_scale(signature: Signature | None, domain: str, op_type: str) -> Si
     return replace(signature, outputs=((name, scale, variadic),))
 
 
-def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) -> Pin | None:
-    """What the model demands of a node; `None` where the rules decide.
-
-    Args:
-        constraints: the node with its constraints.
-        op: its canonical name.
-        named: a rule names it.
-        quantized: why it stays as it is that is part of a quantised pattern; empty where the rules decide.
-    """
+def _pin_of(constraints: _Constraints, op: str, *, named: bool, quantized: str) -> Pin | None:
+    """What the model demands of a node; `None` where the rules decide."""
     model, node = constraints.model, constraints.node
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.name]
     if bodies(node):
@@ -160,7 +146,7 @@ class Demands(NamedTuple):
     """What the model demands of a node.
 
     Args:
-        pin: see `pin_of`.
+        pin: what it is to be; `None` where the rules decide.
         late: the first opset that admits the low type, where that alone keeps the node.
         slots: by operand, its slot, the types that it may have, and whether its type is tied to that of an output.
     """
@@ -177,12 +163,12 @@ def demands_of(model: OnnxModel, low: DType, node: ir.Node, op: str, *, named: b
         model: the model.
         low: the 16-bit type.
         node: the node.
-        op: as for `pin_of`.
-        named: as for `pin_of`.
-        quantized: as for `pin_of`.
+        op: its canonical name.
+        named: a rule names it.
+        quantized: why it stays as it is that is part of a quantised pattern; empty where the rules decide.
     """
-    constraints = Constraints(model, node, low)
-    pin = pin_of(constraints, op, named=named, quantized=quantized)
+    constraints = _Constraints(model, node, low)
+    pin = _pin_of(constraints, op, named=named, quantized=quantized)
     late = pin is not None and pin.reason == constraints.late_reason
     slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
     return Demands(pin, constraints.first_opset if late else None, slots)

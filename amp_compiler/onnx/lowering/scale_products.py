@@ -14,7 +14,7 @@ from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import array_of, tensor_of
-from amp_compiler.onnx.model.edit import drop_unread, names_of, unique
+from amp_compiler.onnx.model.edit import drop_unread, names_of, new_node, take_place, unique
 from amp_compiler.onnx.model.types import ir_type
 
 FIRST_OPSET = 21  # the two ops take FP8 from 19 on; before 21 nothing that moves elements does
@@ -125,11 +125,9 @@ class _Writer:
     def _add_behind(self, node: ir.Node, bias: ir.Value) -> None:
         """Let a convolution have no bias of its own; the sum has the name of its result."""
         result, name = node.outputs[0], node.outputs[0].name or "value"
-        total = ir.Value(name=name, type=result.type, shape=result.shape)
-        result.replace_all_uses_with(total, replace_graph_outputs=True)
-        result.name = unique(f"{name}_product", self.value_names)
-        title = unique(f"{name}_bias_math", self.node_names)
-        node.append(ir.Node("", "Add", [result, bias], outputs=[total], name=title))
+        total = new_node("Add", [result, bias], name, unique(f"{name}_bias_math", self.node_names))
+        take_place(result, total.outputs[0], total, unique(f"{name}_product", self.value_names))
+        node.append(total)
         node.resize_inputs(2)
 
     def _measured(self, value: ir.Value, name: str, way: Fp8) -> tuple[ir.Value, ir.Value]:
@@ -187,10 +185,10 @@ class _Writer:
 
     def _insert(self, op: str, inputs: list[ir.Value], name: str, node: ir.Node, axis: int | None = None) -> ir.Value:
         attributes = [] if axis is None else [ir.AttrInt64("axis", axis)]
-        result = ir.Value(name=unique(name, self.value_names))
-        title = unique(f"{result.name}_math", self.node_names)
-        node.prepend(ir.Node("", op, inputs, attributes, outputs=[result], name=title))
-        return result
+        result = unique(name, self.value_names)
+        made = new_node(op, inputs, result, unique(f"{result}_math", self.node_names), attributes)
+        node.prepend(made)
+        return made.outputs[0]
 
 
 def _stored(value: ir.Value, axis: int | None) -> _Stored | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from amp_compiler.errors import LoweringError
 from amp_compiler.onnx.lowering.lowered import LOOPS, Site
+from amp_compiler.onnx.model.edit import graph_of
 
 
 @dataclass
@@ -25,16 +25,10 @@ class Scopes:
 
     def graph_of(self, site: Site) -> ir.Graph:
         """The graph that a reader stands in."""
-        graph = site.body if site.body is not None else site.node.graph
-        if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"node '{site.node.name}' stands in no graph", hint="plan this model again")
-        return graph
+        return site.body if site.body is not None else graph_of(site.node)
 
     def _parent(self, graph: ir.Graph) -> ir.Graph:
-        outer = self.owners[graph].graph
-        if not isinstance(outer, ir.Graph):
-            raise LoweringError(f"the body '{graph.name}' stands in no graph", hint="plan this model again")
-        return outer
+        return graph_of(self.owners[graph])
 
     def common(self, graphs: list[ir.Graph], home: ir.Graph) -> ir.Graph:
         """The innermost graph that holds all of `graphs`, lifted out of loops as far as the value reaches."""
@@ -61,9 +55,6 @@ class Scopes:
         if site.body is graph:
             return None
         node = site.node
-        while node.graph is not graph:
-            inner = node.graph
-            if not isinstance(inner, ir.Graph):
-                return None
+        while (inner := graph_of(node)) is not graph:
             node = self.owners[inner]
         return node

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.edit import graph_of, names_of, unique
 from amp_compiler.planner.typing import LOW
 
 _AXES_ARE_READ = 13  # the first opset in which the axes of `Unsqueeze` and `Squeeze` are an input
@@ -57,9 +57,7 @@ def _reaches_product(node: ir.Node, low: set[ir.Node]) -> bool:
 
 def _raise_rank(node: ir.Node, opset: int, values: set[str], nodes: set[str]) -> None:
     """Let a transpose have one more axis in front."""
-    graph, result = node.graph, node.outputs[0]
-    if not isinstance(graph, ir.Graph):
-        return
+    graph, result = graph_of(node), node.outputs[0]
     axes: list[ir.Value] = []
     if opset >= _AXES_ARE_READ:
         name = unique(f"{result.name}_axes", values)

@@ -7,9 +7,9 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.onnx.lowering.lowered import FOLDED, Lowered
-from amp_compiler.onnx.model.edit import cast_node, names_of, set_type, unique
-from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.model.edit import cast_node, names_of, set_type, take_place, unique
+from amp_compiler.onnx.model.types import ir_type
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.op_table import op_table
 
@@ -48,18 +48,20 @@ class _Writer:
     def __init__(self, lowered: Lowered, plan: PrecisionPlan) -> None:
         self.lowered, self.low = lowered, lowered.low
         self.changed = False
-        self.names = {value: name for name, value in lowered.values.items()}
-        types = plan.types
-        self.planned = {output: types[output] for node in lowered.graph.nodes.values() for output in node.outputs}
+        self.types = plan.types
+        casts = (cast for cast in plan.casts if not cast.explicit)
+        self.casts = {user: dtype_from_short(cast.dst) for cast in casts for user in cast.users}
         self.value_names, self.node_names = names_of(lowered.model.graphs())
 
     def widen(self, planned: PlannedNode, neutral: Node, untouched: frozenset[str]) -> None:
         """Put casts around one node."""
         node = self.lowered.nodes[planned.name]
         upcasts: dict[ir.Value, ir.Value] = {}
-        for operand, site in zip(neutral.inputs, self.lowered.sites_of(planned.name), strict=True):
+        for index, (operand, site) in enumerate(zip(neutral.inputs, self.lowered.sites_of(planned.name), strict=True)):
             value = node.inputs[site.index] if site.body is None else None
-            if value is None or operand.slot in untouched or self._type(value) is not self.low:
+            captured = self.lowered.graph.values[operand.value].dtype
+            dtype = self.casts.get((planned.name, index), self.types.get(operand.value, captured))
+            if value is None or operand.slot in untouched or dtype is not self.low:
                 continue
             if operand.allowed is not None and DType.FLOAT32 not in operand.allowed:
                 raise error_at(
@@ -68,7 +70,7 @@ class _Writer:
                     f"except it by a later rule, 'match: {{op: {planned.op}}}', with a precision and no 'math'",
                 )
             if value not in upcasts:
-                upcasts[value] = self._cast(value, DType.FLOAT32, node, before=True)
+                upcasts[value] = self._cast(value, DType.FLOAT32, node, before=True).outputs[0]
             node.replace_input_with(site.index, upcasts[value])
         if not upcasts:
             return
@@ -79,19 +81,13 @@ class _Writer:
 
     def _round(self, result: ir.Value, node: ir.Node) -> None:
         """Let the readers of a result read it rounded, under the name that it had."""
-        name = result.name or "value"
-        rounded = self._cast(result, self.low, node, before=False)
-        cast = rounded.producer()
-        result.replace_all_uses_with(rounded, replace_graph_outputs=True)
-        if cast is not None:
-            cast.replace_input_with(0, result)
-        rounded.type, rounded.shape, rounded.doc_string = result.type, result.shape, result.doc_string
-        result.name = unique(f"{name}_fp32", self.value_names)
-        rounded.name = name
+        cast = self._cast(result, self.low, node, before=False)
+        rounded = cast.outputs[0]
+        take_place(result, rounded, cast, unique(f"{result.name or 'value'}_fp32", self.value_names))
         set_type(rounded, self.low)
         set_type(result, DType.FLOAT32)
 
-    def _cast(self, source: ir.Value, dtype: DType, node: ir.Node, *, before: bool) -> ir.Value:
+    def _cast(self, source: ir.Value, dtype: DType, node: ir.Node, *, before: bool) -> ir.Node:
         base = f"{source.name or 'value'}_{dtype.short}"
         names = unique(base, self.value_names), unique(f"{base}_math", self.node_names)
         cast = cast_node(source, ir_type(dtype), *names)
@@ -99,15 +95,4 @@ class _Writer:
             node.prepend(cast)
         else:
             node.append(cast)
-        return cast.outputs[0]
-
-    def _type(self, value: ir.Value) -> DType:
-        """The type of a value in the model as it is now; inference has not run over it yet."""
-        producer, name = value.producer(), self.names.get(value)
-        if producer is not None and producer.op_type == "Cast" and name is None:
-            return neutral_type(producer.attributes["to"].as_int())
-        if producer is not None and producer.op_type in FOLDED and "value" in producer.attributes:
-            return neutral_type(producer.attributes["value"].as_tensor().dtype.value)
-        if name in self.planned:
-            return self.planned[name]
-        return neutral_type(value.dtype.value) if value.dtype is not None else DType.OTHER
+        return cast

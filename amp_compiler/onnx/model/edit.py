@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx
 import onnx_ir as ir
 
-from amp_compiler.errors import OnnxError
+from amp_compiler.errors import LoweringError, OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.types import ir_type
 from amp_compiler.onnx.model.walk import DEFAULT
@@ -71,6 +71,21 @@ def set_type(value: ir.Value, dtype: DType) -> None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
 
 
+def take_place(value: ir.Value, other: ir.Value, reader: ir.Node, rest: str) -> None:
+    """Let what reads a value, but for one node, read another one that takes its name, type and shape.
+
+    Args:
+        value: the value.
+        other: what takes its place.
+        reader: goes on reading the value, as its first input.
+        rest: what the value is called from then on.
+    """
+    value.replace_all_uses_with(other, replace_graph_outputs=True)
+    reader.replace_input_with(0, value)
+    other.type, other.shape, other.doc_string = value.type, value.shape, value.doc_string
+    other.name, value.name = value.name, rest
+
+
 def names_of(graphs: Iterable[ir.Graph]) -> tuple[set[str], set[str]]:
     """The names of all values of some graphs, and of all nodes."""
     values, nodes = {""}, {""}
@@ -97,16 +112,33 @@ def drop_unread(value: ir.Value, views: Collection[str]) -> None:
             drop_unread(one, views)
 
 
-def cast_node(source: ir.Value, to: ir.DataType, value: str, name: str) -> ir.Node:
-    """A cast that stands in no graph yet.
+def new_node(op: str, inputs: list[ir.Value], value: str, name: str, attributes: Sequence[ir.Attr] = ()) -> ir.Node:
+    """A node of ONNX's own domain that stands in no graph yet.
 
     Args:
-        source: what is cast.
-        to: the type.
-        value: name of the result.
-        name: name of the node.
+        op: its op.
+        inputs: what it reads.
+        value: name of its result.
+        name: its name.
+        attributes: its attributes.
     """
-    return ir.Node("", "Cast", [source], [ir.AttrInt64("to", to.value)], outputs=[ir.Value(name=value)], name=name)
+    return ir.Node("", op, inputs, attributes, outputs=[ir.Value(name=value)], name=name)
+
+
+def cast_node(source: ir.Value, to: ir.DataType, value: str, name: str) -> ir.Node:
+    """A cast, as `new_node` makes it."""
+    return new_node("Cast", [source], value, name, [ir.AttrInt64("to", to.value)])
+
+
+def graph_of(node: ir.Node) -> ir.Graph:
+    """The graph that a node stands in.
+
+    Raises:
+        LoweringError: there is none, or it is a function.
+    """
+    if not isinstance(node.graph, ir.Graph):
+        raise LoweringError(f"node '{node.name}' stands in no graph", hint="plan this model again")
+    return node.graph
 
 
 def unique(name: str, taken: set[str]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 import onnx_ir
+from onnx.external_data_helper import ExternalDataInfo
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.walk import all_tensors
@@ -17,22 +17,6 @@ from amp_compiler.onnx.model.walk import all_tensors
 _BESIDE = "keep the data files beside the model, and give the path of the model"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # which no pointer reaches
-_DIGITS = 18  # of a number of bytes; more are no size of a file
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the data of a tensor lie.
-
-    Args:
-        location: the file, relative to the folder of the model.
-        offset: the first byte.
-        length: number of bytes; `None` where the model does not say.
-    """
-
-    location: str
-    offset: int = 0
-    length: int | None = None
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:
@@ -40,23 +24,19 @@ def is_external(tensor: onnx.TensorProto) -> bool:
     return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
 
 
-def place_of(tensor: onnx.TensorProto) -> Place:
+def place_of(tensor: onnx.TensorProto) -> ExternalDataInfo:
     """Where the data of an external tensor lie.
 
     Raises:
         OnnxError: it does not say, or what it says is no place.
     """
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    location = entries.get("location", "")
-    if not location or "\0" in location:
+    try:
+        place = ExternalDataInfo(tensor)
+    except ValueError as cause:
+        raise _wrong(tensor, f"it does not say where in its file its data lie: {cause}") from cause
+    if not place.location or "\0" in place.location:
         raise _wrong(tensor, "it does not say which file its data lie in")
-    numbers = []
-    for key in ("offset", "length"):
-        digits = entries.get(key, "")
-        if digits and not (digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS):
-            raise _wrong(tensor, f"the {key} of its data is '{digits[:40]}', which is no number of bytes")
-        numbers.append(int(digits) if digits else None)
-    return Place(location, numbers[0] or 0, numbers[1])
+    return place
 
 
 def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -> None:
@@ -93,8 +73,8 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
         )
     if status.st_size < _POINTER_BYTES:
         refuse_pointer(path)
-    if place.offset + needed > status.st_size:
-        end = place.offset + needed
+    end = (place.offset or 0) + needed
+    if end > status.st_size:
         raise _wrong(
             tensor, f"its data end at byte {end} of '{place.location}', which has {status.st_size} bytes", _BESIDE
         )
@@ -150,7 +130,7 @@ def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto
         if not stat.S_ISREG(path.stat().st_mode):
             raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
         with path.open("rb") as file:
-            file.seek(place.offset)
+            file.seek(place.offset or 0)
             loaded.raw_data = file.read(bytes_of(tensor))
     except OSError as cause:
         raise _wrong(

@@ -18,16 +18,11 @@ _SMALL = 1024  # elements up to which inference is given the data of an initiali
 _LITTLE = 1 << 20  # bytes of all initializers up to which a model is no heavier than a copy without them
 
 
-def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bool = True) -> onnx.ModelProto:
-    """A copy for inference, in which large initializers have a type and a shape and no data.
+def stripped(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy for inference, in which large initializers, and those in files of their own, have no data.
 
     Args:
-        proto: the model; it is not changed.
-        folder: where external data lie.
-        external: read small external data, such as shapes, and those of bodies and attributes.
-
-    Raises:
-        OnnxError: small external data cannot be read.
+        proto: the model, as `with_small_data` gives it where shapes follow from small external data; it is not changed.
     """
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
@@ -37,11 +32,9 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     for kind in ("node", "input", "output", "value_info"):
         getattr(light.graph, kind).extend(getattr(graph, kind))
     for tensor in graph.initializer:
-        light.graph.initializer.append(_stub(tensor, folder, external))
-    if external:
-        for inner in all_inner_tensors(light):
-            if is_external(inner):
-                inner.CopyFrom(with_data(inner, folder))
+        if math.prod(tensor.dims) > _SMALL or is_external(tensor):
+            tensor = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        light.graph.initializer.append(tensor)
     return light
 
 
@@ -57,16 +50,7 @@ def light_of(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
     """
     outside = any(map(is_external, all_tensors(proto)))
     small = not outside and sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= _LITTLE
-    return proto if small else stripped(proto, folder)
-
-
-def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx.TensorProto:
-    outside = is_external(tensor)
-    if math.prod(tensor.dims) > _SMALL or (outside and not external):
-        return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    if not outside:
-        return tensor
-    return with_data(tensor, folder)
+    return proto if small else stripped(with_small_data(proto, folder))
 
 
 def with_small_data(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
@@ -115,6 +99,15 @@ def infer(light: onnx.ModelProto, *, strict: bool = False, data_prop: bool = Tru
         return infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
     except Exception as cause:
         raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause
+
+
+def is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:
+    """Whether inference finds no disagreement of types in a model."""
+    try:
+        infer(light_of(proto, folder), strict=True)
+    except OnnxError:
+        return False
+    return True
 
 
 Sizes = Mapping[str | tuple[str, int], int]

@@ -23,14 +23,11 @@ from amp_compiler.onnx.model.infer import (
     infer_sized,
     light_of,
     replace_contradicted,
-    stripped,
 )
-from amp_compiler.onnx.model.maps import without_maps
 from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, raised_as_onnx
-from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
-from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
+from amp_compiler.onnx.model.walk import proto_bodies, without_maps
 
 SIZE_HINT = 64  # elements that a dimension of unknown size counts for
 
@@ -216,10 +213,10 @@ def check_model(opened: OnnxFile) -> None:
     """
     with raised_as_onnx(opened.name, "its graph is malformed"):
         proto = in_order(opened.proto)
-        light = stripped(proto, opened.folder)
+        light = light_of(proto, opened.folder)
         check_fully(light, opened.name)
         if proto.functions:  # whether a call fits its function shows only where it is written out
-            light = stripped(onnx.inliner.inline_local_functions(proto), opened.folder)
+            light = light_of(onnx.inliner.inline_local_functions(proto), opened.folder)
             check_fully(light, opened.name)
         infer_checked(light)
 
@@ -246,7 +243,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     with raised_as_onnx(opened.name, "its graph is malformed"):
         if proto.functions:
             proto = in_order(onnx.inliner.inline_local_functions(proto))
-            light = stripped(proto, folder)
+            light = light_of(proto, folder)
             if check:  # whether a call fits its function shows only now
                 check_fully(light, opened.name)
         try:
@@ -255,7 +252,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
             proto, reshaped = replace_contradicted(proto, light)
             if not reshaped:
                 raise
-            light = stripped(proto, folder)
+            light = light_of(proto, folder)
             inferred = infer_checked(light)
         model = to_ir(replace(opened, proto=proto))
         result = OnnxModel(proto, model, folder=folder, reshaped=tuple(reshaped))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import onnx
 import onnx.inliner
@@ -11,7 +10,7 @@ import onnx.version_converter
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.contrib import CONTRIB, as_contrib
-from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.infer import is_sound, stripped, with_small_data
 from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.onnx.model.walk import DEFAULT, all_nodes, node_place, opset_of, proto_graphs
 
@@ -49,7 +48,7 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         if present < since <= version:
             what = f"{why}, and {node.op_type} means something else from opset {since} on"
             raise OnnxError(what, where=node_place(node), hint=hint)
-    light = stripped(proto, folder)
+    light = stripped(with_small_data(proto, folder))
     try:
         raised = onnx.version_converter.convert_version(as_contrib(light), version)
     except Exception as cause:
@@ -57,20 +56,12 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
             f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", hint=hint
         ) from cause
     _restore(proto, raised)
-    if _is_sound(proto, folder) and not _is_sound(raised, folder):
+    if is_sound(proto, folder) and not is_sound(raised, folder):
         raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", hint=hint)
     for left, right in ((proto.graph.input, raised.graph.input), (proto.graph.output, raised.graph.output)):
         if [info.name for info in left] != [info.name for info in right]:
             raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", hint=hint)
     return replace(opened, proto=raised)
-
-
-def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:
-    try:
-        infer(stripped(proto, folder), strict=True)
-    except OnnxError:
-        return False
-    return True
 
 
 def _restore(proto: onnx.ModelProto, raised: onnx.ModelProto) -> None:

@@ -93,8 +93,8 @@ class _Writer:
 
     def run(self, keep_io_types: KeptTypes) -> bool:
         """Change data, attributes and types, then the ends."""
-        ends = [*self.main.inputs, *self.main.outputs]
-        own = {value: self.model.type_of(value).dtype for value in ends}
+        ends = ((value, self.model.type_of(value).dtype) for value in (*self.main.inputs, *self.main.outputs))
+        own = {value: dtype for value, dtype in ends if dtype in self.types and keeps(keep_io_types, value)}
         for graph in all_graphs(self.main):
             stored = [value for value in graph.initializers.values() if value not in self.stored]
             for value in stored:
@@ -103,13 +103,12 @@ class _Writer:
                 self._node(node)
             for value in (*graph.inputs, *stored, *(out for node in graph for out in node.outputs)):
                 self._value(value)
-        kept = [value for value in own if own[value] in self.types and keeps(keep_io_types, value)]
-        for value in kept:
+        for value, dtype in own.items():
             if value in self.main.inputs and not value.is_initializer():
-                self._open_input(value, own[value])
-        for value in kept:
+                self._open_input(value, dtype)
+        for value, dtype in own.items():
             if value in self.main.outputs and value not in self.main.inputs:
-                self._close_output(value, own[value])
+                self._close_output(value, dtype)
         return self.changed
 
     # ---- data and types
@@ -175,12 +174,9 @@ class _Writer:
 
     # ---- inputs and outputs of the graph
 
-    def _open_input(self, value: ir.Value, own: DType | None) -> None:
+    def _open_input(self, value: ir.Value, own: DType) -> None:
         """A cast behind an input, which keeps its type."""
-        if own is None:
-            return
         readers = list(value.uses())
-        outputs = [index for index, out in enumerate(self.main.outputs) if out is value]
         self._set(value, own)
         if not readers:
             return
@@ -193,18 +189,10 @@ class _Writer:
                 for index, out in enumerate(graph.outputs):
                     if out is value:
                         graph.outputs[index] = result
-        for index in outputs:
-            self.main.outputs[index] = value
-        first = next(iter(self.main), None)
-        if first is None:
-            self.main.append(cast)
-        else:
-            self.main.insert_before(first, cast)
+        self.main.insert_before(self.main[0], cast)
 
-    def _close_output(self, value: ir.Value, own: DType | None) -> None:
+    def _close_output(self, value: ir.Value, own: DType) -> None:
         """A cast before an output, which keeps its name and type."""
-        if own is None:
-            return
         if value.is_initializer():
             raise OnnxError(
                 f"the output '{value.name}' is stored data of {own.short}",

@@ -14,8 +14,8 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
 from amp_compiler.onnx.model.external import external_files
-from amp_compiler.onnx.model.maps import restore_maps
-from amp_compiler.onnx.model.model import OnnxModel, proto_graphs
+from amp_compiler.onnx.model.model import OnnxModel
+from amp_compiler.onnx.model.walk import proto_graphs, restore_maps
 
 INLINE_LIMIT = 1_900_000_000
 """Bytes of data up to which a model is one message; a protobuf message ends at 2 GiB."""
@@ -37,10 +37,7 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
         )
     model.restore_text()
     _load_attributes(model)
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                value.const_value = _loaded(value.const_value)
+    ir.external_data.load_to_model(model.ir)
     return serialized(model)
 
 
@@ -108,12 +105,8 @@ def _load_attributes(model: OnnxModel) -> None:
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                    node.attributes[name] = ir.AttrTensor(name, _loaded(attribute.value))
-
-
-def _loaded(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
-    (loaded,) = ir.external_data.convert_tensors_from_external([tensor])
-    return loaded
+                    (loaded,) = ir.external_data.convert_tensors_from_external([attribute.value])
+                    node.attributes[name] = ir.AttrTensor(name, loaded)
 
 
 def _write_with_data(model: OnnxModel, draft: Path, target: Path, check: Check) -> None:

@@ -30,6 +30,7 @@ DEEPEST = 30
 MOST_NODES = 20_000_000
 """Nodes that a model may have once its functions are written out."""
 _EXPORT = "export the model again"
+_CHECK = f"run onnx.checker.check_model(model, full_check=True) on it, and {_EXPORT}"
 _ELEMENTS = frozenset(one.value for one in onnx_ir.DataType) & frozenset(TensorProto.DataType.values())
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
 _FIELDS: dict[int, str] = {
@@ -295,13 +296,14 @@ def _is_stub(tensor: TensorProto) -> bool:
     return not tensor.HasField("raw_data") and not len(getattr(tensor, field)) and 0 not in tensor.dims
 
 
-def refused(cause: BaseException, name: str, what: str) -> OnnxError:
+def refused(cause: BaseException, name: str, what: str, hint: str = _CHECK) -> OnnxError:
     """An error of another library as an `OnnxError` that names the node, as far as the text tells it.
 
     Args:
         cause: what was raised.
         name: what messages call the model.
         what: what went wrong.
+        hint: what to do.
     """
     inner, text = cause, str(cause)
     while inner.__cause__ is not None:
@@ -310,11 +312,7 @@ def refused(cause: BaseException, name: str, what: str) -> OnnxError:
     said = " ".join(str(inner).split()) or type(inner).__name__
     if isinstance(inner, KeyError | IndexError | AttributeError | TypeError | AssertionError):
         said = f"{type(inner).__name__}: {said}"
-    return OnnxError(
-        f"{what}: {said[:400]}",
-        where=_place_in(text) or name,
-        hint="run onnx.checker.check_model(model, full_check=True) on it, and export the model again",
-    )
+    return OnnxError(f"{what}: {said[:400]}", where=_place_in(text) or name, hint=hint)
 
 
 def _place_in(text: str) -> str:

@@ -37,17 +37,6 @@ def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
     return inner
 
 
-def read_names(node: onnx.NodeProto) -> set[str]:
-    """The values that a node reads, those that its bodies take from around them included."""
-    names = {name for name in node.input if name}
-    for body in proto_bodies(node).values():
-        inner = {info.name for info in body.input} | {tensor.name for tensor in body.initializer}
-        own = inner | {name for one in body.node for name in one.output}
-        read = {info.name for info in body.output}.union(*(read_names(one) for one in body.node))
-        names |= read - own
-    return names
-
-
 def all_nodes(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """The nodes of a model: of its graph, of the bodies in it, and of its functions."""
     for graph in proto_graphs(proto.graph):
@@ -113,3 +102,38 @@ def _shown(name: str | bytes, quote: str = "'") -> str:
         return repr(name[:60])
     text = name if name.isprintable() else name.encode("unicode_escape").decode()
     return f"{quote}{text if len(text) <= 120 else text[:120] + '…'}{quote}"
+
+
+# ---- types of maps, as a `ZipMap` makes, which are left out while a model is worked on: `onnx_ir` has none for them
+
+
+def without_maps(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model in which what holds maps has no declared type."""
+    if not any(_holds_map(info.type) for graph in proto_graphs(proto.graph) for info in _declared(graph)):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for graph in proto_graphs(copy.graph):
+        for info in _declared(graph):
+            if _holds_map(info.type):
+                info.ClearField("type")
+    return copy
+
+
+def restore_maps(proto: onnx.ModelProto, original: onnx.ModelProto) -> bool:
+    """Declare the types of outputs again that `without_maps` took away, in place; false where it took none."""
+    maps = [info.type if _holds_map(info.type) else None for info in original.graph.output]
+    for info, kind in zip(proto.graph.output, maps, strict=True):
+        if kind is not None:
+            info.type.CopyFrom(kind)
+    return any(maps)
+
+
+def _declared(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    yield from (*graph.input, *graph.output, *graph.value_info)
+
+
+def _holds_map(kind: onnx.TypeProto) -> bool:
+    while kind.HasField("sequence_type"):
+        kind = kind.sequence_type.elem_type
+    return bool(kind.HasField("map_type"))

@@ -20,11 +20,6 @@ def _softplus(x: Tensor) -> Tensor:
     return F.softplus(x, threshold=40.0)  # torch's own threshold of 20 cuts digits that FP32 still has
 
 
-@op("Mish")
-def _mish(x: Tensor) -> Tensor:
-    return F.mish(x)
-
-
 @op("LeakyRelu")
 def _leaky_relu(x: Tensor, *, alpha: float = 0.01) -> Tensor:
     return F.leaky_relu(x, alpha)
@@ -46,11 +41,6 @@ def _selu(x: Tensor, *, opset: int, alpha: float | None = None, gamma: float | N
     alpha = (1.6732 if first else 1.6732632423543772) if alpha is None else alpha
     gamma = (1.0507 if first else 1.0507009873554805) if gamma is None else gamma
     return gamma * F.elu(x, alpha)
-
-
-@op("HardSwish")
-def _hard_swish(x: Tensor) -> Tensor:
-    return F.hardswish(x)
 
 
 @op("Gelu")

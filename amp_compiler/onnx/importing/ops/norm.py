@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import broadcastable
 
 
 @op("BatchNormalization", many=True)
@@ -46,7 +43,6 @@ def _group_norm(
 
 
 @op("LayerNormalization", many=True)
-@op("LayerNormalization", domain="com.microsoft", many=True)
 def _layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor | None = None, *, outputs: int, axis: int = -1, epsilon: float = 1e-5,
     stash_type: int = 1,
@@ -66,25 +62,12 @@ def _layer_norm(
     return result, mean, torch.rsqrt(variance + epsilon)
 
 
-@op("SimplifiedLayerNormalization")
-@op("SimplifiedLayerNormalization", domain="com.microsoft")
 @op("RMSNormalization")
 def _rms_norm(x: Tensor, scale: Tensor, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
     sizes = list(x.shape[axis % x.dim() :])
     if list(scale.shape) == sizes:
         return F.rms_norm(x, sizes, scale, epsilon)
     return F.rms_norm(x, sizes, None, epsilon) * scale
-
-
-@op("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain="com.microsoft", many=True)
-def _skip_norm(x: Tensor, skip: Tensor, gamma: Tensor, *rest: Tensor, kind: str, epsilon: float = 1e-12) -> Any:
-    total = x + skip
-    if kind == "SkipLayerNormalization":
-        beta, bias = (*rest, None, None)[:2]
-        total = total if bias is None else total + bias
-        return F.layer_norm(total, [total.shape[-1]], gamma, beta, epsilon), None, None, total
-    total = total + rest[0] if rest and rest[0] is not None else total
-    return F.rms_norm(total, [total.shape[-1]], gamma, epsilon), None, None, total
 
 
 @op("LRN")
@@ -99,8 +82,3 @@ def _lrn(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias:
 def _lp_norm(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     norm = x.abs().sum(axis, keepdim=True) if p == 1 else (x * x).sum(axis, keepdim=True).sqrt()
     return torch.where(norm == 0, torch.zeros_like(x), x / norm)
-
-
-@op("ImageScaler")
-def _image_scaler(x: Tensor, *, bias: Any, scale: float = 1.0) -> Tensor:
-    return x * scale + broadcastable(torch.tensor(list(bias), dtype=x.dtype, device=x.device), x.dim())

@@ -124,8 +124,3 @@ def find_op(domain: str, name: str) -> Op | None:
 def find_host_op(domain: str, name: str) -> Op | None:
     """The entry of an operator that runs on plain numbers, or `None`."""
     return None if domain else _HOST.get(name)
-
-
-def operators() -> list[tuple[str, str]]:
-    """All registered operators as (domain, name), sorted."""
-    return sorted(_OPS)

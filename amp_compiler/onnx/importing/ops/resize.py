@@ -1,4 +1,4 @@
-"""Resize and Upsample: by `F.interpolate` where it takes the same samples, else by interpolation matrices."""
+"""Resize and Upsample, by `F.interpolate` where it takes the same samples, else by matrices; sampling by grids."""
 
 from __future__ import annotations
 
@@ -203,3 +203,22 @@ def _kernel(x: np.ndarray, kind: _Kind) -> np.ndarray:
     inner = (a + 2) * x**3 - (a + 3) * x**2 + 1
     outer = a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a
     return np.where(x <= 1, inner, np.where(x < 2, outer, 0.0))
+
+
+# ---- sampling by grids
+
+Mode = Literal["bilinear", "linear", "nearest", "bicubic", "cubic"]
+Padding = Literal["zeros", "border", "reflection"]
+_MODES = {"bilinear": "bilinear", "linear": "bilinear", "nearest": "nearest", "bicubic": "bicubic", "cubic": "bicubic"}
+
+
+@op("GridSample")
+def _grid_sample(
+    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: Mode = "linear", padding_mode: Padding = "zeros"
+) -> Tensor:
+    if x.dim() not in (4, 5) or (x.dim() == 5 and _MODES[mode] == "bicubic"):
+        raise CaptureError(
+            f"torch has no GridSample of rank {x.dim()} in mode '{mode}'",
+            hint="use rank 4, or 5 in another mode than cubic",
+        )
+    return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
