@@ -222,3 +222,14 @@ def _grid_sample(
             hint="use rank 4, or 5 in another mode than cubic",
         )
     return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
+
+
+@op("AffineGrid", host=(1,))
+def _affine_grid(theta: Tensor, size: Any, *, align_corners: int = 0) -> Tensor:
+    sizes = numbers(size)
+    if align_corners and 1 in sizes[2:]:  # a single one is at -1, 1 or 0: ONNX's reference, ONNX Runtime, torch
+        raise CaptureError(
+            f"AffineGrid between the corners of {sizes[2:]} elements has another result in each runtime",
+            hint="use align_corners=0, or at least two elements in each direction",
+        )
+    return F.affine_grid(theta, sizes, bool(align_corners))
