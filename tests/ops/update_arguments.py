@@ -62,7 +62,7 @@ def update_arguments(
     }
     low_weights = [w.to(low) for w, low in zip(weights, itertools.cycle(LOWS), strict=False)] if more else []
     for copy in low_weights[1::2]:
-        copy[3::7] = 0.5  # written since
+        (copy[3::7] if copy.dim() else copy).fill_(0.5)  # written since
     values = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
     given = {
         "masters": weights,

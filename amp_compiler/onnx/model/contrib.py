@@ -88,17 +88,20 @@ def _as_onnx(schema: Any) -> OpSchema:
 
 
 def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
-    """`onnx.shape_inference.infer_shapes`, with the types, though not the shapes, of what ONNX Runtime's own ops make.
+    """`onnx.shape_inference.infer_shapes`, with the types, though not the shapes, of what it knows nothing of.
+
+    That are ONNX Runtime's own ops, and those of ONNX without inference, such as `GroupNormalization`.
 
     Inference is given ops that it knows in their place: a `Reshape` to a shape that nobody knows has the type of its
     input, and a `ConstantOfShape` that of its value.
     """
-    if not contrib_nodes(light):
+    opset = opset_of(light)
+    if not any(_uninferred(node, opset) for graph in proto_graphs(light.graph) for node in graph.node):
         return onnx.shape_inference.infer_shapes(light, **options)
     known = onnx.ModelProto()
     known.CopyFrom(light)
     for graph in proto_graphs(known.graph):
-        nodes = [one for node in graph.node for one in _known(node, opset_of(light))]
+        nodes = [one for node in graph.node for one in _known(node, opset)]
         del graph.node[:]
         graph.node.extend(nodes)
     known.graph.input.append(helper.make_tensor_value_info(_SHAPE, onnx.TensorProto.INT64, [None]))
@@ -112,9 +115,17 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     return result
 
 
+def _uninferred(node: onnx.NodeProto, opset: int) -> OpSchema | None:
+    """The schema of a node's op that onnx infers nothing of."""
+    if node.domain not in DEFAULT or not onnx.defs.has(node.op_type, opset, ""):
+        return contrib_schema(node, opset)
+    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    return None if schema.has_type_and_shape_inference_function or schema.has_function else schema
+
+
 def _known(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
-    """What makes values of the same types as a node; the node itself, where it is none of ONNX Runtime's."""
-    schema = contrib_schema(node, opset)
+    """What makes values of the same types as a node; the node itself, where onnx infers them."""
+    schema = _uninferred(node, opset)
     if schema is None:
         return [onnx.NodeProto.FromString(node.SerializeToString())]
     read = {slot.type_str: name for name in reversed(node.input) if (slot := _slot(schema.inputs, name, node.input))}
