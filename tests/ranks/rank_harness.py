@@ -139,6 +139,12 @@ def equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+def distance(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """The largest difference of tensors, of which some may be complex."""
+    wide = torch.complex128
+    return max(float((a.to(wide) - b.to(wide)).abs().max()) for a, b in zip(some, others, strict=True))
+
+
 # Models and batches: of all ranks together, from fixed seeds.
 
 

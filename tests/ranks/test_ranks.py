@@ -9,15 +9,10 @@ import statistics
 import pytest
 import torch
 from difference_scenarios import BATCHES
-from rank_harness import equal, of
+from rank_harness import distance, equal, of
 from training_scenarios import IN_FP32, JOINTLY, LOW_TYPES, OTHERS
 
 pytestmark = pytest.mark.ranks
-
-
-def distance(some, others):
-    wide = torch.complex128  # some weights are
-    return max(float((a.to(wide) - b.to(wide)).abs().max()) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("case", IN_FP32)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rank_harness import equal, of
+from rank_harness import distance, equal, of
 from uneven_scenarios import FLUSHED, UNEVEN
 
 pytestmark = pytest.mark.ranks
-
-
-def distance(some, others):
-    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("case", UNEVEN)
