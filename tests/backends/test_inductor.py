@@ -98,7 +98,7 @@ def test_the_gradient_of_a_max_pool_is_gathered_where_its_windows_lie_apart(wind
         return tuple(made)
 
     traced = make_fx(gradients, tracing_mode="fake")(*given)
-    with torch._inductor.config.patch({"force_disable_caches": True, "cpp.threads": 2}):  # one thread adds without them
+    with torch._inductor.config.patch({"fx_graph_cache": False, "cpp.threads": 2}):  # one thread adds without them
         run, codes = run_and_get_code(compile_graph, traced, given)
     results = run(*given)
     assert codes and ("scatter" in "".join(codes) or "atomic_add" in "".join(codes)) is (windows == "overlapping")
@@ -122,7 +122,7 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient(late):
         return torch.autograd.grad(made, weights, torch.cos(made.detach()))
 
     traced = make_fx(gradients, tracing_mode="fake")(*given)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         run, codes = run_and_get_code(compile_graph, traced, given)
     results = run(*given)
     # the first convolution's result becomes the hidden image in place, and the second's becomes its gradient

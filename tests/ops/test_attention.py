@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.nn import functional as F
 
 import amp_compiler as amp
@@ -190,9 +190,9 @@ def calls(monkeypatch):
 
 @needs_loops
 @pytest.mark.compiles
-def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_still_run(calls, tmp_path, monkeypatch):
-    pick_vec_isa()  # what the processor can do is asked in the folder of all tests
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a graph from the cache goes through no pass
+@torch._functorch.config.patch(enable_autograd_cache=False)  # a graph from a cache goes through no pass
+@torch._inductor.config.patch(fx_graph_cache=False)
+def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_still_run(calls):
     torch.manual_seed(0)
     model, x, seen = Attention(True), torch.randn(2, 10, 32), []
 
@@ -209,7 +209,8 @@ def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_stil
 
 
 @pytest.mark.compiles
-@torch._inductor.config.patch(force_disable_caches=True)  # as above
+@torch._functorch.config.patch(enable_autograd_cache=False)
+@torch._inductor.config.patch(fx_graph_cache=False)
 def test_the_pass_puts_no_bounds_on_symbolic_sizes():
     sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("rows", min=2, max=64)}
     weights = {}
