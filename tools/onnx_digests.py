@@ -3,8 +3,9 @@
     PYTHONPATH=.:tests:tests/onnx python tools/onnx_digests.py before.json --exports FOLDER
     PYTHONPATH=.:tests:tests/onnx python tools/onnx_digests.py after.json --exports FOLDER --against before.json
 
-The models are ONNX's backend node tests, the base and the damaged models of `tests/onnx/test_onnx_fuzz.py`, and the files
-of `--exports`. An error counts by its text. The second command prints what differs, and fails where anything does.
+The models are ONNX's backend node tests, the base and the damaged models of `tests/onnx/test_onnx_fuzz.py`, and those
+in the folder of `--exports`. An error counts by its text. The second command prints what differs, and fails where
+anything does.
 """
 
 from __future__ import annotations
