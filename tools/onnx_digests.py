@@ -1,10 +1,11 @@
 """Digests of what conversion makes of many ONNX models: file, plan and notes, to compare two states of the code.
 
-    PYTHONPATH=.:tests/onnx python tools/onnx_digests.py before.json --exports FOLDER
-    PYTHONPATH=.:tests/onnx python tools/onnx_digests.py after.json --exports FOLDER --against before.json
+    PYTHONPATH=.:tests:tests/onnx python tools/onnx_digests.py before.json --exports FOLDER
+    PYTHONPATH=.:tests:tests/onnx python tools/onnx_digests.py after.json --exports FOLDER --against before.json
 
-The models are ONNX's backend node tests, the base and the damaged models of `tests/onnx/fuzz_models.py`, and the files
-of `--exports`. An error counts by its text. The second command prints what differs, and fails where anything does.
+The models are ONNX's backend node tests, the base and the damaged models of `tests/onnx/test_onnx_fuzz.py`, and those
+in the folder of `--exports`. An error counts by its text. The second command prints what differs, and fails where
+anything does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from fuzz_models import bases, case
+from test_onnx_fuzz import bases, case
 
 from amp_compiler.errors import AmpError
 from amp_compiler.onnx.convert import convert_onnx
