@@ -54,7 +54,7 @@ def count(compiled) -> int:
 def test_every_dimension_that_changes_becomes_dynamic_and_no_other():
     compiled = amp.compile(model(), dtype="bf16", backend="eager")
     calls = [((4, 6, 8), 1), ((4, 9, 8), 2), ((4, 5, 8), 2), ((3, 5, 8), 3), ((7, 11, 8), 3), ((1, 7, 8), 4)]
-    calls += [((1, 12, 8), 4), ((9, 1, 8), 5), ((12, 1, 8), 5)]
+    calls += [((9, 1, 8), 5), ((12, 1, 8), 5)]
     for sizes, programs in calls:
         x = batch(*sizes)
         assert error(compiled(x), compiled.original(x)) < BF16_ERROR

@@ -129,6 +129,7 @@ def test_a_compiled_update_keeps_the_errors_of_kahans_summation(name):
 # ---- models that come in as fp16 or bf16
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("momentum", "fp16"), ("nesterov", "bf16"), ("adamw", "fp16"), ("amsgrad", "bf16"), ("rmsprop", "fp16")],
