@@ -18,8 +18,7 @@ LOWEST = -149  # exponent of the first place
 HIGHEST = 127
 ZERO, INFINITE, NAN = 277, 278, 279  # places behind those of the exponents
 BINS = 280
-_NORMAL = 23  # place of FP32's least normal exponent
-_RAISED = 64  # exponents by which a number that is not normal becomes so
+_NORMAL, _RAISED = 23, 64  # place of FP32's least normal exponent; by how many the numbers below it become normal
 _SHORT = (torch.float16, torch.bfloat16)  # their numbers are counted bit by bit, FP32's by the first bits alone:
 _DROPPED, _KEPT = 21, 1 << 10  # by exponent and two bits more, for to count in one place again at once has to wait
 _CHUNK, _ELSEWHERE = 1 << 16, 1 << 22  # elements that are looked at together: in a CPU's caches; by another device
@@ -45,14 +44,12 @@ def count(value: Tensor) -> Tensor:
         >>> counts[0 - LOWEST].item(), counts[-2 - LOWEST].item(), counts[ZERO].item()
         (2, 1, 1)
     """
-    value, looks = value.detach(), _looks(value)
+    value, exact, looks = value.detach(), value.dtype in _SHORT, _looks(value)
     counts = _by_exponent(_patterns(value), value.dtype)
-    if value.dtype in _SHORT:
-        return counts
-    if not looks or counts[ZERO]:  # and numbers that are not normal
-        raised = _by_exponent(_patterns(value, 2.0**_RAISED), value.dtype)
+    if not exact and (not looks or counts[ZERO]):  # and numbers that are not normal
+        raised = _by_exponent(_patterns(value.float() * 2.0**_RAISED), torch.float32)
         counts[:_NORMAL], counts[ZERO] = raised[_RAISED:][:_NORMAL], raised[ZERO]
-    if not looks or counts[INFINITE]:  # and NaN whose first bits are those of infinity
+    if not exact and (not looks or counts[INFINITE]):  # and NaN whose first bits are those of infinity
         nans = value.isnan().sum()
         counts[INFINITE], counts[NAN] = counts[INFINITE:].sum() - nans, nans
     return counts
@@ -83,22 +80,19 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         many elements changed, and of these how many changes would have left a weight in FP16, and one in BF16, as it
         was.
     """
-    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (_KEPT, 1, 1, 1, 1))
-    patterns, nonzero, nans, *changed = zeros
+    zeros = (torch.zeros(size, dtype=torch.int64, device=before.device) for size in (_KEPT, 1, 1, 1))
+    patterns, nonzero, *changed = zeros
     for old, new in ((one.float(), two.float()) for one, two in _chunks(before.detach(), after.detach())):
         fall = old - new
         these = _count_bits((fall / old).view(torch.int32).bitwise_right_shift_(_DROPPED), _KEPT)
         if not _looks(old) or these[-_KEPT // 256 :].any():  # weights that are zero, and what is not finite
             nonzero += ((old == 0) & (fall != 0)).sum()
-            ratio = (fall / old).where(old != 0, 0.0)
-            nans += ratio.isnan().sum()
-            these = _patterns(ratio)
+            these = _patterns((fall / old).where(old != 0, 0.0))
         patterns += these
         for number, dtype in zip(changed, _SHORT, strict=True):
             number += _changed(old.to(dtype), fall)
     counts = _by_exponent(patterns, torch.float32)
     nonzero += before.numel() - counts[ZERO]  # a change is 2^-24 of the weight or more: no ratio is zero but for it
-    counts[INFINITE:] = torch.cat([counts[INFINITE:].sum() - nans, nans])
     return counts, torch.cat([nonzero, *(nonzero - number for number in changed)])
 
 
@@ -124,13 +118,12 @@ def _looks(part: Tensor) -> bool:
     return part.is_cpu
 
 
-def _patterns(value: Tensor, scale: float = 1.0) -> Tensor:
+def _patterns(value: Tensor) -> Tensor:
     """How many numbers have each pattern of the bits behind the sign that are counted: int64 [2^15 or `_KEPT`]."""
     if value.dtype in _SHORT:
         counts = (_count_bits(part.view(torch.int16), 1 << 15) for (part,) in _chunks(value))
     else:
-        wide = (part.float() if scale == 1.0 else part.float() * scale for (part,) in _chunks(value))
-        counts = (_count_bits(part.view(torch.int32) >> _DROPPED, _KEPT) for part in wide)
+        counts = (_count_bits(part.float().view(torch.int32) >> _DROPPED, _KEPT) for (part,) in _chunks(value))
     return functools.reduce(Tensor.add_, counts)
 
 
@@ -153,10 +146,8 @@ def _by_exponent(counts: Tensor, dtype: torch.dtype) -> Tensor:
 def _last_patterns(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Of zero, of every exponent, of infinity and of NaN the last pattern that is counted for it: int64 [`BINS`]."""
     powers = (2.0 ** torch.arange(LOWEST, HIGHEST + 2, dtype=torch.float64)).to(dtype)  # the last one is infinity
-    if dtype in _SHORT:
-        starts, size = powers.view(torch.int16).long().clamp(min=1), 1 << 15
-    else:
-        starts, size = (powers.view(torch.int32) >> _DROPPED).long().clamp(min=_KEPT // 256), _KEPT
+    integer, dropped, size = (torch.int16, 0, 1 << 15) if dtype in _SHORT else (torch.int32, _DROPPED, _KEPT)
+    starts = (powers.view(integer) >> dropped).long().clamp(min=1 if dtype in _SHORT else _KEPT // 256)
     return torch.cat([starts - 1, starts[-1:], starts.new_tensor([size - 1])]).to(device)
 
 
