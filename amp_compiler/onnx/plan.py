@@ -26,7 +26,9 @@ from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_mod
 from amp_compiler.onnx.model.retype import make_fp32, refuse_custom_ops, types_of
 from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.target import added_by_runtime, drop_useless_opsets, note_of, versions_of
-from amp_compiler.passes.onnx_plan.find_masks import mask_floors, unbounded_inputs
+from amp_compiler.passes.onnx_plan.find_masks import unbounded_inputs
+from amp_compiler.passes.onnx_plan.mask_path import input_masks
+from amp_compiler.passes.onnx_plan.pinning import Walker
 from amp_compiler.passes.pipeline import ONNX_PLAN, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.draft import Draft
@@ -156,15 +158,13 @@ def plan_onnx(
             for planned, _ in fp8_nodes(_decide(lowered, fusion, rules, ranges, None, target))[:1]:
                 opened = raised_for_fp8(opened, planned.name, raising=raising, opset=opset, calibrated=calibrated)
             lowered, fusion = lowered_from(opened, False)
-        plan = _decide(lowered, fusion, rules, ranges, stages, target)
-        floors = mask_floors(lowered.graph, plan.labels, low) if lowered.model.opset("") >= BOUNDING_OPSET else {}
-        if bounds := unbounded_inputs(lowered.graph, floors, low):
-            lowered, fusion = lowered_from(opened, False, bounds)
-            plan = _decide(lowered, fusion, rules, ranges, None, target)
+        if lowered.model.opset("") >= BOUNDING_OPSET and input_masks(Walker(lowered.graph, low)):
+            labels = _decide(lowered, fusion, rules, ranges, None, target).labels
+            lowered, fusion = lowered_from(opened, False, unbounded_inputs(lowered.graph, labels, low))
         if reshaped:
             named = ", ".join(f"'{name}'" for name in reshaped[:5]) + ", …" * (len(reshaped) > 5)
             lowered.notes.append(f"inferred shapes replace declared ones that they contradict: {named}")
-        return plan, lowered
+        return _decide(lowered, fusion, rules, ranges, stages, target), lowered
 
 
 def _decide(

@@ -78,13 +78,20 @@ def mask_floors(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) ->
     return {name: floor for name, mask in masks.items() if any(labels.get(node) == LOW for node in mask.path)}
 
 
-def unbounded_inputs(graph: PrecisionGraph, floors: Mapping[str, float], low: DType) -> dict[str, float]:
-    """Those of `mask_floors` that are inputs, and that no `Max` with a stored number bounds on their way."""
-    walker, masks = Walker(graph, low), input_masks(Walker(graph, low))
+def unbounded_inputs(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) -> dict[str, float]:
+    """Those of `mask_floors` that are inputs, and that no `Max` with a stored number bounds on their way.
+
+    Args:
+        graph: as for `mask_floors`.
+        labels: as for `mask_floors`.
+        low: as for `mask_floors`.
+    """
+    walker, floors = Walker(graph, low), mask_floors(graph, labels, low)
 
     def bounds(name: str, mask: Mask) -> bool:
         nodes = [graph.nodes[one] for one in mask.path if graph.nodes[one].op == "onnx.Max"]
         least = [number for node in nodes for index in (0, 1) if (number := walker.scalar(node, index)) is not None]
         return any(number >= floors[name] * _ROUNDED for number in least)
 
-    return {name: floors[name] for name, mask in masks.items() if name in floors and not bounds(name, mask)}
+    masks = {name: mask for name, mask in input_masks(walker).items() if name in floors}
+    return {name: floors[name] for name, mask in masks.items() if not bounds(name, mask)}

@@ -1,6 +1,7 @@
 """Attention masks in FP16: a row that is masked whole stays finite, however the mask is written."""
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto as T
 from onnx_models import DTYPES, check, info, model, node, scalar, weight
@@ -98,6 +99,24 @@ def test_a_mask_that_is_an_input_is_bounded_once(form, floor, dtype, rules):
     np.testing.assert_allclose(got[1:, 3:], want[1:, 3:], atol={"fp16": 2e-3, "bf16": 1.6e-2}[dtype])
     assert [entry.op_type for entry in done.model.graph.node].count("Max") == 1
     check(source, dtype, rules, calibration=[batch])
+
+
+@pytest.mark.parametrize("floor", [LOWEST, -1e9, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_of_fused_attention_is_bounded(floor, dtype):
+    """Minus infinity stays what it was."""
+    domain, reads = "com.microsoft", ["s", "s", "s", "", "", "given"]
+    nodes = [node("MatMul", ["x", "w"], ["s"]),
+             node("MultiHeadAttention", reads, ["y"], domain=domain, num_heads=2)]  # fmt: skip
+    source = model(nodes, [info("x", 2, 4, 8), info("given", 2, 2, 4, 4)], [info("y", 2, 4, 8)], [weight("w", 8, 8)],
+                   extra=[onnx.helper.make_opsetid(domain, 1)])  # fmt: skip
+    given = np.zeros((2, 2, 4, 4), np.float32)
+    given[0, 0], given[1, :, :, 2:] = floor, floor
+    batch = {"x": np.random.default_rng(0).uniform(-1, 1, (2, 4, 8)).astype(np.float32), "given": given}
+    made = check(source, dtype, full=False).model
+    want, got = outputs(source, batch, rounded=False), outputs(made, batch, rounded=True)
+    assert (np.isfinite(got) == np.isfinite(want)).all()
+    np.testing.assert_allclose(got[1], want[1], atol={"fp16": 4e-3, "bf16": 3e-2}[dtype])
 
 
 def test_what_is_no_mask_gets_no_bound():

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.edit import names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
+from amp_compiler.onnx.model.types import neutral_type
 
 FIRST_OPSET = 9  # in which `Where` is
 
@@ -26,6 +27,7 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
     """
     graph = model.ir.graph
     values, nodes = names_of(model.graphs())
+    added: list[ir.Node] = []
 
     def stored(name: str, number: float) -> ir.Value:
         data = ir.tensor(np.array(number, np.float32), name=unique(name, values))
@@ -34,21 +36,24 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
         model.types[value] = ValueType(DType.FLOAT32, ())
         return value
 
-    def add(op: str, reads: list[ir.Value], name: str, like: ir.Value, dtype: DType) -> ir.Value:
-        kind = ir.TensorType(ir.DataType.BOOL if dtype is DType.BOOL else ir.DataType.FLOAT)
-        result = ir.Value(name=unique(name, values), type=kind, shape=like.shape)
-        model.types[result] = ValueType(dtype, model.type_of(like).shape)
+    def add(op: str, reads: list[ir.Value], name: str, kind: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+        """A node that makes something of the shape of what it reads last but one."""
+        source = reads[-2]
+        result = ir.Value(name=unique(name, values), type=ir.TensorType(kind), shape=source.shape)
+        model.types[result] = ValueType(neutral_type(kind.value), model.type_of(source).shape)
         added.append(ir.Node("", op, reads, outputs=[result], name=unique(name, nodes)))
         return result
 
     for value in graph.inputs:
-        if value.name not in floors:
+        name = value.name or ""
+        if name not in floors:
             continue
-        uses, added = [use for use in value.uses() if use.node.op_type != "Less"], list[ir.Node]()
-        lowest, floor = stored(f"{value.name}_lowest", float(np.finfo(np.float32).min)), floors[value.name]
-        infinite = add("Less", [value, lowest], f"{value.name}_infinite", value, DType.BOOL)
-        raised = add("Max", [value, stored(f"{value.name}_floor", floor)], f"{value.name}_raised", value, DType.FLOAT32)
-        bounded = add("Where", [infinite, value, raised], f"{value.name}_bounded", value, DType.FLOAT32)
+        uses = [use for use in value.uses() if use.node.op_type != "Less"]
+        lowest = stored(f"{name}_lowest", float(np.finfo(np.float32).min))
+        infinite = add("Less", [value, lowest], f"{name}_infinite", ir.DataType.BOOL)
+        raised = add("Max", [value, stored(f"{name}_floor", floors[name])], f"{name}_raised")
+        bounded = add("Where", [infinite, value, raised], f"{name}_bounded")
         for use in uses:
             use.node.replace_input_with(use.idx, bounded)
+    if added:
         graph.insert_before(graph[0], added)
