@@ -13,6 +13,7 @@ from amp_compiler.ir.files import output_file
 from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.training.reporting.log import Callback
 
+_TAIL = 1 << 16  # bytes at the end of a file, in which its last record is
 logger = logging.getLogger("amp_compiler")
 
 
@@ -84,17 +85,29 @@ class JSONLines(Writer):
 
     def __init__(self, path: str | Path, every: int = 1) -> None:
         super().__init__(every, str(path))
-        self._path = output_file(path)
+        self._path, self._step = output_file(path), 0
         try:
             with self._path.open("a+b") as file:
-                file.seek(max(0, file.tell() - 1))
-                self._begins = b"" if file.read() in (b"", b"\n") else b"\n"  # behind a line that is torn
+                file.seek(max(0, file.tell() - _TAIL))
+                tail = file.read()
         except OSError as cause:
             raise AmpError(
                 f"it cannot be written: {cause.strerror}", where=str(path), hint="name a file that can be written"
             ) from cause
+        self._begins = b"" if not tail or tail.endswith(b"\n") else b"\n"  # behind a line that is torn
+        for line in reversed(tail.splitlines()):
+            with contextlib.suppress(ValueError):  # torn, or of something else
+                self._step = StepRecord.from_json(line.decode()).step
+                break
 
     def _write(self, record: StepRecord) -> None:
+        if record.step <= self._step:
+            logger.warning(
+                "%s has records up to step %d, and goes on from step %d: those from there on are left out by readers;"
+                " load step.state_dict() to go on with its numbers, or name another file",
+                self._where, self._step, record.step,
+            )  # fmt: skip
+        self._step = record.step
         begins, self._begins = self._begins, b"\n"
         with self._path.open("ab") as file:
             file.write(begins + record.to_json().encode() + b"\n")

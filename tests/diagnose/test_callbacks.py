@@ -207,3 +207,17 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     keys = set(re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
     told = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
     assert told | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
+
+
+def test_a_run_that_goes_back_behind_the_end_of_its_file_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):
+        step = step_of(JSONLines(path))
+        for _ in range(3):
+            step(torch.ones(2, 4))
+        path.write_text(path.read_text() + '{"torn')
+    (said,) = [one.getMessage() for one in caplog.records if "run.jsonl" in one.getMessage()]
+    assert "up to step 3" in said and "from step 1" in said
+    assert [one.step for one in read_run(path).records] == [1, 2, 3]

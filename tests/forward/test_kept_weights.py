@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 
@@ -157,3 +158,28 @@ def test_parameters_are_swapped_where_torch_is_told_to(kind, monkeypatch):
         expected = model(x) if kind != "step" else model(x).square().mean()
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
     assert not torch.equal(y, before) and torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x, path: amp.explain(model, x, dtype="bf16"),
+        lambda model, x, path: amp.find_nonfinite(model, x, dtype="bf16"),
+        lambda model, x, path: amp.profile(model, [x], dtype="bf16"),
+        lambda model, x, path: amp.export(model, (x,), dtype="bf16"),
+        lambda model, x, path: amp.export_onnx(model, (x,), path, dtype="fp16"),
+    ],
+    ids=["explain", "find_nonfinite", "profile", "export", "export_onnx"],
+)
+def test_parameters_can_be_swapped_right_behind(use, tmp_path):
+    """Torch swaps no tensor that something refers to weakly; nothing waits for the garbage collector."""
+    model, other = nn.Linear(8, 4), nn.Linear(8, 4)
+    wanted = other.weight.detach().clone()
+    gc.collect()
+    gc.disable()
+    try:
+        use(model, torch.ones(2, 8), tmp_path / "model.onnx")
+        torch.utils.swap_tensors(model.weight, other.weight)
+    finally:
+        gc.enable()
+    assert torch.equal(model.weight, wanted)

@@ -18,7 +18,7 @@ from amp_compiler.fx.capture.named_keywords import keywords_named
 from amp_compiler.fx.capture.tracing import quiet, tracing_context
 from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
-from amp_compiler.fx.torch_private.tracing import exporting, new_graph_module
+from amp_compiler.fx.torch_private.tracing import exporting, forget_real_tensors, new_graph_module
 
 
 def export_module(
@@ -73,6 +73,7 @@ def _export(
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise capture_error(cause, model) from cause
     refuse_transforms(program.graph)
+    forget_real_tensors(program.graph)
     return program
 
 

@@ -268,7 +268,11 @@ def capture_once(
         stop = next((one for one in with_causes(error) if isinstance(one, _Stop)), None)
         if stop is None:
             raise
-        return stop.captured
+        captured = stop.captured
+        for one in with_causes(error):  # frames of Dynamo, whose guards refer to parameters
+            one.__traceback__ = None
+        del stop, one
+        return captured
     raise CaptureError(
         f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"
     )

@@ -96,6 +96,21 @@ def building() -> Iterator[None]:
         yield
 
 
+def forget_real_tensors(graph: fx.Graph) -> None:
+    """Let what made the stand-ins of a graph refer to no parameter, not even weakly: else torch swaps none of them.
+
+    Args:
+        graph: of an exported program.
+    """
+    try:
+        from torch._dynamo.convert_frame import _clear_fake_mode_weakrefs  # from 2.13 on
+    except ImportError:
+        return
+    stand_ins = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    for mode in {id(one.fake_mode): one.fake_mode for one in stand_ins if isinstance(one, FakeTensor)}.values():
+        _clear_fake_mode_weakrefs(mode)
+
+
 def anomalies_aside() -> contextlib.AbstractContextManager[None]:
     """Within it anomaly mode is off: it would look for NaN in the stand-ins of a trace."""
     return torch.autograd.set_detect_anomaly(False)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from torch import fx
 from amp_compiler.errors import OnnxError
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private.tracing import forget_real_tensors
 from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx.model.validate import refused
 
@@ -59,6 +60,9 @@ def run_exporter(
             raise refused(cause, "", "torch.onnx.export cannot export it", hint) from cause
         if exported is None:
             raise OnnxError("torch.onnx.export gave no model", hint="use a torch with the dynamo exporter")
+    for one in (program, exported.exported_program):  # which the exporter makes of it
+        if one is not None:
+            forget_real_tensors(one.graph)
     _name_ends(exported.model, inputs, outputs)
     return exported.model, pins
 
