@@ -87,7 +87,9 @@ KINDS = [{"twice": True}, {"padding": 7, "tied": False}, {"optimizer": torch.opt
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "settings", [pytest.param(one, marks=[] if "tied" in one else [multiplies]) for one in KINDS], ids=str
+    "settings",
+    [pytest.param(one, marks=[] if "tied" in one else [multiplies]) for one in KINDS],
+    ids=["twice", "padding", "SGD", "AMSGrad"],
 )
 def test_a_table_is_trained_as_by_the_eager_backend(settings, compiler):
     assert assert_same_training(**settings) == ["table.weight"]
