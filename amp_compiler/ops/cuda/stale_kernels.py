@@ -75,7 +75,7 @@ def watch_kernel(rows, blocks, skip, stale, LOW_TYPE: tl.constexpr, TAKES: tl.co
         wides, low_weights = _pointers(row, places, LOW_TYPE)
         low = tl.load(low_weights, mask=inside, other=0.0)
         differs = _differ(tl.load(wides, mask=inside, other=0.0), low) & inside
-        found = tl.max(differs.to(tl.int32), 0)
-        tl.store(stale + tl.load(row + PLACE), found.to(tl.uint8), mask=found != 0)
+        stale_now = tl.max(differs.to(tl.int32), 0)
+        tl.store(stale + tl.load(row + PLACE), stale_now.to(tl.uint8), mask=stale_now != 0)
         if TAKES:
             tl.store(wides, low.to(tl.float32), mask=differs)

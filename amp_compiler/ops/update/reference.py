@@ -92,12 +92,12 @@ def follow(
     """
     if not stale:
         return list(masters), []
-    weights, found = [], []
+    weights, flags = [], []
     for master, copy, take in zip(masters, copies, takes, strict=True):
         differing = torch.zeros((), dtype=torch.bool, device=master.device) if copy is None else differs(master, copy)
         weights.append(torch.where(differing, copy.float(), master) if take and copy is not None else master)
-        found.append(differing.any())
-    return weights, [torch.maximum(stale[0], torch.stack(found).to(torch.uint8))]
+        flags.append(differing.any())
+    return weights, [torch.maximum(stale[0], torch.stack(flags).to(torch.uint8))]
 
 
 def advance(args: Update) -> None:
