@@ -23,7 +23,7 @@ from amp_compiler.ir.graph import LAYER_NORM as LAYER_NORM
 from amp_compiler.ir.graph import RMS_NORM as RMS_NORM
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
-from amp_compiler.onnx.model.terms import Found, Term, apply, either, is_op, number, scalar_of, stored, whatever
+from amp_compiler.onnx.model.terms import Found, Term, either, is_op, number, output_of, scalar_of, stored, whatever
 
 _ANCHORS = {"ReduceMean": (LAYER_NORM, RMS_NORM), "Erf": (GELU,), "Tanh": (GELU,)}
 _BETWEEN = frozenset({"Add", "Mul", "Div", "Sqrt", "Reciprocal", "Pow", "Cast"})  # from an anchor to the last node
@@ -34,63 +34,63 @@ _WAYS = 32  # ways of one term that are looked at
 
 
 def _square(term: Term) -> Term:
-    return either(apply("Mul", term, term), apply("Pow", term, number(2)))
+    return either(output_of("Mul", term, term), output_of("Pow", term, number(2)))
 
 
 def _normalized(data: Term) -> Term:
     """A quotient by the root of the mean of squares, cast or not."""
-    mean = apply("ReduceMean", _square(data))
-    plus = either(apply("Add", mean, stored("epsilon")), mean)
-    root = either(apply("Sqrt", plus), apply("Pow", plus, number(0.5)))
+    mean = output_of("ReduceMean", _square(data))
+    plus = either(output_of("Add", mean, stored("epsilon")), mean)
+    root = either(output_of("Sqrt", plus), output_of("Pow", plus, number(0.5)))
     inverse = either(
-        apply("Reciprocal", root),
-        apply("Div", number(1), root),
-        apply("Pow", plus, number(-0.5)),
-        apply("Pow", root, number(-1)),
+        output_of("Reciprocal", root),
+        output_of("Div", number(1), root),
+        output_of("Pow", plus, number(-0.5)),
+        output_of("Pow", root, number(-1)),
     )
-    quotient = either(apply("Mul", data, inverse), apply("Div", data, root))
-    return either(apply("Cast", quotient), quotient)
+    quotient = either(output_of("Mul", data, inverse), output_of("Div", data, root))
+    return either(output_of("Cast", quotient), quotient)
 
 
 def _scaled(data: Term) -> Term:
-    return apply("Mul", _normalized(data), stored("scale"))
+    return output_of("Mul", _normalized(data), stored("scale"))
 
 
 _X = whatever("x")
-_READ = either(apply("Cast", _X), _X)
-_CENTRED = apply("Sub", _READ, apply("ReduceMean", _READ))
+_READ = either(output_of("Cast", _X), _X)
+_CENTRED = output_of("Sub", _READ, output_of("ReduceMean", _READ))
 _HALF, _ONE, _TWO = number(0.5), number(1), number(2)
 
 
 def _gelu(bell: Term) -> Term:
     """`x/2 (1 + bell)` in the orders in which it is written."""
-    plus = apply("Add", bell, _ONE)
+    plus = output_of("Add", bell, _ONE)
     return either(
-        apply("Mul", apply("Mul", _X, _HALF), plus),
-        apply("Mul", apply("Div", _X, _TWO), plus),
-        apply("Mul", _HALF, apply("Mul", _X, plus)),
-        apply("Mul", _X, apply("Mul", _HALF, plus)),
-        apply("Mul", _X, apply("Div", plus, _TWO)),
-        apply("Div", apply("Mul", _X, plus), _TWO),
+        output_of("Mul", output_of("Mul", _X, _HALF), plus),
+        output_of("Mul", output_of("Div", _X, _TWO), plus),
+        output_of("Mul", _HALF, output_of("Mul", _X, plus)),
+        output_of("Mul", _X, output_of("Mul", _HALF, plus)),
+        output_of("Mul", _X, output_of("Div", plus, _TWO)),
+        output_of("Div", output_of("Mul", _X, plus), _TWO),
     )
 
 
 def _tanh_argument() -> Term:
     """`√(2/π) (x + 0.044715 x³)`, or `√(2/π) x (1 + 0.044715 x²)`."""
     outer, inner, square = number(math.sqrt(2 / math.pi)), number(0.044715), _square(_X)
-    cube = either(apply("Pow", _X, number(3)), apply("Mul", _X, square))
+    cube = either(output_of("Pow", _X, number(3)), output_of("Mul", _X, square))
     cubed = either(
-        apply("Mul", inner, cube),
-        apply("Mul", apply("Mul", inner, _X), square),
-        apply("Mul", _X, apply("Mul", inner, square)),
+        output_of("Mul", inner, cube),
+        output_of("Mul", output_of("Mul", inner, _X), square),
+        output_of("Mul", _X, output_of("Mul", inner, square)),
     )
-    squared = either(apply("Mul", inner, square), apply("Mul", _X, apply("Mul", inner, _X)))
-    near_one = apply("Add", squared, _ONE)
+    squared = either(output_of("Mul", inner, square), output_of("Mul", _X, output_of("Mul", inner, _X)))
+    near_one = output_of("Add", squared, _ONE)
     return either(
-        apply("Mul", outer, apply("Add", _X, cubed)),
-        apply("Mul", apply("Mul", outer, _X), near_one),
-        apply("Mul", outer, apply("Mul", _X, near_one)),
-        apply("Mul", _X, apply("Mul", outer, near_one)),
+        output_of("Mul", outer, output_of("Add", _X, cubed)),
+        output_of("Mul", output_of("Mul", outer, _X), near_one),
+        output_of("Mul", outer, output_of("Mul", _X, near_one)),
+        output_of("Mul", _X, output_of("Mul", outer, near_one)),
     )
 
 
@@ -98,14 +98,14 @@ _ROOT = math.sqrt(2)
 _KINDS: dict[str, tuple[Term, ...]] = {
     RMS_NORM: (_scaled(_READ), _normalized(_READ)),
     LAYER_NORM: (
-        apply("Add", _scaled(_CENTRED), stored("bias")),
+        output_of("Add", _scaled(_CENTRED), stored("bias")),
         _scaled(_CENTRED),
-        apply("Add", _normalized(_CENTRED), stored("bias")),
+        output_of("Add", _normalized(_CENTRED), stored("bias")),
         _normalized(_CENTRED),
     ),
     GELU: (
-        _gelu(apply("Erf", either(apply("Div", _X, number(_ROOT)), apply("Mul", _X, number(1 / _ROOT))))),
-        _gelu(apply("Tanh", _tanh_argument())),
+        _gelu(output_of("Erf", either(output_of("Div", _X, number(_ROOT)), output_of("Mul", _X, number(1 / _ROOT))))),
+        _gelu(output_of("Tanh", _tanh_argument())),
     ),
 }
 

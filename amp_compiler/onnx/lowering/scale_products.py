@@ -186,9 +186,9 @@ class _Writer:
     def _insert(self, op: str, inputs: list[ir.Value], name: str, node: ir.Node, axis: int | None = None) -> ir.Value:
         attributes = [] if axis is None else [ir.AttrInt64("axis", axis)]
         result = unique(name, self.value_names)
-        made = new_node(op, inputs, result, unique(f"{result}_math", self.node_names), attributes)
-        node.prepend(made)
-        return made.outputs[0]
+        inserted = new_node(op, inputs, result, unique(f"{result}_math", self.node_names), attributes)
+        node.prepend(inserted)
+        return inserted.outputs[0]
 
 
 def _stored(value: ir.Value, axis: int | None) -> _Stored | None:

@@ -266,8 +266,8 @@ def value_types(opened: OnnxFile) -> dict[str, DType]:
     """The element type of each tensor of the main graph by name, as far as ONNX's inference knows it."""
     model = read_model(opened, check=False)
     graph = model.ir.graph
-    made = (value for node in graph for value in node.outputs)
-    known = ((value, model.type_of(value)) for value in (*graph.inputs, *graph.initializers.values(), *made))
+    results = (value for node in graph for value in node.outputs)
+    known = ((value, model.type_of(value)) for value in (*graph.inputs, *graph.initializers.values(), *results))
     return {value.name or "": one.dtype for value, one in known if one.tensor and one.dtype is not None}
 
 

@@ -93,7 +93,7 @@ def number(wanted: float) -> Term:
     return match
 
 
-def apply(op: str, *operands: Term) -> Term:
+def output_of(op: str, *operands: Term) -> Term:
     """The one output of an op of ONNX's own domain, whose operands are these; those of `Add` and `Mul` in any order."""
 
     def match(value: ir.Value, so_far: Found) -> Iterator[Found]:
