@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -42,6 +43,7 @@ class HiddenWrites:
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
         self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
+        self._flags: list[Any] = []  # their flags on a CPU
         self._tensors, self._places = list[Tensor](), list[int]()  # of all of it, and where they lie
         self._turn = 0
 
@@ -74,7 +76,8 @@ class HiddenWrites:
         if groups is not self._groups:
             self._keep()
             self._groups = groups
-        if not self._said and any(group.stale.is_cpu and group.stale.numpy().any() for group in groups):
+            self._flags = [group.stale.numpy() for group in groups if group.stale.is_cpu]
+        if not self._said and any(flags.any() for flags in self._flags):
             self.tell()
 
     def tell(self) -> None:

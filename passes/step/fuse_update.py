@@ -254,7 +254,8 @@ class _Builder:
         else:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights else []
+        here = node_tensor(skip).device.type == "cpu"  # type: ignore[union-attr]  # a GPU looks at some elements alone
+        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights and here else []
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags, *watched]
 
     def _stale(self, index: int, like: fx.Node, masters: Sequence[object]) -> fx.Node:

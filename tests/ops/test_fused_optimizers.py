@@ -45,7 +45,7 @@ def run_by_loop(one, given):
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize(("one", "flags"), EVERY, ids=NAMES)
 def test_the_loop_gives_the_bits_of_the_formula(one, flags, numbers):
-    given = update_arguments(one, flags, SIZES, **numbers)
+    given = update_arguments(one, flags, SIZES, watched=True, **numbers)
     before = copies(given)
     if "skip" in numbers:
         cpu_update.update(one, one.bound(False, given))
@@ -59,7 +59,7 @@ def test_the_loop_gives_the_bits_of_the_formula(one, flags, numbers):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38, 1e-42, -0.0])
 @pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
 def test_odd_values_come_out_as_of_the_formula(one, value):
-    given = update_arguments(one, {}, SIZES, more=0.1, coef=1.0)
+    given = update_arguments(one, {}, SIZES, more=0.1, coef=1.0, watched=True)
     for tensor in (*given[0][1:], *given[1][1:]):
         tensor[0] = value
     run_by_loop(one, given)

@@ -165,7 +165,7 @@ def every_update(skip, bad=None):
     for one in FUSED:
         for storage in ({}, {"mode": Storage.KAHAN, "weight": torch.bfloat16}):
             flags = dict.fromkeys(one.flags, True) | {"nesterov": False, "maximize": one.name == "sgd"}
-            given_ = update_arguments(one, flags, SHAPES, more=0.1, skip=skip, started=0.0, **storage)
+            given_ = update_arguments(one, flags, SHAPES, more=0.1, skip=skip, started=0.0, watched=True, **storage)
             if bad is not None:
                 given_[1][1][0, 0] = bad
             found[one.operator(low=bool(storage))] = given_

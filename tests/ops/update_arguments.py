@@ -34,6 +34,7 @@ def update_arguments(
     weight: torch.dtype = torch.float32,
     moment: torch.dtype = torch.float32,
     more: float = 0.0,
+    watched: bool = False,
     **numbers: float,
 ) -> list[Any]:
     """In the order of the operator: with masters where `mode` is `None`, else for weights of a type without.
@@ -48,6 +49,7 @@ def update_arguments(
         moment: the type of the states.
         more: what the hyperparameters are that are zero by default (decays, momentum, dampening); then there are copies
             in 16 bits.
+        watched: whether an update with masters looks for what was written to these, as some of them were.
         numbers: hyperparameters, and `step`, `started`, `coef` and `skip`, that are others.
     """
     torch.manual_seed(0)
@@ -61,7 +63,7 @@ def update_arguments(
         for state in one.states
     }
     low_weights = [w.to(low) for w, low in zip(weights, itertools.cycle(LOWS), strict=False)] if more else []
-    for copy in low_weights[1::2]:
+    for copy in low_weights[1::2] if watched else []:
         (copy[3::7] if copy.dim() else copy).fill_(0.5)  # written since
     values = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
     given = {
@@ -77,8 +79,8 @@ def update_arguments(
         "coef": torch.tensor(numbers.get("coef", 0.37)),
         "skip": torch.tensor(numbers.get("skip", 0.0)),
         "mode": int(Storage.NEAREST if mode is None else mode),
-        "stale": torch.zeros(len(weights), dtype=torch.uint8) if more else None,
-        "takes": bool(len(weights) % 2),
+        "stale": torch.zeros(len(weights), dtype=torch.uint8) if watched and more else None,
+        "takes": watched and bool(len(weights) % 2),
         **states,
         **flags,
     }

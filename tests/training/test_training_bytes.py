@@ -42,7 +42,7 @@ def emitted(name, dtype, backend="eager"):
 def traffic(node):
     """Bytes of its matrices, each read once, and written where the schema says so; 16-bit copies are only written."""
     total = 0
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=True):
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         written = argument.alias_info is not None and argument.alias_info.is_write
         passes = 2 if written and argument.name != "low_weights" else 1
         for each in value if isinstance(value, (list, tuple)) else [value]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amp_compiler.ops.cuda.triton_parts import COLUMNS, EXTRA, PLACE, SIZE, WEIGHT
+from amp_compiler.ops.cuda.triton_parts import COLUMNS, EXTRA, SIZE, WEIGHT
 
 
 @triton.jit
@@ -62,20 +62,3 @@ def follow_kernel(rows, blocks, flags, LOW_TYPE: tl.constexpr, TAKES: tl.constex
             tl.store(wides, low.to(tl.float32), mask=inside & _differ(wide, low))
         else:
             tl.store(low_weights, wide.to(LOW_TYPE), mask=inside)
-
-
-@triton.jit
-def watch_kernel(rows, blocks, skip, stale, LOW_TYPE: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr):
-    """Before an update: `stale` is 1 where a copy differs; with `TAKES` its FP32 tensor takes what it has then."""
-    if tl.load(skip) == 0.0:
-        entry = tl.load(blocks + tl.program_id(0))
-        row = rows + (entry >> 32) * COLUMNS
-        places = (entry & 0xFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
-        inside = places < tl.load(row + SIZE)
-        wides, low_weights = _pointers(row, places, LOW_TYPE)
-        low = tl.load(low_weights, mask=inside, other=0.0)
-        differs = _differ(tl.load(wides, mask=inside, other=0.0), low) & inside
-        stale_now = tl.max(differs.to(tl.int32), 0)
-        tl.store(stale + tl.load(row + PLACE), stale_now.to(tl.uint8), mask=stale_now != 0)
-        if TAKES:
-            tl.store(wides, low.to(tl.float32), mask=differs)

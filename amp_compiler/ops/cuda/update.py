@@ -90,14 +90,6 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return partials.sum().sqrt(), flags.any().float(), flags
 
 
-def watch(group: Group, args: Update) -> None:
-    """Find what was written past version counters since the last update, see `Update.stale`."""
-    from amp_compiler.ops.cuda import stale_kernels
-
-    how = {"LOW_TYPE": _triton_type(group.types[2]), "TAKES": args.takes, "BLOCK": BLOCK, **_CHECK_OPTIONS}
-    stale_kernels.watch_kernel[(len(group.blocks),)](group.rows, group.blocks, args.skip, args.stale, **how)
-
-
 def update(optimizer: FusedOptimizer, args: Update) -> None:
     """See `reference.update`."""
     device, code = args.skip.device, _device_code()
@@ -113,8 +105,6 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
             beside = args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
             columns = [laid_out_like(args.grads, args.weights), args.weights, beside, *args.states]
             for group in TABLES.groups(columns, device, BLOCK):
-                if len(group.blocks) and args.stale is not None:
-                    watch(group, args)
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
                         group.rows, group.blocks, numbers, args.coef, args.skip, args.started, args.rng,
