@@ -129,14 +129,14 @@ _REGISTRY = "torch.onnx._internal.exporter._registration"
 def _keep_registry_of_exporter() -> None:
     """torch.onnx.export parses the sources of all its translations anew at each call, a second: here once a process."""
     registry: Any = getattr(sys.modules.get(_REGISTRY), "ONNXRegistry", None)
-    made = getattr(registry, "from_torchlib", None)
-    if made is None or hasattr(made, "kept"):
+    built = getattr(registry, "from_torchlib", None)
+    if built is None or hasattr(built, "kept"):
         return
-    kept = functools.cache(made)
+    kept = functools.cache(built)
 
     def again(*version: int, **versions: int) -> Any:
         fresh = copy.copy(kept(*version, **versions))  # a caller may add translations of its own
-        fresh.functions = {target: list(found) for target, found in fresh.functions.items()}
+        fresh.functions = {target: list(result) for target, result in fresh.functions.items()}
         return fresh
 
     again.kept = kept  # type: ignore[attr-defined]

@@ -141,11 +141,11 @@ def _source(graph: PrecisionGraph, line: Line, numbers: dict[str, StoredNumbers]
 
 
 def _node(graph: PrecisionGraph, line: Line) -> None:
-    made: list[str] = []
+    result: list[str] = []
     if line.skip("("):
         line.take(")")
     else:
-        made = line.names()
+        result = line.names()
     line.take("=")
     op, inputs, attrs = line.name(), [], {}
     line.take("(")
@@ -159,10 +159,10 @@ def _node(graph: PrecisionGraph, line: Line) -> None:
             attrs[key] = line.attr()
             line.skip(",")
     values = []
-    for name in made:
+    for name in result:
         line.take("," if values else "->")
         values.append(line.value(name))
-    facts: dict[str, Any] = {"name": made[0] if made else ""}
+    facts: dict[str, Any] = {"name": result[0] if result else ""}
     while line.peek():
         key = line.name()
         line.take("=")
@@ -170,4 +170,4 @@ def _node(graph: PrecisionGraph, line: Line) -> None:
         if key == "pin":
             facts[key] = Pin(facts[key], line.name() if line.peek().startswith('"') else "")
     facts["module_type"] = facts.pop("type", "")
-    graph.add_node(Node(op=op, inputs=tuple(inputs), outputs=tuple(made), attrs=attrs, **facts), values)
+    graph.add_node(Node(op=op, inputs=tuple(inputs), outputs=tuple(result), attrs=attrs, **facts), values)

@@ -54,9 +54,9 @@ def model(nodes, inputs, outputs, data=(), opset=18, ir_version=9, extra=(), **f
     data = [one for one in data if one.name in read]
     graph = h.make_graph(list(nodes), "g", list(inputs), list(outputs), initializer=list(data), **facts)
     imports = [h.make_opsetid("", opset), *extra]
-    made = h.make_model(graph, opset_imports=imports, ir_version=ir_version)
-    onnx.checker.check_model(made, full_check=not extra)
-    return made
+    result = h.make_model(graph, opset_imports=imports, ir_version=ir_version)
+    onnx.checker.check_model(result, full_check=not extra)
+    return result
 
 
 def node(op, inputs, outputs, name="", **attrs):
@@ -67,18 +67,18 @@ def check(source, dtype, rules="default", *, full=True, **options):
     """Convert, and check everything that must hold of every conversion."""
     before = source.SerializeToString()
     done = convert_onnx(source, rules=rules, dtype=dtype, **options)
-    made = done.model
+    result = done.model
     assert source.SerializeToString() == before, "the input was touched"
-    onnx.checker.check_model(made, full_check=full)
-    again = convert_onnx(made, rules=rules, dtype=dtype, **options)
-    assert again.model.SerializeToString() == made.SerializeToString(), "not idempotent"
+    onnx.checker.check_model(result, full_check=full)
+    again = convert_onnx(result, rules=rules, dtype=dtype, **options)
+    assert again.model.SerializeToString() == result.SerializeToString(), "not idempotent"
     if options.get("keep_io_types", True) is True:
-        assert list(made.graph.input) == list(source.graph.input)
-        assert list(made.graph.output) == list(source.graph.output)
-    names = [output for entry in made.graph.node for output in entry.output if output]
+        assert list(result.graph.input) == list(source.graph.input)
+        assert list(result.graph.output) == list(source.graph.output)
+    names = [output for entry in result.graph.node for output in entry.output if output]
     assert len(names) == len(set(names))
     if full and dtype == "fp16":
-        session(made)
+        session(result)
     return done
 
 
@@ -101,8 +101,8 @@ def run_tensors(source, *inputs):
     )[0]
 
 
-def same_numbers(source, made, feeds, tolerance=4e-3):
-    for want, got in zip(run(source, feeds), run(made, feeds), strict=True):
+def same_numbers(source, built, feeds, tolerance=4e-3):
+    for want, got in zip(run(source, feeds), run(built, feeds), strict=True):
         assert want.dtype == got.dtype and want.shape == got.shape
         assert np.linalg.norm(want - got) <= tolerance * np.linalg.norm(want) + 1e-7
 
@@ -113,9 +113,9 @@ def outputs(proto, feeds):
     return list(Runner(twin.proto, None).run(twin.feeds(feeds)).values())
 
 
-def error(source, made, feeds):
+def error(source, built, feeds):
     """Of the first output with true rounding after every node, relative; infinity where one is not finite."""
-    want, got = outputs(source, feeds)[0], outputs(made, feeds)[0]
+    want, got = outputs(source, feeds)[0], outputs(built, feeds)[0]
     return np.linalg.norm(want - got) / np.linalg.norm(want) if np.isfinite(got).all() else np.inf
 
 
@@ -128,8 +128,8 @@ def low_nodes(done):
     return {entry.name for entry in done.plan.nodes if entry.precision == "low"}
 
 
-def casts(made):
-    return [entry for entry in made.graph.node if entry.op_type == "Cast"]
+def casts(built):
+    return [entry for entry in built.graph.node if entry.op_type == "Cast"]
 
 
 def nodes_of(graph):
@@ -141,15 +141,15 @@ def nodes_of(graph):
         yield entry
 
 
-def types(made):
+def types(built):
     """Element type of every value, in bodies too, by ONNX's own inference and that for ops of ONNX Runtime's own."""
-    graphs, found = [infer(made, strict=True).graph], {}
+    graphs, result = [infer(built, strict=True).graph], {}
     for graph in graphs:
         values = (*graph.input, *graph.output, *graph.value_info)
-        found.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
-        found.update((entry.name, entry.type.tensor_type.elem_type) for entry in values)
+        result.update((tensor.name, tensor.data_type) for tensor in graph.initializer)
+        result.update((entry.name, entry.type.tensor_type.elem_type) for entry in values)
         graphs += [one.g for entry in graph.node for one in entry.attribute if one.HasField("g")]
-    return found
+    return result
 
 
 def convolution(opset=17):

@@ -140,10 +140,10 @@ class Call(nn.Module):
         )  # a loss depends on it, whatever the op is
         self.linear, self.behind = None, -1
         if form == "linear":
-            found = [place for place, one in enumerate(tensors) if wanted[place] and one.numel()]
-            if not found:
+            result = [place for place, one in enumerate(tensors) if wanted[place] and one.numel()]
+            if not result:
                 raise Unfit("it takes no floating-point tensor")
-            self.behind = found[0]
+            self.behind = result[0]
             wide = tensors[self.behind].shape[-1] if tensors[self.behind].dim() else 1
             self.linear = nn.Linear(wide, wide, device=DEVICE)
             with torch.no_grad():
@@ -158,17 +158,17 @@ class Call(nn.Module):
 
     def batch(self) -> list[Tensor]:
         """The tensors of one call, made anew."""
-        made = []
+        result = []
         for one, wanted in self.given:
             one = one.clone() if one.layout is torch.strided else one
             if self.strided and one.layout is torch.strided:
                 one = one.select(-1, 0)
-            made.append(one.requires_grad_() if self.tie is None and self.differentiable and wanted else one)
-        return made
+            result.append(one.requires_grad_() if self.tie is None and self.differentiable and wanted else one)
+        return result
 
-    def forward(self, *given: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> Any:
         """Run it."""
-        tensors, waiting = [], list(given)
+        tensors, waiting = [], list(inputs)
         for place in range(self.total):
             if place in self.places:
                 weight = self.learned[self.places.index(place)]
@@ -222,8 +222,8 @@ def run_forward(call: Call, run: Callable[..., Any]) -> Seen:
     if call.differentiable and isinstance(loss, Tensor) and loss.requires_grad:
         wanted = {str(place): one for place, one in enumerate(batch) if one.requires_grad}
         wanted |= dict(call.named_parameters())
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-        gradients = dict(zip(wanted, found, strict=True))
+        result = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        gradients = dict(zip(wanted, result, strict=True))
     return Seen([one.detach() if isinstance(one, Tensor) else one for one in values], gradients)
 
 
@@ -385,8 +385,8 @@ def judged(name: str, way: str, form: str) -> Result:
         return Result(name, "raw", f"{type(error).__name__}: {str(error).strip()[:300]}")
     if name in UNINITIALISED | UNSTABLE:
         ours, exact, theirs = (one and unfilled(one, way) for one in (ours, exact, theirs))
-    found = [text for text in faults(ours, exact, theirs, way, call) if text]
-    return Result(name, "wrong" if found else "right", "; ".join(found), subgraphs)
+    result = [text for text in faults(ours, exact, theirs, way, call) if text]
+    return Result(name, "wrong" if result else "right", "; ".join(result), subgraphs)
 
 
 def unfilled(seen: Seen, way: str) -> Seen:
@@ -406,23 +406,23 @@ def results(way: str, form: str, names: Sequence[str]) -> Iterator[Result]:
 
 def sweep(way: str, form: str, names: Sequence[str] = tuple(OPS)) -> list[Result]:
     """Run ops in processes of their own: one that ends its process is a fault, and the next go on in a new one."""
-    left, found = list(names), []
+    left, result = list(names), []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMP_LOG": "error", "AMP_VERIFY": "1"}
     while left:
         command = [sys.executable, __file__, way, form, "--ops", ",".join(left)]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        told = [Result(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"op"')]
-        found += told
-        left = left[len(told) :]
+        message = [Result(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"op"')]
+        result += message
+        left = left[len(message) :]
         if left and done.returncode:
-            found.append(Result(left.pop(0), "raw", f"the process ended with code {done.returncode}"))
-    return found
+            result.append(Result(left.pop(0), "raw", f"the process ended with code {done.returncode}"))
+    return result
 
 
-def totals(found: Sequence[Result]) -> dict[str, int]:
+def totals(matches: Sequence[Result]) -> dict[str, int]:
     """How many there are of each outcome, and how many ran in subgraphs."""
-    count = Counter(one.outcome for one in found)
-    return {**{outcome: count[outcome] for outcome in OUTCOMES}, "in subgraphs": sum(one.subgraphs for one in found)}
+    count = Counter(one.outcome for one in matches)
+    return {**{outcome: count[outcome] for outcome in OUTCOMES}, "in subgraphs": sum(one.subgraphs for one in matches)}
 
 
 def main() -> None:
@@ -431,9 +431,9 @@ def main() -> None:
     parser.add_argument("form", choices=FORMS)
     parser.add_argument("--ops", default=",".join(OPS), help="names, with commas between them")
     options = parser.parse_args()
-    for found in results(options.way, options.form, options.ops.split(",")):
-        print(json.dumps(asdict(found)), flush=True)
-        if "CUDA error" in found.note:
+    for result in results(options.way, options.form, options.ops.split(",")):
+        print(json.dumps(asdict(result)), flush=True)
+        if "CUDA error" in result.note:
             return  # from then on all calls of the process fail
 
 

@@ -66,13 +66,13 @@ def draft_of(
     """A draft with the decisions of `DEFAULT` by op (`follow` for others), and over them `decisions` by node."""
     if isinstance(graph, str):
         graph = parse_graph(graph)
-    asked = {name: DEFAULT.get(node.op, Precision.FOLLOW) for name, node in graph.nodes.items()}
-    asked.update({name: Precision(word) for name, word in (decisions or {}).items()})
+    requested = {name: DEFAULT.get(node.op, Precision.FOLLOW) for name, node in graph.nodes.items()}
+    requested.update({name: Precision(word) for name, word in (decisions or {}).items()})
     return Draft(
         graph,
         replace(RULES, ops=ops),
         Context(low, graph.device),
-        decisions={name: Decision(precision, "test.yaml:1", "by test") for name, precision in asked.items()},
+        decisions={name: Decision(precision, "test.yaml:1", "by test") for name, precision in requested.items()},
     )
 
 
@@ -94,10 +94,10 @@ def plan_text(graph: PrecisionGraph | str, decisions: Mapping[str, str] | None =
 def apply_plan(graph: PrecisionGraph, plan: PrecisionPlan) -> PrecisionGraph:
     """The graph with the plan carried out: values in their final types, casts as pinned nodes before their readers."""
     types = {name: dtype_from_short(short) for node in plan.nodes for name, short in node.outputs}
-    made = PrecisionGraph(graph.device)
+    result = PrecisionGraph(graph.device)
     for value in graph.values.values():
         if graph.producer(value.name) is None:
-            made.add_value(value)
+            result.add_value(value)
     waiting: dict[str, list[tuple[int, PlannedCast]]] = {}
     order = {name: index for index, name in enumerate((*graph.nodes, RETURN))}
     for number, cast in enumerate(plan.casts):
@@ -107,7 +107,7 @@ def apply_plan(graph: PrecisionGraph, plan: PrecisionPlan) -> PrecisionGraph:
     for name in (*graph.nodes, RETURN):
         region = graph.nodes[name].region if name != RETURN else ""
         for number, cast in waiting.get(name, ()):
-            value = cast.value if cast.src == cast.dst else _add_cast(made, cast, number, region)
+            value = cast.value if cast.src == cast.dst else _add_cast(result, cast, number, region)
             reads.update(((user, index), value) for user, index in cast.users)
         if name == RETURN:
             continue
@@ -116,10 +116,10 @@ def apply_plan(graph: PrecisionGraph, plan: PrecisionPlan) -> PrecisionGraph:
             replace(operand, value=reads.get((name, index), operand.value)) for index, operand in enumerate(node.inputs)
         )
         outputs = [replace(graph.values[out], dtype=types.get(out, graph.values[out].dtype)) for out in node.outputs]
-        made.add_node(replace(node, inputs=inputs), outputs)
-    made.outputs = [reads.get((RETURN, index), value) for index, value in enumerate(graph.outputs)]
-    made.verify()
-    return made
+        result.add_node(replace(node, inputs=inputs), outputs)
+    result.outputs = [reads.get((RETURN, index), value) for index, value in enumerate(graph.outputs)]
+    result.verify()
+    return result
 
 
 def _add_cast(graph: PrecisionGraph, cast: PlannedCast, number: int, region: str) -> str:

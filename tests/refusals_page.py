@@ -47,7 +47,7 @@ def table_of_reasons(refused: Iterable[tuple[str, str, str]], head: str) -> list
     for reason, what, form in refused:
         reasons[reason.replace("|", "\\|").replace("<", "&lt;")][what].append(form)
     rows = []
-    for reason, found in sorted(reasons.items()):
-        told = "; ".join(f"`{what}` ({', '.join(dict.fromkeys(forms))})" for what, forms in sorted(found.items()))
-        rows.append(f"| {reason} | {told} |")
+    for reason, result in sorted(reasons.items()):
+        message = "; ".join(f"`{what}` ({', '.join(dict.fromkeys(forms))})" for what, forms in sorted(result.items()))
+        rows.append(f"| {reason} | {message} |")
     return [f"| reason | {head} |", "|---|---|", *rows] if rows else ["Nothing is refused."]

@@ -46,9 +46,9 @@ class TensorFlowGraph:
     def model(self) -> onnx.ModelProto:
         """The model, checked."""
         nodes = re.sub("# .*", "", self.nodes)
-        made = parser.parse_model(f"{_HEAD}g ({self.inputs}) => ({self.outputs}) {{{nodes}\n}}{self.functions}")
-        onnx.checker.check_model(made, full_check=True)
-        return made
+        result = parser.parse_model(f"{_HEAD}g ({self.inputs}) => ({self.outputs}) {{{nodes}\n}}{self.functions}")
+        onnx.checker.check_model(result, full_check=True)
+        return result
 
 
 def _unary(op: str) -> TensorFlowGraph:

@@ -82,23 +82,23 @@ def parsed(path: Path) -> ast.Module:
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
     """Full names of what a file imports, wherever in it the import stands, but for type checking alone."""
-    found = set()
+    result = set()
     pending: list[ast.AST] = [parsed(path)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             pending += node.orelse
         elif isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write the import of {node.module} in full"
             module = node.module or ""
             # `from package import module` names a module too, where there is one of that name
             inner = {f"{module}.{alias.name}" for alias in node.names}
-            found |= {one for one in inner if one.removeprefix(f"{PACKAGE}.") in NAMES} or {module}
+            result |= {one for one in inner if one.removeprefix(f"{PACKAGE}.") in NAMES} or {module}
         else:
             pending += ast.iter_child_nodes(node)
-    return frozenset(found)
+    return frozenset(result)
 
 
 def own(name: str) -> str | None:
@@ -113,12 +113,12 @@ def room(module: str) -> str:
 def test_a_module_imports_what_its_room_may() -> None:
     wrong = []
     for name, path in ALL:
-        found = imports(path)
-        for other in sorted(one for imported in found if (one := own(imported)) is not None):
+        result = imports(path)
+        for other in sorted(one for imported in result if (one := own(imported)) is not None):
             known = (room(name), other) == ("cli", "") or room(other) in (room(name), "rules")
             if room(name) != "rules" and not known and room(other) not in ROOMS[room(name)].split():
                 wrong.append(f"{name} imports {other}")
-        bare = {imported.partition(".")[0] for imported in found} & {"passes", "rules", "tests"}
+        bare = {imported.partition(".")[0] for imported in result} & {"passes", "rules", "tests"}
         wrong += [f"{name} imports {one} without the name of the package" for one in sorted(bare)]
     assert not wrong
 
@@ -194,5 +194,5 @@ def test_what_plans_does_not_ask_for_what_kind_of_graph_it_plans() -> None:
                 named = any(isinstance(side, ast.Constant) and side.value in ("onnx", "cpu", "cuda") for side in sides)
                 assert not (named and "device" in ast.unparse(node)), f"{name}: {ast.unparse(node)}"
             elif isinstance(node, ast.Attribute):
-                asked = node.attr == "folds" or ast.unparse(node).endswith("graph.is_file")
-                assert not asked, f"{name}: {ast.unparse(node)}"
+                requested = node.attr == "folds" or ast.unparse(node).endswith("graph.is_file")
+                assert not requested, f"{name}: {ast.unparse(node)}"

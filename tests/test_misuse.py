@@ -50,9 +50,9 @@ def test_backward_on_the_loss_of_a_step():
     assert not vars(loss + 1)
 
 
-@pytest.mark.parametrize("made", [compiled, step_of], ids=["compile", "step"])
-def test_a_wrong_shape_is_told_as_eager_tells_it(made):
-    run = made(nn.Linear(4, 2))
+@pytest.mark.parametrize("built", [compiled, step_of], ids=["compile", "step"])
+def test_a_wrong_shape_is_told_as_eager_tells_it(built):
+    run = built(nn.Linear(4, 2))
     run(X)
     with pytest.raises(amp.CaptureError, match=r"\(2x5 and 4x2\); the call or the model is wrong"):
         run(torch.ones(2, 5))

@@ -106,18 +106,18 @@ def test_every_requirement_has_a_tested_version():
 
 
 def test_constraints_name_exact_public_versions():
-    found = constraints()
-    assert found["torch"] == "2.13.0"
-    assert not [name for name, version in found.items() if "+" in version]
+    result = constraints()
+    assert result["torch"] == "2.13.0"
+    assert not [name for name, version in result.items() if "+" in version]
 
 
 def test_requirements_are_installed_as_constrained():
-    made = Path(sys.prefix)
-    if not (made / ".installed").exists():
+    result = Path(sys.prefix)
+    if not (result / ".installed").exists():
         pytest.skip("this environment was not made by `make`")
     wrong = {}
     # One for another version of torch has its own list, as `make test-torch211` writes it.
-    for name, version in constraints(made if (made / "constraints.txt").exists() else ROOT).items():
+    for name, version in constraints(result if (result / "constraints.txt").exists() else ROOT).items():
         try:
             installed = metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
@@ -139,7 +139,7 @@ def test_no_machine_paths_in_tracked_files():
     # Spelled in parts, so that this file is not a finding of its own.
     places = "|".join(("wor" + "k", "roo" + "t", "tm" + "p", "op" + "t", "home/(?!me/)"))
     pattern = re.compile(rf"(?<![\w./-])/(?:{places})/?\w")
-    found = []
+    result = []
     for path in tracked_files():
         if not path.is_file():
             continue
@@ -149,5 +149,5 @@ def test_no_machine_paths_in_tracked_files():
             continue
         for number, line in enumerate(text.splitlines(), 1):
             if pattern.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
-    assert not found
+                result.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not result

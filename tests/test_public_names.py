@@ -55,15 +55,15 @@ DECLARED = {
 
 
 def test_choices_are_declared_in_every_signature():
-    found = set()
+    result = set()
     for name in amp.__all__:
         if not inspect.isfunction(getattr(amp, name)):
             continue
         for parameter in inspect.signature(getattr(amp, name)).parameters.values():
             if parameter.name in DECLARED:
                 assert parameter.annotation in DECLARED[parameter.name], f"{parameter} of amp.{name}"
-                found.add((name, parameter.name))
-    assert {("compile", "backend"), ("training_step", "loss_scale"), ("convert_onnx", "target")} < found
+                result.add((name, parameter.name))
+    assert {("compile", "backend"), ("training_step", "loss_scale"), ("convert_onnx", "target")} < result
 
 
 def test_what_is_declared_is_what_is_taken():

@@ -37,10 +37,10 @@ def recipes(module):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_short_run_prints_every_way(load, name, capsys, tmp_path):
     module = load(name)
-    found = load("common").main(*recipes(module), arguments=["--short", "--into", str(tmp_path)])
-    told = capsys.readouterr().out
-    for results in found:
-        assert results["title"] in told
+    result = load("common").main(*recipes(module), arguments=["--short", "--into", str(tmp_path)])
+    message = capsys.readouterr().out
+    for results in result:
+        assert results["title"] in message
         assert all(math.isfinite(run["quality"][-1]) for runs in results["runs"].values() for run in runs)
     assert not list(tmp_path.iterdir())
 

@@ -130,10 +130,10 @@ def train_beside_torch(
     return step, plain
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(matches: Tensor, exact: Tensor) -> float:
     """The error of a tensor, of the L2 norms."""
-    found, exact = found.detach().double(), exact.detach().double()
-    return float((found - exact).norm() / exact.norm())
+    matches, exact = matches.detach().double(), exact.detach().double()
+    return float((matches - exact).norm() / exact.norm())
 
 
 def mlp(wide: int = 16) -> nn.Module:
@@ -214,8 +214,8 @@ def gan() -> dict[str, nn.Module]:
 
 def judged(nets: dict[str, nn.Module], real: Tensor, noise: Tensor) -> Tensor:
     """The judge's loss on real and made samples, and the generator's on its own."""
-    made = nets["generator"](noise)
-    return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](made)).mean()
+    result = nets["generator"](noise)
+    return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](result)).mean()
 
 
 def _both(nets: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:

@@ -57,13 +57,13 @@ amp.complie(net)  # error
 def errors_and_types(code: str, options: list[str]) -> tuple[dict[int, str], str]:
     """By line, `error` or the type that is revealed; and all that mypy said."""
     said, failed, _ = api.run([*options, "-c", code])
-    found = {}
+    result = {}
     for number, kind, text in re.findall(r'<string>:(\d+): (?:(error)|note: Revealed type is "(.*)")', said):
-        found[int(number)] = kind or re.sub(r"[a-z_]+\.", "", text)
-    return found, said + failed
+        result[int(number)] = kind or re.sub(r"[a-z_]+\.", "", text)
+    return result, said + failed
 
 
 if __name__ == "__main__":
     expected = {number: line.partition("  # ")[2] for number, line in enumerate(USER.splitlines(), 1) if "  # " in line}
-    found, said = errors_and_types(USER, sys.argv[1:])
-    sys.exit(0 if found == expected else f"of the code of a user mypy says otherwise than expected:\n{said}")
+    result, said = errors_and_types(USER, sys.argv[1:])
+    sys.exit(0 if result == expected else f"of the code of a user mypy says otherwise than expected:\n{said}")

@@ -45,8 +45,8 @@ def mine(monkeypatch):
 
 def test_one_entry_is_all_that_a_new_backend_needs(mine):
     with torch.no_grad():
-        found, expected = (amp.compile(linear(), dtype="bf16", backend=name)(X) for name in ("mine", "eager"))
-    assert len(mine) == 1 and torch.equal(found, expected)
+        result, expected = (amp.compile(linear(), dtype="bf16", backend=name)(X) for name in ("mine", "eager"))
+    assert len(mine) == 1 and torch.equal(result, expected)
     weights = []
     for name in ("mine", "eager"):
         model = linear()

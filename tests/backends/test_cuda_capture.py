@@ -170,16 +170,16 @@ def test_a_graph_has_workspaces_of_its_own(cuda):
 
 
 def test_results_of_a_capture_keep_no_memory_so_that_the_next_signature_takes_the_same(cuda):
-    made = [torch.arange(6.0), torch.arange(12.0).view(3, 4).t()[1:]]
-    gone = [weakref.ref(one) for one in made]
-    addresses = [one.data_ptr() for one in made]
+    result = [torch.arange(6.0), torch.arange(12.0).view(3, 4).t()[1:]]
+    gone = [weakref.ref(one) for one in result]
+    addresses = [one.data_ptr() for one in result]
     state = torch.ones(3)
-    _, outputs = TorchGraphs().capture(lambda state, x: [*made, state, state[1:], 7], [state, X])
+    _, outputs = TorchGraphs().capture(lambda state, x: [*result, state, state[1:], 7], [state, X])
     assert [one.data_ptr() for one in outputs[:2]] == addresses
-    assert torch.equal(outputs[0], torch.arange(6.0)) and outputs[1].tolist() == made[1].tolist()
+    assert torch.equal(outputs[0], torch.arange(6.0)) and outputs[1].tolist() == result[1].tolist()
     assert outputs[1].stride() == (1, 4) and outputs[2] is state and outputs[4] == 7
     assert outputs[3].data_ptr() == state.data_ptr() + 4 and outputs[3]._base is state
-    made.clear()
+    result.clear()
     assert [one() for one in gone] == [None, None]
 
 

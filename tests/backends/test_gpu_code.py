@@ -38,7 +38,7 @@ _ON_TORCH = {
     "current_device": lambda: 0,
     "get_device_properties": lambda device=None: H200,
     "get_device_capability": lambda device=None: (H200.major, H200.minor),
-    "is_bf16_supported": lambda *given, **named: True,
+    "is_bf16_supported": lambda *inputs, **named: True,
 }
 _ON_INDUCTOR = {
     **{name: answer for name, answer in _ON_TORCH.items() if name != "get_device_capability"},
@@ -65,7 +65,7 @@ def an_h200() -> Iterator[list[str]]:
 
     def not_loaded(cls: type, key: str, path: str, *rest: object, **named: object) -> SimpleNamespace:
         written.append(Path(path).read_text(encoding="utf-8"))
-        return SimpleNamespace(call=lambda given: (), __file__=path)
+        return SimpleNamespace(call=lambda inputs: (), __file__=path)
 
     places = ((torch.cuda, _ON_TORCH), (CudaInterface, _ON_INDUCTOR), (CudaInterface.Worker, _IN_WORKERS))
     with contextlib.ExitStack() as stack:
@@ -94,20 +94,20 @@ def machine_code(name: str, source: str) -> list[str]:
     """The PTX of a kernel in each of the forms that Inductor would try; ptxas has made machine code for sm_90 of it."""
     import triton
 
-    made: list[Any] = []
+    result: list[Any] = []
     compile_one = triton.compile
 
-    def noted(*given: Any, **named: Any) -> Any:
-        made.append(compile_one(*given, **named))
-        return made[-1]
+    def noted(*inputs: Any, **named: Any) -> Any:
+        result.append(compile_one(*inputs, **named))
+        return result[-1]
 
     no_driver = mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None)
     with no_driver, mock.patch.object(triton, "compile", noted):
         tuner = getattr(codecache.PyCodeCache.load(source), name)
         for form in tuner.configs:
             tuner._precompile_config(form)
-    assert len(made) == len(tuner.configs) > 0 and all(one.asm["cubin"] for one in made)
-    return [one.asm["ptx"] for one in made]
+    assert len(result) == len(tuner.configs) > 0 and all(one.asm["cubin"] for one in result)
+    return [one.asm["ptx"] for one in result]
 
 
 def products(x, weight, gradient, way):
@@ -130,7 +130,7 @@ def with_delayed_scales(x, weight, gradient, way):
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("made", "way"),
+    ("built", "way"),
     [
         pytest.param(products, Fp8(), marks=pytest.mark.slow),
         (products, Fp8("e4m3", "rowwise", True)),
@@ -138,13 +138,13 @@ def with_delayed_scales(x, weight, gradient, way):
     ],
     ids=["tensorwise", "rowwise", "delayed"],
 )
-def test_fp8_products_are_three_calls_of_the_library_and_casts_that_compile_for_a_gpu(made, way):
+def test_fp8_products_are_three_calls_of_the_library_and_casts_that_compile_for_a_gpu(built, way):
     with an_h200() as written:
-        given = [torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((96, 64), (128, 64), (96, 128))]
-        traced = make_fx(lambda *inputs: made(*inputs, way))(*given)
-        compile_fx_inner(make_fx(traced, select_decomp_table())(*given), given)
+        args = [torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((96, 64), (128, 64), (96, 128))]
+        traced = make_fx(lambda *inputs: built(*inputs, way))(*args)
+        compile_fx_inner(make_fx(traced, select_decomp_table())(*args), args)
     assert len(re.findall(r"extern_kernels\._scaled_mm\(", written[0])) == 3
-    found = kernels(written[0])
-    assert any("fp8" in source for source in found.values())
-    name = next(name for name, source in found.items() if "fp8" in source)
-    assert all(".target sm_90" in one for one in machine_code(name, found[name]))
+    result = kernels(written[0])
+    assert any("fp8" in source for source in result.values())
+    name = next(name for name, source in result.items() if "fp8" in source)
+    assert all(".target sm_90" in one for one in machine_code(name, result[name]))

@@ -85,24 +85,24 @@ def test_the_gradient_of_a_max_pool_is_gathered_where_its_windows_lie_apart(wind
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
-    given = (torch.randn(2, 3, 9, 11).to(torch.bfloat16),)
+    inputs = (torch.randn(2, 3, 9, 11).to(torch.bfloat16),)
 
-    def gradients(*given):
-        made = []
-        for x in given:
+    def gradients(*inputs):
+        result = []
+        for x in inputs:
             for options in POOLS[windows]:
                 leaf = x.detach().requires_grad_()
                 with torch.enable_grad():
                     y = torch.nn.functional.max_pool2d(leaf, **options)
-                made += torch.autograd.grad(y, leaf, torch.cos(y.detach()))
-        return tuple(made)
+                result += torch.autograd.grad(y, leaf, torch.cos(y.detach()))
+        return tuple(result)
 
-    traced = make_fx(gradients, tracing_mode="fake")(*given)
+    traced = make_fx(gradients, tracing_mode="fake")(*inputs)
     with torch._inductor.config.patch({"fx_graph_cache": False, "cpp.threads": 2}):  # one thread adds without them
-        run, codes = run_and_get_code(compile_graph, traced, given)
-    results = run(*given)
+        run, codes = run_and_get_code(compile_graph, traced, inputs)
+    results = run(*inputs)
     assert codes and ("scatter" in "".join(codes) or "atomic_add" in "".join(codes)) is (windows == "overlapping")
-    for mine, theirs in zip(results, gradients(*given), strict=True):
+    for mine, theirs in zip(results, gradients(*inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6)  # ATen rounds each addition, the loop the sum
 
 
@@ -112,22 +112,22 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient(late):
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
-    given = (torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8, 8, 3, 3))
+    inputs = (torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8, 8, 3, 3))
 
     def gradients(image, *weights):
         weights = [weight.detach().requires_grad_() for weight in weights]
         with torch.enable_grad():
             hidden = torch.relu(torch.conv2d(image, weights[0], padding=1))
-            made = torch.conv2d(hidden, weights[1], padding=1)
-        return torch.autograd.grad(made, weights, torch.cos(made.detach()))
+            result = torch.conv2d(hidden, weights[1], padding=1)
+        return torch.autograd.grad(result, weights, torch.cos(result.detach()))
 
-    traced = make_fx(gradients, tracing_mode="fake")(*given)
+    traced = make_fx(gradients, tracing_mode="fake")(*inputs)
     with torch._inductor.config.patch(fx_graph_cache=False):
-        run, codes = run_and_get_code(compile_graph, traced, given)
-    results = run(*given)
+        run, codes = run_and_get_code(compile_graph, traced, inputs)
+    results = run(*inputs)
     # the first convolution's result becomes the hidden image in place, and the second's becomes its gradient
     assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0 and late == ["keep_images_once"]
-    for mine, theirs in zip(results, gradients(*given), strict=True):
+    for mine, theirs in zip(results, gradients(*inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
@@ -187,8 +187,8 @@ return made
 )
 def test_late_passes_run_where_a_graph_has_something_for_them(text, late):
     known = ("attention_backward", "keep_images_once")
-    found = [name for name in known if name in str(identity(text))]
-    assert found == ([] if late is None else [late])
+    result = [name for name in known if name in str(identity(text))]
+    assert result == ([] if late is None else [late])
 
 
 def test_late_passes_are_made_to_run_inside_of_a_compiler():

@@ -59,17 +59,17 @@ def test_the_names_are_those_of_this_torch():
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
 def test_every_graph_is_compiled_in_the_mode(call, mode, monkeypatch):
     """The options are part of the key under which Inductor keeps what it compiled."""
-    asked = []
+    requested = []
 
     def compiled(graph_module, inputs, options, *rest):
-        asked.append({name: options.get(name, False) for name in TUNED})
+        requested.append({name: options.get(name, False) for name in TUNED})
         return BACKENDS["eager"].build(graph_module, inputs, False)
 
     monkeypatch.setattr(torch_inductor, "compile_with_inductor", compiled)
     torch.manual_seed(0)
-    made = CALLS[call](mlp(), mode=mode)
-    made(torch.randn(6, 8), torch.randn(6, 4)) if call == "step" else made(torch.randn(6, 8))
-    assert asked and all(one == (TUNED if mode != "default" else dict.fromkeys(TUNED, False)) for one in asked)
+    result = CALLS[call](mlp(), mode=mode)
+    result(torch.randn(6, 8), torch.randn(6, 4)) if call == "step" else result(torch.randn(6, 8))
+    assert requested and all(one == (TUNED if mode != "default" else dict.fromkeys(TUNED, False)) for one in requested)
 
 
 @pytest.mark.compiles

@@ -29,9 +29,11 @@ class Low(nn.Module):
 
     def forward(self, args, kwargs):
         """The sum of all results, each element weighed by a number of its own."""
-        given = pytree.tree_map(self._narrow, (args, kwargs))
-        made = [one for one in pytree.tree_leaves(self.module(*given[0], **given[1])) if is_float(one)]
-        return sum((one.to(self._wide()) * torch.linspace(0.5, 1.5, one.numel()).view(one.shape)).sum() for one in made)
+        inputs = pytree.tree_map(self._narrow, (args, kwargs))
+        result = [one for one in pytree.tree_leaves(self.module(*inputs[0], **inputs[1])) if is_float(one)]
+        return sum(
+            (one.to(self._wide()) * torch.linspace(0.5, 1.5, one.numel()).view(one.shape)).sum() for one in result
+        )
 
     def _narrow(self, leaf):
         return leaf.to(self.low) if self.low is not None and is_float(leaf) else leaf
@@ -40,22 +42,22 @@ class Low(nn.Module):
         return torch.float64 if self.low is None else torch.float32
 
 
-def as_leaf(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return made.detach().requires_grad_(like.requires_grad)
+def as_leaf(built: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return built.detach().requires_grad_(like.requires_grad)
 
 
-def rounded(given):
+def rounded(inputs):
     """With numbers that BF16 holds: a compiler need not round what it is given inside of a fused loop."""
-    return pytree.tree_map(lambda x: as_leaf(x.bfloat16().float(), x) if is_float(x) else x, given)
+    return pytree.tree_map(lambda x: as_leaf(x.bfloat16().float(), x) if is_float(x) else x, inputs)
 
 
 def is_float(leaf) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
-def gradients(model, call, given):
+def gradients(model, call, inputs):
     """Of a call's result by all parameters and floating-point inputs."""
-    leaves, spec = pytree.tree_flatten(given)
+    leaves, spec = pytree.tree_flatten(inputs)
     leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_float(leaf) else leaf for leaf in leaves]
     wanted = [p for p in model.parameters() if p.requires_grad] + [x for x in leaves if is_float(x) and x.requires_grad]
     torch.manual_seed(0)
@@ -63,42 +65,42 @@ def gradients(model, call, given):
     return torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else ()
 
 
-def distance(made, exact, scale) -> float:
-    return float((made.double() - exact.double()).abs().max()) / scale
+def distance(built, exact, scale) -> float:
+    return float((built.double() - exact.double()).abs().max()) / scale
 
 
-def errors(module: nn.Module, given, low: torch.dtype) -> dict[int, tuple[float, float]]:
+def errors(module: nn.Module, inputs, low: torch.dtype) -> dict[int, tuple[float, float]]:
     """How far from FP64 each gradient is, as a share of its largest element: node by node, and compiled."""
-    found = {}
+    result = {}
     for backend in ("eager", "inductor"):
         model = Low(copy.deepcopy(module), low)
         compiled = amp.compile(model, dtype="bf16", backend=backend)
         with torch._inductor.config.patch(fallback_random=True):
-            found[backend] = gradients(model, compiled, given)
+            result[backend] = gradients(model, compiled, inputs)
     exact = Low(copy.deepcopy(module).double(), None)
     try:
         reference = gradients(
-            exact, exact, pytree.tree_map(lambda x: as_leaf(x.double(), x) if is_float(x) else x, given)
+            exact, exact, pytree.tree_map(lambda x: as_leaf(x.double(), x) if is_float(x) else x, inputs)
         )
     except RuntimeError:  # not in FP64
-        reference = found["eager"]
-    made = {}
-    for number, (eager, compiled, wanted) in enumerate(zip(*found.values(), reference, strict=True)):
+        reference = result["eager"]
+    built = {}
+    for number, (eager, compiled, wanted) in enumerate(zip(*result.values(), reference, strict=True)):
         assert (eager is None) == (compiled is None), f"gradient {number} is missing"
         if eager is not None and eager.numel() and wanted is not None and eager.isfinite().all():
             scale = max(float(wanted.abs().max()), 1e-30)
-            made[number] = distance(eager, wanted, scale), distance(compiled, wanted, scale)
-    return made
+            built[number] = distance(eager, wanted, scale), distance(compiled, wanted, scale)
+    return built
 
 
 def worse(draws: list[dict[int, tuple[float, float]]]) -> dict[int, str]:
     """The gradients that are farther off compiled than node by node, in the mean, by more than two roundings."""
-    found = {}
+    result = {}
     for number in draws[0]:
-        eager, made = (sum(draw[number][which] for draw in draws) / len(draws) for which in (0, 1))
-        if not made <= eager + TWICE_ROUNDED:
-            found[number] = f"{made:.2e} off, {eager:.2e} node by node"
-    return found
+        eager, built = (sum(draw[number][which] for draw in draws) / len(draws) for which in (0, 1))
+        if not built <= eager + TWICE_ROUNDED:
+            result[number] = f"{built:.2e} off, {eager:.2e} node by node"
+    return result
 
 
 def drawn(info, number: int, seed: int):
@@ -109,14 +111,14 @@ def drawn(info, number: int, seed: int):
     return module, rounded((one.forward_input.args, one.forward_input.kwargs))
 
 
-def type_taken(module: nn.Module, given) -> torch.dtype | None:
+def type_taken(module: nn.Module, inputs) -> torch.dtype | None:
     """The type of data that torch itself takes: FP32 where it refuses 16 bits, as recurrent layers do; or none."""
     try:
-        gradients(plain := Low(copy.deepcopy(module), torch.float32), plain, given)
+        gradients(plain := Low(copy.deepcopy(module), torch.float32), plain, inputs)
     except RuntimeError:
         return None  # it has no FP32 backward by itself
     try:
-        gradients(plain := Low(copy.deepcopy(module), torch.bfloat16), plain, given)
+        gradients(plain := Low(copy.deepcopy(module), torch.bfloat16), plain, inputs)
     except (NotImplementedError, ValueError):
         return torch.float32
     except RuntimeError:
@@ -125,8 +127,8 @@ def type_taken(module: nn.Module, given) -> torch.dtype | None:
 
 
 def cases(info):
-    made = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
-    return [one for one in made if one.forward_input is not None][:INPUTS]
+    result = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
+    return [one for one in result if one.forward_input is not None][:INPUTS]
 
 
 SHARES = 16  # of the modules, each a slow test
@@ -138,30 +140,30 @@ def test_compiled_gradients_are_as_exact_as_eager_ones(share):
     from torch.testing._internal.common_modules import module_db  # here: it takes a second or two to import
 
     infos = [info for info in module_db if "Lazy" not in info.name]
-    told = {}
+    message = {}
     for info in [one for one in infos if one.name == share] if share in SHORT else infos[share::SHARES]:
-        told |= too_far_off(info)
-    assert not told
+        message |= too_far_off(info)
+    assert not message
 
 
 def too_far_off(info) -> dict[str, str]:
-    told, refused = {}, {}
+    message, refused = {}, {}
     for number, one in enumerate(cases(info)[: 1 if info.name in SHORT else None]):
-        module, given = drawn(info, number, number)
-        low = type_taken(module, given)
+        module, inputs = drawn(info, number, number)
+        low = type_taken(module, inputs)
         if low is None:
             continue
         try:
-            draws = [errors(module, given, low)]
+            draws = [errors(module, inputs, low)]
             if worse(draws):  # of few numbers one may be rounded badly by chance, here or there
                 draws += [errors(*drawn(info, number, number + more), low) for more in range(1, DRAWS)]
         except AmpError as error:
             refused[number] = str(error)[:200]
             continue
-        if found := worse(draws):
-            told[f"{info.name} {number} {one.desc}"] = str(found)
+        if result := worse(draws):
+            message[f"{info.name} {number} {one.desc}"] = str(result)
     print(info.name, "refused:", refused)
-    return told
+    return message
 
 
 # ---- statistics: variances, norms, sums, normalisations
@@ -234,7 +236,7 @@ def test_logcumsumexp_of_large_numbers_keeps_its_gradient() -> None:
     model = Low(Behind(lambda x: x.logcumsumexp(0), 900.0), torch.float32)
     nn.init.eye_(model.module.linear.weight)
     x = (4.0 * torch.randint(-3, 4, (6, 64))).requires_grad_()  # BF16 holds what the layer makes of it
-    exact, made = (
+    exact, result = (
         gradients(model, call, ((x,), {})) for call in (model, amp.compile(model, dtype="bf16", backend="eager"))
     )
-    assert max(distance(one, other, float(other.abs().max())) for one, other in zip(made, exact, strict=True)) < 0.02
+    assert max(distance(one, other, float(other.abs().max())) for one, other in zip(result, exact, strict=True)) < 0.02

@@ -25,9 +25,9 @@ class _Loads:
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path / "kept"))
-    made = tmp_path / "probe.so"
-    made.write_bytes(b"library")
-    return made
+    result = tmp_path / "probe.so"
+    result.write_bytes(b"library")
+    return result
 
 
 def test_what_loaded_once_is_not_loaded_again(library: Path) -> None:
@@ -71,16 +71,16 @@ def test_a_library_that_is_not_there_is_left_to_torch(library: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(VecISA, "_probe_load"), reason="torch 2.11 loads it where it builds it")
 def test_torch_asks_here_and_gets_its_own_answer_elsewhere() -> None:
-    isa, asked, before = pick_vec_isa(), [], VecISA._probe_load
+    isa, requested, before = pick_vec_isa(), [], VecISA._probe_load
 
     def noted(load):
         def probe(path: str) -> bool:
-            asked.append(path)
+            requested.append(path)
             return True
 
         return probe
 
     with torch_inductor.vector_probes(noted):
         assert isa._probe_load("no such library.so")
-    assert asked == ["no such library.so"] and VecISA._probe_load is before
+    assert requested == ["no such library.so"] and VecISA._probe_load is before
     assert not isa._probe_load("no such library.so")

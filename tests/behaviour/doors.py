@@ -50,9 +50,9 @@ def counted(name: str) -> str:
 
         return run
 
-    made = dataclasses.replace(real, name=f"counted_{name}", build=build)
-    BACKENDS.setdefault(made.name, made)
-    return made.name
+    result = dataclasses.replace(real, name=f"counted_{name}", build=build)
+    BACKENDS.setdefault(result.name, result)
+    return result.name
 
 
 @dataclass
@@ -93,8 +93,8 @@ class Outcome:
 
 def total(value: Any) -> Tensor:
     """A loss of anything that a model returns."""
-    found = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return sum((one.float().square().mean() for one in found), torch.zeros(()))
+    result = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return sum((one.float().square().mean() for one in result), torch.zeros(()))
 
 
 def leaves(value: Any) -> list[Any]:
@@ -117,12 +117,12 @@ _OWN = set(vars(nn.Module()))
 
 def state_of(model: nn.Module) -> Any:
     """Buffers and attributes of a model and all below it."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
             if not name.startswith("_") and name not in _OWN - {"training"}:
-                found[f"{path}.{name}"] = leaves(value)
-    return found
+                result[f"{path}.{name}"] = leaves(value)
+    return result
 
 
 def differ(actual: Any, expected: Any, tolerance: float) -> str:
@@ -241,12 +241,12 @@ class Way:
             else:
                 self.optimizer.zero_grad()
                 with inner:
-                    made = self.loss(self.model, *batch)
-                loss = made[0] if isinstance(made, tuple) else made
+                    built = self.loss(self.model, *batch)
+                loss = built[0] if isinstance(built, tuple) else built
                 loss.backward()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-                result = loss.detach() if loss is made else (loss.detach(), made[1])
+                result = loss.detach() if loss is built else (loss.detach(), built[1])
             moved = [(b - p.detach().to(b.dtype)) / RATE for b, p in zip(before, self.parameters, strict=True)]
             return result, moved
         for parameter in self.parameters:
@@ -340,7 +340,7 @@ def faults(row: Row, actual: Seen, expected: Seen) -> list[str]:
     """In what a call differs from eager's."""
     if actual.error is not None or expected.error is not None:
         return error_faults(actual.error, expected.error)
-    found = {
+    result = {
         "result": differ(actual.result, expected.result, row.tolerance),
         "state": differ(actual.state, expected.state, row.tolerance),
         "look": differ(actual.looked, expected.looked, row.tolerance),
@@ -351,10 +351,10 @@ def faults(row: Row, actual: Seen, expected: Seen) -> list[str]:
     for place, (mine, theirs) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
         away = float((mine.to_dense().double() - theirs.to_dense().double()).norm())
         if not away <= GRADIENT_ERROR * norm + 1e-12:
-            found[f"gradient {place}"] = f"off by {away / norm if norm else away:.2g}"
+            result[f"gradient {place}"] = f"off by {away / norm if norm else away:.2g}"
         if mine.is_sparse != theirs.is_sparse:
-            found[f"gradient {place}"] = "of another layout"
-    return [f"{name} {fault}" for name, fault in found.items() if fault]
+            result[f"gradient {place}"] = "of another layout"
+    return [f"{name} {fault}" for name, fault in result.items() if fault]
 
 
 def error_faults(actual: Exception | None, expected: Exception | None) -> list[str]:
@@ -374,7 +374,7 @@ def error_faults(actual: Exception | None, expected: Exception | None) -> list[s
 
 def of_all(row: Row, actual: list[Seen], expected: list[Seen], said: list[str]) -> list[str]:
     """Faults of all calls together, and of the row itself."""
-    found, good = [], [one for one in expected if one.error is None]
+    result, good = [], [one for one in expected if one.error is None]
     if row.change is not None and not row.quiet and len(good) == len(expected) and row.calls[0] is row.calls[-1]:
         values = [torch.cat([one, *(g.to_dense().double().flatten() for g in seen.gradients)])
                   for one, seen in zip(numbers(good), good, strict=True)]  # fmt: skip
@@ -384,11 +384,11 @@ def of_all(row: Row, actual: list[Seen], expected: list[Seen], said: list[str]) 
         )
         sides = {str(leaves([one.state, one.looked, one.printed])) for one in good}
         if moved < 5 * row.tolerance and len(sides) == 1:
-            found.append("the row proves nothing: its change moves no value")
+            result.append("the row proves nothing: its change moves no value")
     done = [(a, b) for a, b in zip(actual, expected, strict=False) if a.error is None and b.error is None]
     same = [all(map(torch.equal, [*numbers([a]), *a.gradients], [*numbers([b]), *b.gradients])) for a, b in done]
     if any(same) and not row.fp32 and not row.autocast and not said:
-        found.append("FP32 without a word")
+        result.append("FP32 without a word")
     if len(said) > row.lines:
-        found.append(f"{len(said)} lines are logged")
-    return found
+        result.append(f"{len(said)} lines are logged")
+    return result

@@ -218,8 +218,8 @@ class Written(nn.Module):
 
     def forward(self, x):
         hidden = self.fc(x)
-        found = self.write(hidden)
-        return self.fc(x) * hidden + (0 if found is None else found)
+        result = self.write(hidden)
+        return self.fc(x) * hidden + (0 if result is None else result)
 
 
 def under_no_grad(write: Any) -> Any:

@@ -113,17 +113,17 @@ def row(
     if step_breaks is not None:
         fields |= {"builds": step_breaks, "broken": "step"}
 
-    def add(given: Any) -> Any:
+    def add(inputs: Any) -> Any:
         def make() -> nn.Module:
-            whole = isinstance(given, type)
-            made = given() if whole else type("Model", (Net,), {"forward": given, "__module__": __name__})()
+            whole = isinstance(inputs, type)
+            result = inputs() if whole else type("Model", (Net,), {"forward": inputs, "__module__": __name__})()
             for key, value in copy.deepcopy(has or {}).items():
-                setattr(made, key, value)
-            return made
+                setattr(result, key, value)
+            return result
 
         assert name not in ROWS, f"two rows are named {name!r}"
         ROWS[name] = Row(name, make, **fields)
-        return given
+        return inputs
 
     return add
 

@@ -31,10 +31,10 @@ def run(script, path, *arguments):
     return json.loads(path.read_text(encoding="utf-8")), done.stdout
 
 
-def check_steps(found, printed, variants, bounds):
-    assert set(found) == FACTS
-    assert [(row["bound"], row["variant"]) for row in found["rows"]] == [(b, v) for b in bounds for v in variants]
-    for row in found["rows"]:
+def check_steps(matches, printed, variants, bounds):
+    assert set(matches) == FACTS
+    assert [(row["bound"], row["variant"]) for row in matches["rows"]] == [(b, v) for b in bounds for v in variants]
+    for row in matches["rows"]:
         assert set(row) == STEP
         assert 0 < row["step_ms_10"] <= row["step_ms"] <= row["step_ms_90"]
         assert row["gemm_share"] == pytest.approx(row["gemm_floor_ms"] / row["step_ms"])
@@ -91,8 +91,8 @@ SHORT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SHORT)
 def test_a_short_run_from_the_command_line(script, tmp_path):
-    found, printed = run(script, tmp_path / "r.json", *SHORT[script])
-    assert set(found) == FACTS and found["rows"] and printed
+    result, printed = run(script, tmp_path / "r.json", *SHORT[script])
+    assert set(result) == FACTS and result["rows"] and printed
 
 
 def test_products_of_the_mlp_are_counted(bench):

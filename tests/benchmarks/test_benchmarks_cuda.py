@@ -60,11 +60,11 @@ def test_training_steps_on_a_gpu(bench, on_cuda, tmp_path, capsys):
     assert bench["train_step"].TRAINING.main(options) == 1  # one was too slow
     assert [name for what, name in on_cuda if what == "begin"] == ["bf16", OURS, *MODES[:2], AUTOCAST, MODES[2]]
     assert (OURS, 12) in on_cuda
-    found, printed = json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
-    assert found["settings"]["together"] == 2 and found["versions"]["triton"] and found["gpu"] == "a stand-in"
-    assert [(row["bound"], row["variant"]) for row in found["rows"]] == [
+    result, printed = json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
+    assert result["settings"]["together"] == 2 and result["versions"]["triton"] and result["gpu"] == "a stand-in"
+    assert [(row["bound"], row["variant"]) for row in result["rows"]] == [
         ("gemm", variant) for variant in (OURS, *MODES[:2], AUTOCAST)
     ]
-    assert all(row["peak_bytes"] == 3 and "warm_call_s" not in row for row in found["rows"])
+    assert all(row["peak_bytes"] == 3 and "warm_call_s" not in row for row in result["rows"])
     assert f"{MODES[2]}: its first call was not done in time" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 130

@@ -12,37 +12,37 @@ GRADIENTS = torch.randn(64, 300, generator=torch.Generator().manual_seed(0)) + 0
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sums_in_a_ring_and_in_a_tree_are_numpys(bench, dtype):
-    given = GRADIENTS.to(dtype)
-    array = given.numpy()
+    inputs = GRADIENTS.to(dtype)
+    array = inputs.numpy()
     total = array[0]
     for one in array[1:]:
         total = total + one
-    assert total.dtype == array.dtype and np.array_equal(bench["reduction"].ring(given).numpy(), total)
+    assert total.dtype == array.dtype and np.array_equal(bench["reduction"].ring(inputs).numpy(), total)
     while len(array) > 1:
         array = array[0::2] + array[1::2]
-    assert np.array_equal(bench["reduction"].tree(given).numpy(), array[0])
+    assert np.array_equal(bench["reduction"].tree(inputs).numpy(), array[0])
 
 
 def test_the_errors_are_those_of_the_types(bench):
-    found = bench["reduction"].errors(GRADIENTS)
-    assert found["fp32 tree"] < 1e-6 < found["fp16 tree"] < 2.0**-11 < found["bf16 tree"] < 2.0**-8
-    assert found["fp16 tree"] < found["fp16 ring"] < found["bf16 ring"]
+    result = bench["reduction"].errors(GRADIENTS)
+    assert result["fp32 tree"] < 1e-6 < result["fp16 tree"] < 2.0**-11 < result["bf16 tree"] < 2.0**-8
+    assert result["fp16 tree"] < result["fp16 ring"] < result["bf16 ring"]
     spread = GRADIENTS.double().std(0, correction=0).norm() / 8 / GRADIENTS.double().mean(0).norm()
-    assert found["noise"] == pytest.approx(float(spread))
+    assert result["noise"] == pytest.approx(float(spread))
 
 
 def test_fp16_sums_have_room_whatever_the_gradients(bench):
     for size in (1e-6, 1.0, 1e4):
-        made = GRADIENTS * size
-        mean = bench["reduction"].reduced(made, torch.float16, bench["reduction"].ring)
-        assert float((mean - made.mean(0)).norm() / made.mean(0).norm()) < 2e-3
+        result = GRADIENTS * size
+        mean = bench["reduction"].reduced(result, torch.float16, bench["reduction"].ring)
+        assert float((mean - result.mean(0)).norm() / result.mean(0).norm()) < 2e-3
 
 
 def test_gradients_of_each_rank_are_autograds(bench):
     reduction = bench["reduction"]
     model, (x, y) = reduction.classifier(0), reduction.images()
-    made = reduction.gradients(model, x[:3], y[:3])
-    for one, image, label in zip(made, x, y, strict=False):
+    result = reduction.gradients(model, x[:3], y[:3])
+    for one, image, label in zip(result, x, y, strict=False):
         loss = nn.functional.cross_entropy(model(image[None]), label[None])
         wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         torch.testing.assert_close(one, wanted)

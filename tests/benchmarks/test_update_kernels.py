@@ -24,10 +24,10 @@ def test_no_kernel_spills_and_more_than_half_of_a_multiprocessors_threads_run(be
 @pytest.mark.parametrize("name", ["check", "adam"])
 def test_a_sweep_begins_with_what_is_used_and_tries_no_choice_twice(bench, name):
     module = bench["update_kernels"]
-    found = module.choices(name)
-    assert found[0] == module.used(name)
-    assert len(found) > 8
-    assert all(one not in found[:place] for place, one in enumerate(found))
+    result = module.choices(name)
+    assert result[0] == module.used(name)
+    assert len(result) > 8
+    assert all(one not in result[:place] for place, one in enumerate(result))
     with module.sizes(name, 512, {"num_warps": 2}):
         assert module.used(name) == (512, {"num_warps": 2})
-    assert module.used(name) == found[0]
+    assert module.used(name) == result[0]

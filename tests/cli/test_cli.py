@@ -206,14 +206,14 @@ def test_the_data_of_an_onnx_file_are_not_overwritten(run, tmp_path, command):
 
 
 def test_an_onnx_file_is_planned_as_it_is_converted(run, tmp_path):
-    path, asked = tmp_path / "model.onnx", ("--fuse", "--opset", "23")
+    path, requested = tmp_path / "model.onnx", ("--fuse", "--opset", "23")
     text = """<ir_version: 8, opset_import: ["" : 18]> g (float[4, 8] x) => (float[4, 8] y) <float half = {0.5}, float
         one = {1}, float root = {1.4142135}> { e = Div(x, root) f = Erf(e) g = Add(f, one) h = Mul(x, half)
         y = Mul(h, g) }"""
     onnx.save(onnx.parser.parse_model(text), path)
-    code, out, _ = run("explain", str(path), *asked, "--format", "json")
+    code, out, _ = run("explain", str(path), *requested, "--format", "json")
     assert code == 0 and [node["op"] for node in json.loads(out)["nodes"]] == ["onnx.Gelu"]
-    code, _, err = run("explain", str(path), *asked, "--print-after", "all")
+    code, _, err = run("explain", str(path), *requested, "--print-after", "all")
     assert code == 2 and "--fuse" in err
 
 

@@ -63,16 +63,16 @@ def test_json_is_the_same_facts(run, benign, tmp_path):
     assert facts["dtype"] == "bf16" and facts["rules"] == "default" and facts["nodes"]["low"] > 20
     assert facts["output_bytes"] == out.stat().st_size and facts["input_bytes"] == benign.stat().st_size
     assert facts["size_ratio"] == pytest.approx(out.stat().st_size / benign.stat().st_size)
-    found = facts["verification"]
-    assert found["passed"] and not found["random_inputs"] and found["tolerance"] == 0.08 and found["batches"] == 2
-    assert found["largest_error"] == verify(benign, out, tmp_path / "data").largest_error > 0
+    result = facts["verification"]
+    assert result["passed"] and not result["random_inputs"] and result["tolerance"] == 0.08 and result["batches"] == 2
+    assert result["largest_error"] == verify(benign, out, tmp_path / "data").largest_error > 0
     assert facts["cast_bytes"] == 0 or facts["casts"] > 0
 
 
 def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
     code, text, _ = run(benign, tmp_path / "out.onnx", "--verify", "--json")
-    found = json.loads(text)["verification"]
-    assert code == 0 and found["random_inputs"] and 0 < found["largest_error"] < 0.01
+    result = json.loads(text)["verification"]
+    assert code == 0 and result["random_inputs"] and 0 < result["largest_error"] < 0.01
     assert json.loads(run(benign, tmp_path / "out.onnx", "--json")[1])["verification"] is None
 
 
@@ -109,8 +109,8 @@ def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, wo
     np.savez("wrong.npz", y=np.zeros(2))
     Path("broken.onnx").write_bytes(b"\xff\xff no protobuf")
     before = benign.read_bytes()
-    found, out, err = run(*arguments)
-    assert (found, out) == (code, "")
+    result, out, err = run(*arguments)
+    assert (result, out) == (code, "")
     assert words in err
     assert code != 1 or (err.startswith("error: ") and "hint: " in err)
     assert benign.read_bytes() == before
@@ -157,8 +157,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("options", GIVEN, ids=" ".join)
 def test_options_are_those_of_convert_onnx(run, benign, tmp_path, monkeypatch, options):
-    def converted(source, output, **given):
-        assert given == {
+    def converted(source, output, **inputs):
+        assert inputs == {
             "dtype": "fp16", "calibration": None, "providers": None, "custom_ops": None, "rules": "default",
             "keep_io_types": True, "raise_opset": True, "opset": None, "check": True, "as_fp32": (), "fuse": False,
             "target": None, **GIVEN[options],

@@ -9,8 +9,8 @@ def test_a_net_and_a_configuration_become_rule_files_that_are_good(shell, tmp_pa
     config.write_text('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 1}, "gradient_clipping": 1.0}')
     for source, note in ((net, "formula: l2"), (config, 'dtype="fp16", clip_norm=1.0')):
         out = source.with_suffix(".yaml")
-        code, _, told = shell("rules", "import", source, "--output", out)
-        assert code == 0 and note in told
+        code, _, message = shell("rules", "import", source, "--output", out)
+        assert code == 0 and note in message
         code, said, _ = shell("rules", "check", out)
         assert code == 0 and "good" in said
         assert shell("rules", "import", source)[1] == out.read_text(encoding="utf-8")
@@ -19,5 +19,5 @@ def test_a_net_and_a_configuration_become_rule_files_that_are_good(shell, tmp_pa
 def test_what_is_wrong_is_told_with_its_line(shell, tmp_path):
     net = tmp_path / "net.prototxt"
     net.write_text("default_forward_type: FLOAT16\ndefault_forward_math: FLOAT16\n")
-    code, said, told = shell("rules", "import", net)
-    assert code == 1 and not said and "net.prototxt:2:" in told and "hint:" in told
+    code, said, message = shell("rules", "import", net)
+    assert code == 1 and not said and "net.prototxt:2:" in message and "hint:" in message

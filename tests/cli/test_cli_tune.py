@@ -21,8 +21,8 @@ def run(shell):
 def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, wide, tmp_path):
     out, loss = tmp_path / "tuned.yaml", wide.replace(":Wide", ":loss")
     code, text, _ = run(wide, out, "--args", "fp32[3,4]", "--dtype", "fp16", "--loss", loss, "--json")
-    found = json.loads(text)
-    assert code == 0 and found["what"] == "loss and gradients" and found["nodes"][0]["module"] == "wide"
+    result = json.loads(text)
+    assert code == 0 and result["what"] == "loss and gradients" and result["nodes"][0]["module"] == "wide"
     assert load_rules(out).rules[-1].match.get("module") == ("wide",)
 
 
@@ -41,7 +41,7 @@ def test_a_stopped_search_of_an_onnx_file_on_its_data_ends_with_three_and_goes_o
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "told"),
+    ("options", "code", "message"),
     [
         (("--data", "x.npz"), 2, "--data: it is for an ONNX file"),
         (("--tolerance", "0"), 1, "tolerance=0.0 is no error"),
@@ -49,7 +49,7 @@ def test_a_stopped_search_of_an_onnx_file_on_its_data_ends_with_three_and_goes_o
         ((), 1, "the model needs example arguments"),
     ],
 )
-def test_wrong_usage(run, wide, tmp_path, options, code, told):
-    given = () if told.startswith("the model") else ("--args", "fp32[3,4]")
-    found, _, err = run(wide, tmp_path / "tuned.yaml", *given, *options)
-    assert found == code and told in err
+def test_wrong_usage(run, wide, tmp_path, options, code, message):
+    inputs = () if message.startswith("the model") else ("--args", "fp32[3,4]")
+    result, _, err = run(wide, tmp_path / "tuned.yaml", *inputs, *options)
+    assert result == code and message in err

@@ -26,10 +26,10 @@ def update_by_numpy(before: torch.Tensor, after: torch.Tensor) -> tuple[Counts, 
     old, new = (one.detach().float().numpy() for one in (before, after))
     with np.errstate(all="ignore"):
         change = new - old
-        made, ratio = change != 0, np.where(old == 0, np.float32(0), np.abs(change) / np.abs(old))
+        result, ratio = change != 0, np.where(old == 0, np.float32(0), np.abs(change) / np.abs(old))
         pairs = [(low(old), low(wide(low(old)) + change)) for low, wide in (_FP16, _BF16)]
-        lost = [int((made & ((one == two) | ((one | two) & 0x7FFF == 0))).sum()) for one, two in pairs]
-    return counted_by_numpy(torch.from_numpy(ratio)), [int(made.sum()), *lost]
+        lost = [int((result & ((one == two) | ((one | two) & 0x7FFF == 0))).sum()) for one, two in pairs]
+    return counted_by_numpy(torch.from_numpy(ratio)), [int(result.sum()), *lost]
 
 
 def _bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -13,11 +13,11 @@ WIDTH, BLOCKS = 16, 20
 PLANTED = {(f"channels.{place}.up", "aten.linear") for place in range(5)}
 
 
-def linear(given: int, made: int, gain: float = 1.0, seed: int = 0) -> nn.Linear:
-    layer = nn.Linear(given, made)
+def linear(inputs: int, built: int, gain: float = 1.0, seed: int = 0) -> nn.Linear:
+    layer = nn.Linear(inputs, built)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        layer.weight.copy_(torch.randn(made, given, generator=generator) * gain / given**0.5)
+        layer.weight.copy_(torch.randn(built, inputs, generator=generator) * gain / inputs**0.5)
         layer.bias.zero_()
     return layer
 

@@ -149,15 +149,15 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     wrong = [whole.replace('"step":1,', f'"step":{step},') for step in ('"Infinity"', '"NaN"', "1e999", "true", "null")]
     wrong += [whole.replace('"time":', f'"time":{"9" * 400}'), "[" * 100_000]
     (tmp_path / "a.jsonl").write_text("\n".join([*wrong, whole, ""]))
-    found = read_run(tmp_path / "a.jsonl")
-    assert [one.step for one in found.records] == [1] and len(found.notes) == len(wrong)
+    result = read_run(tmp_path / "a.jsonl")
+    assert [one.step for one in result.records] == [1] and len(result.notes) == len(wrong)
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = accumulator.EventAccumulator(str(folder))
-    found.Reload()
-    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    result = accumulator.EventAccumulator(str(folder))
+    result.Reload()
+    return {name: [(one.step, one.value) for one in result.Scalars(name)] for name in result.Tags()["scalars"]}
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
         writer.on_step(record(step, aux={"right": 0.5}, milliseconds=4.0))
         assert [one for one, _ in events(tmp_path / "runs" / "x")["loss"]] == list(range(1, step + 1))  # not buffered
     writer.close()
-    found = events(tmp_path / "runs" / "x")
-    assert found["loss"] == [(1, 1.0), (2, 0.5)] and found["aux/right"] == [(1, 0.5), (2, 0.5)]
-    assert found["amp/zero_in_fp16"] == [(1, 0.25), (2, 0.25)] and found["speed/milliseconds"][0] == (1, 4.0)
-    assert {"grad_norm", "amp/loss_scale", "amp/skipped_steps", "amp/infinite_in_fp16"} <= found.keys()
+    result = events(tmp_path / "runs" / "x")
+    assert result["loss"] == [(1, 1.0), (2, 0.5)] and result["aux/right"] == [(1, 0.5), (2, 0.5)]
+    assert result["amp/zero_in_fp16"] == [(1, 0.25), (2, 0.25)] and result["speed/milliseconds"][0] == (1, 4.0)
+    assert {"grad_norm", "amp/loss_scale", "amp/skipped_steps", "amp/infinite_in_fp16"} <= result.keys()
     resumed = TensorBoard(tmp_path / "runs" / "x")
     resumed.on_step(record(2, loss=7.0))
     resumed.close()
@@ -205,8 +205,8 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [one.step for one in read_run("run.jsonl").records] == list(range(10, 101, 10))
     assert capsys.readouterr().out.count("step ") == 10
     keys = set(re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
-    told = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
-    assert told | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
+    message = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
+    assert message | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
 
 
 def test_a_run_that_goes_back_behind_the_end_of_its_file_says_so_once(

@@ -25,9 +25,9 @@ def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def assert_update_is_counted(before: torch.Tensor, after: torch.Tensor) -> None:
-    (counts, found), (expected, numbers) = count_update(before, after), update_by_numpy(before, after)
+    (counts, result), (expected, numbers) = count_update(before, after), update_by_numpy(before, after)
     np.testing.assert_array_equal(counts, expected)
-    assert found.tolist() == numbers
+    assert result.tolist() == numbers
 
 
 def spread(count: int, seed: int = 0) -> torch.Tensor:
@@ -82,8 +82,8 @@ def test_chunks(size: int) -> None:
 
 @pytest.mark.usefixtures("looks")
 def test_a_weight_of_zero_that_becomes_minus_zero_did_not_notice_its_update() -> None:
-    _, found = count_update(torch.tensor([0.0, -0.0, 1e-9, 0.0]), torch.tensor([-1e-9, 1e-9, -1e-9, -1.0]))
-    assert found.tolist() == [4, 3, 0]  # BF16 has them all
+    _, result = count_update(torch.tensor([0.0, -0.0, 1e-9, 0.0]), torch.tensor([-1e-9, 1e-9, -1e-9, -1.0]))
+    assert result.tolist() == [4, 3, 0]  # BF16 has them all
 
 
 @pytest.mark.usefixtures("looks")
@@ -113,11 +113,11 @@ def test_fractions_are_what_a_cast_does(dtype: str, torch_type: torch.dtype) -> 
     values = spread(20_000)[:20_000].float()
     values = values[values != 0]
     cast, tiny = values.to(torch_type), torch.finfo(torch_type).tiny
-    found = Histogram(count(values).numpy()).fractions(dtype)
+    result = Histogram(count(values).numpy()).fractions(dtype)
     slack = 2 / (RANGES[dtype].greatest - RANGES[dtype].least)  # one exponent at either end, told as a whole
-    assert found.zero == pytest.approx(float((cast == 0).double().mean()), abs=slack)
-    assert found.infinite == pytest.approx(float(cast.isinf().double().mean()), abs=slack)
-    assert found.subnormal == pytest.approx(float(((cast != 0) & (cast.abs() < tiny)).double().mean()), abs=slack)
+    assert result.zero == pytest.approx(float((cast == 0).double().mean()), abs=slack)
+    assert result.infinite == pytest.approx(float(cast.isinf().double().mean()), abs=slack)
+    assert result.subnormal == pytest.approx(float(((cast != 0) & (cast.abs() < tiny)).double().mean()), abs=slack)
 
 
 @settings(deadline=None)
@@ -129,5 +129,5 @@ def test_a_shift_is_a_product_with_a_power_of_two(by: int) -> None:
 
 
 def test_what_leaves_the_histogram_stays_at_its_ends() -> None:
-    found = Histogram(count(torch.tensor([1.0, 2.0**100])).numpy()).shifted(60)
-    assert (found.lowest, found.highest, found.total) == (60, 127, 2)
+    result = Histogram(count(torch.tensor([1.0, 2.0**100])).numpy()).shifted(60)
+    assert (result.lowest, result.highest, result.total) == (60, 127, 2)

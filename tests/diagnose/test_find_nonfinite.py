@@ -16,12 +16,12 @@ from amp_compiler.errors import AmpError, LossScaleError
 from amp_compiler.ops.loss_scale import DynamicLossScale
 
 
-def linear(given: int, made: int, gain: float = 1.0) -> nn.Linear:
+def linear(inputs: int, built: int, gain: float = 1.0) -> nn.Linear:
     """Weights between `gain` and twice that, in order, the signs in turns."""
-    layer = nn.Linear(given, made)
+    layer = nn.Linear(inputs, built)
     with torch.no_grad():
-        sizes = torch.linspace(gain, 2 * gain, given * made).view(made, given)
-        layer.weight.copy_(sizes * (1 - 2 * (torch.arange(made)[:, None] % 2)))
+        sizes = torch.linspace(gain, 2 * gain, inputs * built).view(built, inputs)
+        layer.weight.copy_(sizes * (1 - 2 * (torch.arange(built)[:, None] % 2)))
         layer.bias.zero_()
     return layer
 
@@ -140,10 +140,10 @@ def test_a_planted_fault_is_named_and_its_rule_fixes_it_in_a_new_step(fault, tmp
 def test_the_report_of_a_step_that_ran_has_the_same_rule(tmp_path):
     make, x, more, *_ = FAULTS["log of an underflowed softmax"]
     step = step_of(make(), rule_file(tmp_path, more))
-    found = amp.find_nonfinite(step, x)
+    result = amp.find_nonfinite(step, x)
     step(x)
     report = step.nonfinite_report()
-    assert report.rule == found.rule != "" and report.cure == found.cure
+    assert report.rule == result.rule != "" and report.cure == result.cure
     assert report.rule in str(report) and report.cure in str(report)
     assert step.nonfinite_report(cure=False).rule == step.nonfinite_report(cure=False).cure == ""
 
@@ -223,20 +223,20 @@ def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, t
     """The first call makes masters of FP16 parameters, or FP16 of FP32 ones without masters."""
 
     def model() -> nn.Module:
-        made = nn.Sequential(nn.RMSNorm(4), Channel())
-        return made.half() if stored == "fp16" else made
+        built = nn.Sequential(nn.RMSNorm(4), Channel())
+        return built.half() if stored == "fp16" else built
 
     weights = {"master": "low", "rounding": "kahan"}
     rules = {"version": 1, "extends": "default", **({} if stored == "fp16" else {"weights": weights})}
     x = X.half() if stored == "fp16" else X
 
-    def made() -> tuple[amp.TrainingStep, nn.Module]:
+    def built() -> tuple[amp.TrainingStep, nn.Module]:
         new = model()
         options = {"dtype": "fp16", "loss_scale": None, "backend": "eager", "rules": rules}
         return amp.training_step(new, loss_fn, torch.optim.AdamW(new.parameters(), 1e-3), **options), new
 
-    step, asked = made()
-    before = [(one, one.dtype, one.data_ptr(), one.detach().clone()) for one in asked.parameters()]
+    step, requested = built()
+    before = [(one, one.dtype, one.data_ptr(), one.detach().clone()) for one in requested.parameters()]
     report = amp.find_nonfinite(step, x)
     assert report.nodes[0].planned == "linear" and report.rule
     assert not step._optimizers[0].state
@@ -244,15 +244,15 @@ def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, t
         one.dtype is dtype and one.data_ptr() == place and torch.equal(one, value)
         for one, dtype, place, value in before
     )
-    assert asked.state_dict().keys() == model().state_dict().keys() and not hasattr(before[0][0], "amp_stored_low")
+    assert requested.state_dict().keys() == model().state_dict().keys() and not hasattr(before[0][0], "amp_stored_low")
 
     rules = {**rules, "rules": yaml.safe_load(report.rule)["rules"]}
-    (asked_step, asked), (step, other) = made(), made()
+    (asked_step, requested), (step, other) = built(), built()
     assert not amp.find_nonfinite(asked_step, x)
     for _ in range(2):
         assert torch.equal(asked_step(x), step(x))
         assert not amp.find_nonfinite(asked_step, x)
-    assert all(torch.equal(one, two) for one, two in zip(asked.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(requested.parameters(), other.parameters(), strict=True))
 
 
 def test_a_search_leaves_no_masters_in_the_state_of_an_optimizer():
@@ -357,11 +357,11 @@ class BrokenWithStatistics(Broken):
 @pytest.mark.parametrize(("compiled", "way"), [(True, "loss_fn"), (False, "forward")])
 def test_a_model_in_subgraphs_gets_a_rule_too(way, compiled, tmp_path):
     def search(rules, x):
-        given = amp.compile(model, dtype="fp16", rules=rules, backend="eager") if compiled else model
+        inputs = amp.compile(model, dtype="fp16", rules=rules, backend="eager") if compiled else model
         options = {} if compiled else {"dtype": "fp16", "rules": rules}
         if way == "loss_fn":
             options["loss_fn"] = lambda model, x: model(x).square().mean()
-        return amp.find_nonfinite(given, x, **options)
+        return amp.find_nonfinite(inputs, x, **options)
 
     torch.manual_seed(0)
     model = BrokenWithStatistics()

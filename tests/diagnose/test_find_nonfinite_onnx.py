@@ -19,8 +19,8 @@ X = np.linspace(0.5, 1.0, 24, dtype=np.float32).reshape(2, 3, 4)
 
 def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
     """Between `gain` and twice that, in order, the sign of each column in turns."""
-    made = np.linspace(gain, 2 * gain, rows * columns, dtype=np.float32).reshape(rows, columns)
-    return scalar(name, made * (1 - 2 * (np.arange(columns) % 2)))
+    result = np.linspace(gain, 2 * gain, rows * columns, dtype=np.float32).reshape(rows, columns)
+    return scalar(name, result * (1 - 2 * (np.arange(columns) % 2)))
 
 
 def model(nodes, stored, kind=TensorProto.FLOAT):
@@ -90,8 +90,8 @@ def test_a_planted_fault_is_named_and_its_rule_fixes_the_file(fault, tmp_path):
 
     (tmp_path / "cured.yaml").write_text(report.rule)
     done = amp.convert_onnx(original, rules=str(tmp_path / "cured.yaml"), dtype="fp16", check=False)
-    found = verify(original, done.model, [{"x": x}])
-    assert found.bad == 0 and np.isfinite(found.largest_error)
+    result = verify(original, done.model, [{"x": x}])
+    assert result.bad == 0 and np.isfinite(result.largest_error)
     decided = {one.name for one in done.plan.nodes if "cured.yaml" in one.rule}
     assert name in decided and len(decided) <= 4
     assert not amp.find_nonfinite(original, {"x": x}, rules=str(tmp_path / "cured.yaml"))
@@ -144,8 +144,8 @@ def test_a_node_without_a_name_is_told_by_its_own_node_of_the_plan():
     nodes = [node("MatMul", ["x", "w"], "h"), node("Softmax", ["h"], "p", axis=-1), node("Log", ["p"], "y")]
     for one in nodes:
         one.ClearField("name")
-    made = model(nodes, [weights("w", 4, 4, 6.0)])
-    report = amp.find_nonfinite(made, {"x": X}, rules={"version": 1, "extends": "apex-o3"}, dtype="fp16")
+    result = model(nodes, [weights("w", 4, 4, 6.0)])
+    report = amp.find_nonfinite(result, {"x": X}, rules={"version": 1, "extends": "apex-o3"}, dtype="fp16")
     assert report.nodes[0].op == "onnx.Log" and report.nodes[0].planned == "Log_0"
 
 

@@ -13,7 +13,7 @@ X, Y = torch.linspace(-1, 1, 12).view(3, 4), torch.ones(3, 2)
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "told"),
+    ("loss_fn", "message"),
     [
         (3, "loss_fn is a int"),
         (lambda model: model(X), "takes 1 positional argument but|calls a function with other arguments than it takes"),
@@ -21,11 +21,11 @@ X, Y = torch.linspace(-1, 1, 12).view(3, 4), torch.ones(3, 2)
         (lambda model, x: x.sum(), "no gradient|no parameter"),
     ],
 )
-def test_a_loss_function_that_is_none_is_refused(loss_fn, told):
+def test_a_loss_function_that_is_none_is_refused(loss_fn, message):
     model = nn.Linear(4, 2)
     for find in (lambda: amp.find_nonfinite(model, X, dtype="fp16", loss_fn=loss_fn),
                  lambda: amp.tune(model, [X], dtype="fp16", loss_fn=loss_fn)):  # fmt: skip
-        with pytest.raises(amp.AmpError, match=told):
+        with pytest.raises(amp.AmpError, match=message):
             find()
 
 

@@ -67,17 +67,17 @@ class Followed:
         for name, gradient in step.gradients().items():
             self.gradients[name] = self.gradients.get(name, 0) + counted_by_numpy(gradient.float() * scale)
         for name, one in step.model.named_parameters():
-            ratios, found = update_by_numpy(before[name], one)
+            ratios, result = update_by_numpy(before[name], one)
             self.ratios[name] = self.ratios.get(name, 0) + ratios
-            self.found[name] = self.found.get(name, 0) + np.array(found)
+            self.found[name] = self.found.get(name, 0) + np.array(result)
 
-    def assert_is(self, found: amp.Profile) -> None:
-        gradients = {row.name: row.stored.counts for row in found.of("weight gradient")}
+    def assert_is(self, matches: amp.Profile) -> None:
+        gradients = {row.name: row.stored.counts for row in matches.of("weight gradient")}
         assert gradients.keys() == self.gradients.keys()
         for name, expected in self.gradients.items():
             np.testing.assert_array_equal(gradients[name], expected, err_msg=name)
-        assert [row.name for row in found.updates] == list(self.found)
-        for row in found.updates:
+        assert [row.name for row in matches.updates] == list(self.found)
+        for row in matches.updates:
             np.testing.assert_array_equal(row.ratios.counts, self.ratios[row.name], err_msg=row.name)
             assert [row.changed, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
             assert row.fraction_lost("bf16") * row.changed == pytest.approx(row.lost["bf16"])
@@ -154,13 +154,13 @@ def test_updates_are_counted_as_numpy_counts_them(
     plain, profiled = make(), make()
     accumulate, hooked = options.get("accumulate", 1), "hook" in options
     # Of two rows a product has one sum only, in whatever order.
-    given = [(x[:2], y[:2]) if make is Wide else (x, y) for x, y in batches(4)]
+    inputs = [(x[:2], y[:2]) if make is Wide else (x, y) for x, y in batches(4)]
 
     def clipped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for one in optimizer.param_groups[0]["params"]:
             one.data.clamp_(-0.1, 0.1)
 
-    def made(model: nn.Module) -> Any:
+    def built(model: nn.Module) -> Any:
         own = {name: value for name, value in options.items() if name not in ("momentum", "hook")}
         momentum = options.get("momentum")
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -170,14 +170,14 @@ def test_updates_are_counted_as_numpy_counts_them(
             optimizer.register_step_post_hook(clipped)
         return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "inductor", **own})
 
-    followed, step, other = Followed(), made(plain), made(profiled)
+    followed, step, other = Followed(), built(plain), built(profiled)
     torch.manual_seed(0)
-    for batch in given:
+    for batch in inputs:
         followed.take(step, batch, accumulate)
     torch.manual_seed(0)
-    found = amp.profile(other, given)
-    followed.assert_is(found)
-    assert found.skipped == (4 if options.get("loss_scale", 0) > 2**16 else 0)
+    result = amp.profile(other, inputs)
+    followed.assert_is(result)
+    assert result.skipped == (4 if options.get("loss_scale", 0) > 2**16 else 0)
     assert any(isinstance(one, Product) for one in other._seen()[1].gradients) == (make is Wide and most_inner() > 0)
 
 
@@ -185,15 +185,15 @@ def test_weights_that_are_written_between_two_batches_are_counted_as_they_are() 
     """Past their version counters too, beside which a step keeps 16-bit copies."""
     model = Net()
 
-    def given() -> Iterator[Any]:
+    def inputs() -> Iterator[Any]:
         first, second = batches(2)
         yield first
         model.up.weight.data.mul_(2.0**20)
         yield second
 
-    rows = amp.profile(step_of(model, dtype="bf16"), given()).of("activation")
-    (made,) = [row.histogram for row in rows if row.module == "up" and row.op == "aten.addmm"]
-    assert made.highest > 15 and made.total == 2 * 16 * 32
+    rows = amp.profile(step_of(model, dtype="bf16"), inputs()).of("activation")
+    (result,) = [row.histogram for row in rows if row.module == "up" and row.op == "aten.addmm"]
+    assert result.highest > 15 and result.total == 2 * 16 * 32
 
 
 def test_a_batch_that_the_loss_writes_to_is_counted_as_the_step_reads_it() -> None:
@@ -207,11 +207,11 @@ def test_a_batch_that_the_loss_writes_to_is_counted_as_the_step_reads_it() -> No
         model, doubled, torch.optim.AdamW(model.parameters(), 1e-2), dtype="fp16", backend="eager", clip_norm=1.0
     )
     written = x.clone()
-    found = amp.profile(step, [(written, y)])
+    result = amp.profile(step, [(written, y)])
     assert torch.equal(written, x * 2)
-    assert found.of("weight gradient") == expected.of("weight gradient")
+    assert result.of("weight gradient") == expected.of("weight gradient")
     counts = {(row.module, row.dtype): row.histogram for row in expected.of("activation") if row.module}
-    assert counts.items() <= {(row.module, row.dtype): row.histogram for row in found.of("activation")}.items()
+    assert counts.items() <= {(row.module, row.dtype): row.histogram for row in result.of("activation")}.items()
 
 
 @pytest.mark.parametrize(
@@ -222,40 +222,40 @@ def test_the_static_scale_that_a_profile_advises_loses_next_to_nothing_of_the_di
 ) -> None:
     """Of what FP32 has of the gradients, an FP16 step with that scale makes at most 0.1% zero, counted by NumPy."""
     digits = load_digits(train_images=128)
-    given = [(digits.train_images[at : at + 32], digits.train_labels[at : at + 32]) for at in range(0, 128, 32)]
+    inputs = [(digits.train_images[at : at + 32], digits.train_labels[at : at + 32]) for at in range(0, 128, 32)]
 
     def scaled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x), y) * part
 
-    def made() -> nn.Module:
+    def built() -> nn.Module:
         torch.manual_seed(0)
         return SmallCnn(batch_norm=False)
 
-    advice = amp.profile(sgd_step(made(), scaled, dtype=dtype, loss_scale=scale), given).loss_scale("fp16")
+    advice = amp.profile(sgd_step(built(), scaled, dtype=dtype, loss_scale=scale), inputs).loss_scale("fp16")
     assert advice.unknown == ()
-    model, lost, of = made(), 0, 0
+    model, lost, of = built(), 0, 0
     step = sgd_step(model, scaled, dtype="fp16", loss_scale=advice.scale)
-    for batch in given:
+    for batch in inputs:
         plain = copy.deepcopy(model)
         scaled(plain, *batch).backward()
         step(*batch)
-        found = step.gradients()
+        result = step.gradients()
         for name, parameter in plain.named_parameters():
             there = parameter.grad.numpy() != 0
             of += there.sum()
-            lost += (there & (found[name].numpy() == 0)).sum()
+            lost += (there & (result[name].numpy() == 0)).sum()
         assert int(step.skipped_steps) == 0
     assert lost <= 1e-3 * of, f"{lost} of {of}"
 
 
 def test_activations_are_counted_where_they_are_made() -> None:
     model = Net()
-    found = amp.profile(step_of(model, loss_scale=256.0), batches(2))
-    (norm,) = [row for row in found.of("activation") if row.planned == "layer_norm" and row.histogram.total == 1024]
+    result = amp.profile(step_of(model, loss_scale=256.0), batches(2))
+    (norm,) = [row for row in result.of("activation") if row.planned == "layer_norm" and row.histogram.total == 1024]
     assert norm.module == "norm" and "test_profile.py:" in norm.where and norm.op == "aten.native_layer_norm"
-    assert {row.name for row in found.of("weight")} == dict(model.named_parameters()).keys()
-    assert any(row.kind == "activation gradient" and row.module == "norm" for row in found.rows)
-    assert found.batches == 2 and found.skipped == 0
+    assert {row.name for row in result.of("weight")} == dict(model.named_parameters()).keys()
+    assert any(row.kind == "activation gradient" and row.module == "norm" for row in result.rows)
+    assert result.batches == 2 and result.skipped == 0
 
 
 def test_a_dynamic_scale_that_falls_is_taken_out_step_by_step() -> None:
@@ -271,12 +271,12 @@ def test_a_model_with_a_loss_is_counted_as_a_step_is(compiled: bool) -> None:
     model, trained = Net(), Net()
     subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    found = amp.profile(subject, batches(1), dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
+    result = amp.profile(subject, batches(1), dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
     expected = amp.profile(step_of(trained, loss_scale=256.0), batches(1))
     for kind in ("activation", "activation gradient", "weight gradient"):
-        assert found.of(kind) == expected.of(kind) and found.of(kind), kind
-    assert found.updates == () and found.batches == 1 and found.skipped == 0
-    assert found.loss_scale("fp16") == expected.loss_scale("fp16")
+        assert result.of(kind) == expected.of(kind) and result.of(kind), kind
+    assert result.updates == () and result.batches == 1 and result.skipped == 0
+    assert result.loss_scale("fp16") == expected.loss_scale("fp16")
     for name, one in model.state_dict().items():
         assert torch.equal(one, before[name]), name
     assert all(one.grad is None for one in model.parameters())
@@ -287,11 +287,11 @@ def test_batches_by_name_and_statistics_and_dropout_of_a_model_with_a_loss() -> 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
     before = {name: one.clone() for name, one in model.state_dict().items()}
     state = torch.get_rng_state()
-    given = [{"y": y, "x": x} for x, y in batches(2)]
-    found = amp.profile(model, given, dtype="bf16", loss_fn=lambda model, x, y: F.cross_entropy(model(x), y))
+    inputs = [{"y": y, "x": x} for x, y in batches(2)]
+    result = amp.profile(model, inputs, dtype="bf16", loss_fn=lambda model, x, y: F.cross_entropy(model(x), y))
     assert torch.equal(torch.get_rng_state(), state)
-    assert {row.name for row in found.of("weight gradient")} == dict(model.named_parameters()).keys()
-    assert all(row.histogram.total == 2 * before[row.name].numel() for row in found.of("weight gradient"))
+    assert {row.name for row in result.of("weight gradient")} == dict(model.named_parameters()).keys()
+    assert all(row.histogram.total == 2 * before[row.name].numel() for row in result.of("weight gradient"))
     for name, one in model.state_dict().items():
         assert torch.equal(one, before[name]), name
 
@@ -299,23 +299,23 @@ def test_batches_by_name_and_statistics_and_dropout_of_a_model_with_a_loss() -> 
 def test_frozen_parameters_have_no_gradient_to_count() -> None:
     model = Net()
     model.up.requires_grad_(False)
-    found = amp.profile(model, batches(1), dtype="bf16", loss_fn=loss_fn)
-    assert {row.module for row in found.of("weight gradient")} == {"norm", "down"}
+    result = amp.profile(model, batches(1), dtype="bf16", loss_fn=loss_fn)
+    assert {row.module for row in result.of("weight gradient")} == {"norm", "down"}
     with pytest.raises(amp.AmpError, match="no parameter of the model has a gradient"):
         amp.profile(model.requires_grad_(False), batches(1), loss_fn=loss_fn)
 
 
 def test_an_onnx_model_with_a_loss(tmp_path: Any) -> None:
     torch.onnx.export(Net().eval(), (batches(1)[0][0],), str(tmp_path / "m.onnx"), verbose=False)
-    found = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=loss_fn)
-    assert len(found.of("weight gradient")) >= 4
+    result = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=loss_fn)
+    assert len(result.of("weight gradient")) >= 4
     plan = amp.explain(tmp_path / "m.onnx", dtype="bf16")
     planned = {one.name for one in plan.nodes}
-    named = {row.name: row.planned for row in found.of("activation")}
+    named = {row.name: row.planned for row in result.of("activation")}
     for one in plan.nodes:  # each value that the file makes is a row at its node, and has its name if it is alone
         assert one.name in named.values()
         assert one.op == "LayerNormalization" or named[one.outputs[0][0]] == one.name
-    assert planned - {plan.nodes[0].name} <= {row.planned for row in found.of("activation gradient")}
+    assert planned - {plan.nodes[0].name} <= {row.planned for row in result.of("activation gradient")}
 
 
 @pytest.mark.parametrize("loss", [False, True])
@@ -328,8 +328,8 @@ def test_results_of_one_onnx_node_are_told_of_the_node(tmp_path: Any, loss: bool
     onnx.save(source, tmp_path / "m.onnx")
     batch = {"x": np.array([[1, 3, 60, 64]] * 2, np.float32)}  # of mean 32
     loss_fn = (lambda model, x: model(x=x).sum()) if loss else None
-    found = amp.profile(tmp_path / "m.onnx", [batch], dtype="bf16", loss_fn=loss_fn)
-    rows = {row.name: row for row in found.of("activation")}
+    result = amp.profile(tmp_path / "m.onnx", [batch], dtype="bf16", loss_fn=loss_fn)
+    rows = {row.name: row for row in result.of("activation")}
     assert rows.pop("y").planned == "times" and {row.planned for row in rows.values()} >= {"norm"}
     assert {row.histogram.highest for row in rows.values() if row.planned == "norm"} >= {0, 5}
     assert not {"normed", "average"} & set(rows)  # which of the parts of a normalisation these are is not known
@@ -347,21 +347,21 @@ def test_gradients_in_fp32_set_no_bound_to_the_loss_scale() -> None:
     """The gradient of the last multiplication, a number within the loss, is greater than any that is 16 bits."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
-    given = [torch.randn(32, 64) * 2.0 ** -torch.linspace(0, 30, 64)]  # gradients of all sizes, down to 2^-50
-    found = amp.profile(model, given, dtype="bf16", loss_fn=lambda model, x: 0.5 * model(x).float().square().mean())
-    low = [row for row in found.rows if "gradient" in row.kind and row.dtype == "bf16"]
+    inputs = [torch.randn(32, 64) * 2.0 ** -torch.linspace(0, 30, 64)]  # gradients of all sizes, down to 2^-50
+    result = amp.profile(model, inputs, dtype="bf16", loss_fn=lambda model, x: 0.5 * model(x).float().square().mean())
+    low = [row for row in result.rows if "gradient" in row.kind and row.dtype == "bf16"]
     highest = max(row.histogram.highest for row in low)
-    assert highest < max(row.histogram.highest for row in found.of("activation gradient"))
-    assert found.loss_scale("fp16").scale == 2.0 ** (15 - 2 - highest)
+    assert highest < max(row.histogram.highest for row in result.of("activation gradient"))
+    assert result.loss_scale("fp16").scale == 2.0 ** (15 - 2 - highest)
 
 
 def test_a_profile_is_written_as_json(tmp_path: Any) -> None:
-    found = amp.profile(step_of(Net()), batches(1))
-    found.to_json(tmp_path / "profile.json")
+    result = amp.profile(step_of(Net()), batches(1))
+    result.to_json(tmp_path / "profile.json")
     data = json.loads((tmp_path / "profile.json").read_text())
-    assert [row["name"] for row in data["rows"]] == [row.name for row in found.rows]
+    assert [row["name"] for row in data["rows"]] == [row.name for row in result.rows]
     places = [str(exponent) for exponent in range(-149, 128)] + ["zero", "infinite", "nan"]
-    for row, one in zip(found.rows, data["rows"], strict=True):
+    for row, one in zip(result.rows, data["rows"], strict=True):
         assert [one["stored"].get(place, 0) for place in places] == row.stored.counts.tolist()
         assert sum(one["exponents"].values()) == row.histogram.total
 
@@ -385,12 +385,12 @@ def test_wrong_arguments() -> None:
 def test_a_model_is_profiled(compiled: bool) -> None:
     model = Net()
     model.down.weight.data *= 2.0**17
-    given = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
-    found = amp.profile(given, [(x,) for x, _ in batches(2)], dtype="fp16")
-    assert {row.kind for row in found.rows} == {"activation", "weight"} and found.batches == 2 and not found.updates
-    overflowing = [row for row in found.rows if row.histogram.fractions("fp16").infinite or row.histogram.nonfinite]
+    inputs = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
+    result = amp.profile(inputs, [(x,) for x, _ in batches(2)], dtype="fp16")
+    assert {row.kind for row in result.rows} == {"activation", "weight"} and result.batches == 2 and not result.updates
+    overflowing = [row for row in result.rows if row.histogram.fractions("fp16").infinite or row.histogram.nonfinite]
     assert {row.module for row in overflowing} == {"down"}
-    assert set(found.loss_scale().hopeless) & {row.name for row in overflowing}
+    assert set(result.loss_scale().hopeless) & {row.name for row in overflowing}
 
 
 class Normed(nn.Module):
@@ -411,8 +411,8 @@ def test_a_profile_of_a_model_in_training_writes_nothing(compiled: bool) -> None
     torch.manual_seed(0)
     model, x = Normed(), torch.randn(6, 4)
     state, before = copy.deepcopy(model.state_dict()), x.clone()
-    found = amp.profile(amp.compile(model, dtype="bf16", backend="eager") if compiled else model, [(x,)], dtype="bf16")
-    assert found.rows and torch.equal(x, before) and "last" not in vars(model)
+    result = amp.profile(amp.compile(model, dtype="bf16", backend="eager") if compiled else model, [(x,)], dtype="bf16")
+    assert result.rows and torch.equal(x, before) and "last" not in vars(model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
 
@@ -426,9 +426,9 @@ def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
     step = sgd_step(model, branching)
     step(*batches(1)[0])
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(amp.AmpError, match=r"test_profile.py:\d+: exponents are counted in one graph") as told:
+    with pytest.raises(amp.AmpError, match=r"test_profile.py:\d+: exponents are counted in one graph") as message:
         amp.profile(step, batches(1))
-    assert "branches on the values" in str(told.value)
+    assert "branches on the values" in str(message.value)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -437,14 +437,14 @@ def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on():
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
 
-    def given():
+    def inputs():
         for number, batch in enumerate(batches(6)):
             if number == 3:
                 optimizer.param_groups[0]["params"].pop(0)
             yield batch
 
-    made = {row.name: row.changed for row in amp.profile(step, given()).updates}
-    assert 0 < made["up.weight"] <= 3 * 32 * 8 and made["down.weight"] > 5 * 4 * 32
+    result = {row.name: row.changed for row in amp.profile(step, inputs()).updates}
+    assert 0 < result["up.weight"] <= 3 * 32 * 8 and result["down.weight"] > 5 * 4 * 32
 
 
 @pytest.mark.parametrize("rules", ["fp8-delayed", "mxfp8"])
@@ -454,8 +454,8 @@ def test_a_product_of_fp8_operands_is_counted_as_one_of_16_bits_is(rules: str) -
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 64))
         step = sgd_step(model, lambda m, x: m[:3](x).square().mean() + m[3](x).mean(), rules=name)
-        found = amp.profile(step, [torch.ones(4, 32)])
-        rows.append([(row.kind, row.planned, row.dtype) for row in found.rows])
+        result = amp.profile(step, [torch.ones(4, 32)])
+        rows.append([(row.kind, row.planned, row.dtype) for row in result.rows])
     assert rows[0] == rows[1]
 
 
@@ -480,8 +480,8 @@ def test_the_format_and_the_scaling_of_a_product_follow_from_its_operands_and_it
     products = sgd_step(
         model, lambda m, *x: sum((one * g).sum() for one, g in zip(m(*x[:2]), x[2:], strict=True)), 0.0, rules=rules
     )
-    found = amp.profile(products, [(normal, spread, normal, spread, normal, normal)])
-    advice = found.fp8()
+    result = amp.profile(products, [(normal, spread, normal, spread, normal, normal)])
+    advice = result.fp8()
     said = {one.product.match["module"]: (one.format, one.scaling) for one in advice}
     assert said == {
         "narrow": ("e4m3", "tensorwise"),
@@ -493,14 +493,14 @@ def test_the_format_and_the_scaling_of_a_product_follow_from_its_operands_and_it
     share = (spread * 2.0**8 < 2.0**-10).float().mean().item()
     assert lost["operand"] == lost["images"] == pytest.approx(share, abs=2e-3) and lost["narrow"] < 1e-3
     pasted = yaml.safe_load("\n".join(map(str, advice)))
-    given = {"version": 1, "extends": "default", "rules": pasted}
-    plan = amp.explain(model, (normal, spread), rules=given, dtype="bf16")
+    inputs = {"version": 1, "extends": "default", "rules": pasted}
+    plan = amp.explain(model, (normal, spread), rules=inputs, dtype="bf16")
     way = {one.module: Fp8.parse(one.math) for one in plan.nodes if one.module}
     assert {name: (one.format, one.scaling) if one else ("e4m3", "") for name, one in way.items()} == said
 
 
 def test_a_forward_and_a_file_have_advice_of_their_products_as_well() -> None:
     model = FourProducts().eval()
-    given = torch.randn(64, 64), torch.linspace(0, -24, 4096).exp2().reshape(64, 64)
-    forward = {one.product.name: one.scaling for one in amp.profile(model, [given], dtype="bf16").fp8()}
+    inputs = torch.randn(64, 64), torch.linspace(0, -24, 4096).exp2().reshape(64, 64)
+    forward = {one.product.name: one.scaling for one in amp.profile(model, [inputs], dtype="bf16").fp8()}
     assert forward == {"linear": "tensorwise", "linear_1": "tensorwise", "linear_2": "rowwise", "conv1d": ""}

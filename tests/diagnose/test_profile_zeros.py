@@ -59,11 +59,11 @@ def profile(model: nn.Module, loss_fn: Any, stepped: bool, dtype: str = "fp16", 
     ids=["dead ReLU", "zero weights behind", "masked loss"],
 )  # fmt: skip
 def test_gradients_that_are_zero_in_fp32_too_lose_nothing(make: Any, loss_fn: Any, names: Any, stepped: bool) -> None:
-    found = profile(make(), loss_fn, stepped)
-    zero = [row for row in found.of("weight gradient") if row.stored.zeros == row.stored.total]
+    result = profile(make(), loss_fn, stepped)
+    zero = [row for row in result.of("weight gradient") if row.stored.zeros == row.stored.total]
     assert {row.name for row in zero} == names
-    assert not any(row.vanished for row in found.rows) and found.loss_scale().unknown == ()
-    assert "unknown" not in str(found) and "none 0.00%" in str(found)
+    assert not any(row.vanished for row in result.rows) and result.loss_scale().unknown == ()
+    assert "unknown" not in str(result) and "none 0.00%" in str(result)
     plain = make()
     loss_fn(plain, X).backward()
     assert all((name in names) == (not one.grad.any()) for name, one in plain.named_parameters())
@@ -71,11 +71,11 @@ def test_gradients_that_are_zero_in_fp32_too_lose_nothing(make: Any, loss_fn: An
 
 @pytest.mark.parametrize("stepped", [True, False], ids=["step", "model"])
 def test_gradients_that_fp16_lost_are_not_told_as_harmless(stepped: bool) -> None:
-    found = profile(model_of(nn.Tanh()), faint, stepped)
+    result = profile(model_of(nn.Tanh()), faint, stepped)
     names = ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert set(found.loss_scale().unknown) == set(names)
-    assert found.worst()[0].vanished and {row.name for row in found.worst() if row.vanished} >= set(names)
-    assert "unknown: gradients of " in str(found) and "profile in BF16 or with a scale" in str(found)
+    assert set(result.loss_scale().unknown) == set(names)
+    assert result.worst()[0].vanished and {row.name for row in result.worst() if row.vanished} >= set(names)
+    assert "unknown: gradients of " in str(result) and "profile in BF16 or with a scale" in str(result)
     for dtype, scale in (("bf16", 1.0), ("fp16", 2.0**28)):
         seen = profile(model_of(nn.Tanh()), faint, stepped, dtype, scale)
         assert seen.loss_scale().unknown == () and "unknown" not in str(seen)
@@ -89,15 +89,15 @@ def test_an_fp32_gradient_made_of_one_that_fp16_lost_is_unknown(stepped: bool) -
         "extends": "default",
         "rules": [{"match": {"module": "0"}, "backward": {"precision": "fp32"}}],
     }
-    found = profile(model_of(nn.Tanh()), faint, stepped, rules=wide)
-    (row,) = [row for row in found.of("weight gradient") if row.name == "0.weight"]
+    result = profile(model_of(nn.Tanh()), faint, stepped, rules=wide)
+    (row,) = [row for row in result.of("weight gradient") if row.name == "0.weight"]
     assert row.dtype == "fp32" and row.vanished
 
 
 def test_both_in_one_model() -> None:
     """A dead unit before a gradient that FP16 loses: what is lost behind says nothing of what is zero anyway."""
-    found = profile(dead(), faint, True)
-    assert set(found.loss_scale().unknown) == {"2.bias", "0.weight", "0.bias"}
+    result = profile(dead(), faint, True)
+    assert set(result.loss_scale().unknown) == {"2.bias", "0.weight", "0.bias"}
 
 
 def test_a_gradient_that_was_infinite_too_is_not_told_as_zeros() -> None:

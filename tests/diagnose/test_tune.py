@@ -57,40 +57,40 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 def test_the_planted_nodes_of_a_model_are_found_and_the_file_fixes_it(tmp_path):
     model, x, path = Net(), batch(), tmp_path / "tuned.yaml"
-    found = amp.tune(model, [x], dtype="fp16", tolerance=TOLERANCE, output=path)
-    assert places(found) == PLANTED and not found.stopped
-    assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes) and found.limit >= found.runs
-    assert found.searched >= 100 and found.error <= TOLERANCE < found.before
-    assert all(node.without > TOLERANCE for node in found.nodes)
+    result = amp.tune(model, [x], dtype="fp16", tolerance=TOLERANCE, output=path)
+    assert places(result) == PLANTED and not result.stopped
+    assert result.runs <= 4 * math.log2(result.searched) + len(result.nodes) and result.limit >= result.runs
+    assert result.searched >= 100 and result.error <= TOLERANCE < result.before
+    assert all(node.without > TOLERANCE for node in result.nodes)
 
     expected = model(x)
     compiled = amp.compile(model, rules=str(path), dtype="fp16", backend="eager")
-    assert relative(compiled(x), expected) == pytest.approx(found.error, rel=1e-6)
+    assert relative(compiled(x), expected) == pytest.approx(result.error, rel=1e-6)
     plan = compiled.plan
     assert {(node.module, node.op) for node in plan.nodes if node.rule.startswith(str(path))} >= PLANTED
     assert not plan.unused_rules
     counted = [sum(node.precision == one for node in plan.nodes) for one in ("fp32", "low")]
-    assert counted == [found.fp32, found.low]
+    assert counted == [result.fp32, result.low]
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_small_model_and_its_result(compiled, tmp_path):
     model = Small()
     subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
-    found = amp.tune(subject, [X, (X * 0.5,)], dtype="fp16", output=tmp_path / "tuned.yaml")
-    assert [(node.module, node.op) for node in found.nodes] == [("wide", "aten.linear")]
+    result = amp.tune(subject, [X, (X * 0.5,)], dtype="fp16", output=tmp_path / "tuned.yaml")
+    assert [(node.module, node.op) for node in result.nodes] == [("wide", "aten.linear")]
     untuned = amp.compile(model, dtype="fp16", backend="eager")
-    assert not relative(untuned(X), model(X)) <= found.tolerance < found.before
-    assert found.batches == 2 and found.path == tmp_path / "tuned.yaml" and found.rules == found.path.read_text()
-    told = str(found)
-    assert found.table() in told and "wide" in told and "becomes infinite" in told and "2 batches" in told
-    data = json.loads(found.to_json(tmp_path / "found.json"))
-    assert data == json.loads((tmp_path / "found.json").read_text()) == found.to_dict()
-    assert data["nodes"][0]["module"] == "wide" and data["path"] == str(found.path)
-    rules = yaml.safe_load(found.rules)
+    assert not relative(untuned(X), model(X)) <= result.tolerance < result.before
+    assert result.batches == 2 and result.path == tmp_path / "tuned.yaml" and result.rules == result.path.read_text()
+    message = str(result)
+    assert result.table() in message and "wide" in message and "becomes infinite" in message and "2 batches" in message
+    data = json.loads(result.to_json(tmp_path / "found.json"))
+    assert data == json.loads((tmp_path / "found.json").read_text()) == result.to_dict()
+    assert data["nodes"][0]["module"] == "wide" and data["path"] == str(result.path)
+    rules = yaml.safe_load(result.rules)
     assert rules["extends"] == "default"
     assert rules["rules"][0]["match"] == {"module": "wide", "op": "aten.linear"}
-    assert found.rules.startswith("# Made by amp.tune.") and "without it; it makes" in found.rules
+    assert result.rules.startswith("# Made by amp.tune.") and "without it; it makes" in result.rules
 
 
 @pytest.mark.parametrize("kind", ["outputs", "step"])
@@ -98,11 +98,11 @@ def test_a_model_in_16_bits_is_compared_with_fp32(kind, tmp_path):
     """With `model.half()`, whose parameters the update keeps masters of, too."""
     model, x, path = Small().half(), X.half(), tmp_path / "tuned.yaml"
     if kind == "step":
-        found = amp.tune(step_of(model, loss_scale=None), [(x,)], output=path)
+        result = amp.tune(step_of(model, loss_scale=None), [(x,)], output=path)
     else:
-        found = amp.tune(model, [x], dtype="fp16", output=path)
-    assert "wide" in {node.module for node in found.nodes} and len(found.nodes) <= 2
-    assert found.error <= found.tolerance < found.before
+        result = amp.tune(model, [x], dtype="fp16", output=path)
+    assert "wide" in {node.module for node in result.nodes} and len(result.nodes) <= 2
+    assert result.error <= result.tolerance < result.before
     exact = Small()
     exact.load_state_dict({name: one.float() for name, one in model.state_dict().items()})
     assert relative(amp.compile(model, rules=str(path), dtype="fp16", backend="eager")(x), exact(x.float())) < 1e-2
@@ -110,9 +110,9 @@ def test_a_model_in_16_bits_is_compared_with_fp32(kind, tmp_path):
 
 
 def test_a_loss_function_compares_loss_and_gradients():
-    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
-    assert found.what == "loss and gradients" and [node.module for node in found.nodes] == ["wide"]
-    assert found.path is None and "extends: default" in found.rules
+    result = amp.tune(Small(), [X], dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
+    assert result.what == "loss and gradients" and [node.module for node in result.nodes] == ["wide"]
+    assert result.path is None and "extends: default" in result.rules
 
 
 def test_a_dynamic_loss_scale_counts_as_fallen_to_where_gradients_fit():
@@ -147,8 +147,8 @@ class Many(nn.Module):
     ],
 )
 def test_rules_are_by_module_and_op_where_that_names_no_other_node(wide, match):
-    found = amp.tune(Many(wide), [X * 8], dtype="fp16", tolerance=2e-3)
-    assert [rule["match"] for rule in yaml.safe_load(found.rules)["rules"]] == match
+    result = amp.tune(Many(wide), [X * 8], dtype="fp16", tolerance=2e-3)
+    assert [rule["match"] for rule in yaml.safe_load(result.rules)["rules"]] == match
 
 
 def test_rules_of_a_file_are_extended_where_it_lies(tmp_path, monkeypatch):
@@ -174,7 +174,7 @@ def test_rules_of_a_dict_are_written_out(tmp_path):
         "rules": [{"match": {"op": "aten.tanh"}, "precision": "low", "why": 'it\'s small: "yes"'}],
         "loss_scale": {"mode": "dynamic", "init": 8.0},
     }
-    found = amp.tune(Small(), [X], rules=rules, dtype="fp16", output=tmp_path / "tuned.yaml")
+    result = amp.tune(Small(), [X], rules=rules, dtype="fp16", output=tmp_path / "tuned.yaml")
     read = load_rules(tmp_path / "tuned.yaml")
     assert read.loss_scale["init"] == 8.0 and [rule.why for rule in read.rules][-2] == 'it\'s small: "yes"'
     step = step_of(Small(), rules)
@@ -182,13 +182,13 @@ def test_rules_of_a_dict_are_written_out(tmp_path):
         amp.tune(step, [X], output=tmp_path / "other.yaml")
     behind = amp.tune(step, [X])
     assert "# put these behind the rules of the dict" in behind.rules
-    assert {node.module for node in behind.nodes} == {node.module for node in found.nodes} == {"wide"}
+    assert {node.module for node in behind.nodes} == {node.module for node in result.nodes} == {"wide"}
 
 
 def test_nothing_is_kept_where_the_tolerance_is_met(tmp_path):
     path = tmp_path / "tuned.yaml"
-    found = amp.tune(linear(8, 2), [X], dtype="bf16", output=path)
-    assert found.nodes == () and found.tolerance == 8e-2 and found.before == found.error <= 8e-2
+    result = amp.tune(linear(8, 2), [X], dtype="bf16", output=path)
+    assert result.nodes == () and result.tolerance == 8e-2 and result.before == result.error <= 8e-2
     assert len(load_rules(path).rules) == len(load_rules("default").rules)
 
 
@@ -201,12 +201,12 @@ class KilledError(Exception):
 
 def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
     whole = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=tmp_path / "whole.yaml")
-    path, asked = tmp_path / "tuned.yaml", []
+    path, requested = tmp_path / "tuned.yaml", []
     measure = torch_model.TorchSubject.measure
 
     def counted(self, rules):
-        asked.append(rules)
-        if len(asked) == 4:
+        requested.append(rules)
+        if len(requested) == 4:
             raise KilledError
         return measure(self, rules)
 
@@ -216,7 +216,7 @@ def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
     journal = tmp_path / "tuned.yaml.journal"
     assert len(journal.read_text().splitlines()) == 1 + 3 and not path.exists()
     again = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
-    assert len(asked) == 4 + whole.runs - 1 - 3  # but for the reference all that was not measured before
+    assert len(requested) == 4 + whole.runs - 1 - 3  # but for the reference all that was not measured before
     assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
 
 
@@ -258,9 +258,9 @@ def test_a_loss_without_a_gradient_and_arrays_without_numbers():
 
 
 def test_classes_that_differ_count_by_their_share():
-    found = Deviation()
-    found.add("classes", torch.arange(100), torch.arange(100).index_fill(0, torch.tensor([7]), 0))
-    assert found.result() == Measured(0.01, "classes")
+    result = Deviation()
+    result.add("classes", torch.arange(100), torch.arange(100).index_fill(0, torch.tensor([7]), 0))
+    assert result.result() == Measured(0.01, "classes")
 
 
 class Scaled(Many):
@@ -291,9 +291,9 @@ def test_a_journal_of_something_else_is_refused(tmp_path):
 
 
 def test_budgets_stop_with_nodes_that_meet_the_tolerance():
-    found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=5)
-    assert found.runs <= 5 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
-    assert "not searched to the end" in str(found)
+    result = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=5)
+    assert result.runs <= 5 and result.error <= 2e-3 and "runs that were allowed" in result.stopped
+    assert "not searched to the end" in str(result)
 
 
 def test_the_same_call_gives_the_same_result_and_changes_nothing():
@@ -312,8 +312,8 @@ def test_the_same_call_gives_the_same_result_and_changes_nothing():
 
 
 def test_an_attention_whose_backward_has_no_derivative_is_tuned_too():
-    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=loss_fn, tolerance=1e-3)
-    assert found.nodes and found.error <= 1e-3
+    result = amp.tune(Attention(), [X], dtype="bf16", loss_fn=loss_fn, tolerance=1e-3)
+    assert result.nodes and result.error <= 1e-3
 
 
 # ---- refusals
@@ -358,7 +358,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
         ({"tolerance": "small"}, "tolerance='small' is no error"),
@@ -371,8 +371,8 @@ class Attention(nn.Module):
         ({"rules": "defualt"}, "did you mean 'default'"),
     ],
 )
-def test_wrong_options_are_refused(options, told):
-    with pytest.raises(AmpError, match=told):
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(AmpError, match=message):
         amp.tune(Small(), [X], dtype="fp16", **options)
 
 
@@ -409,12 +409,12 @@ def test_a_sum_that_cancels_is_told_with_the_step_of_16_bits_at_its_size(dtype, 
 
     rules = {"version": 1, "extends": "default", "allow": ["elementwise"]}
     x = torch.linspace(-1, 1, 64)
-    found = amp.tune(Shifted(), [x], rules=rules, dtype=dtype, tolerance=2**-8)
-    details = {node.op: node.detail for node in found.nodes if "cancel" in node.detail}
+    result = amp.tune(Shifted(), [x], rules=rules, dtype=dtype, tolerance=2**-8)
+    details = {node.op: node.detail for node in result.nodes if "cancel" in node.detail}
     assert list(details) == ["aten.sub"]
-    made = (x + 1000.0 - 1000.0).abs()
+    built = (x + 1000.0 - 1000.0).abs()
     assert details["aten.sub"] == (
-        f"it makes {float(made[made > 0].min()):.2g} to {float(made.max()):.2g} of numbers up to 1e+03 that cancel,"
+        f"it makes {float(built[built > 0].min()):.2g} to {float(built.max()):.2g} of numbers up to 1e+03 that cancel,"
         f" where 16 bits have steps of {step:.2g}"
     )
     one = torch.tensor(999.0, dtype={"fp16": torch.float16, "bf16": torch.bfloat16}[dtype])
@@ -438,10 +438,10 @@ class WithAnOutlier(nn.Module):
 def test_products_that_have_to_stay_out_of_fp8_are_found(tmp_path):
     x = torch.randn(64, 32)
     x[:, 0] = 2.0**20
-    found = amp.tune(WithAnOutlier(), [x], rules="fp8", dtype="bf16", tolerance=0.1, output=tmp_path / "tuned.yaml")
-    assert [node.module for node in found.nodes] == ["up"]
-    assert found.error <= 0.1 < found.before
-    assert "1 of 3 FP8 products stay in 16 bits" in found.summary()
+    result = amp.tune(WithAnOutlier(), [x], rules="fp8", dtype="bf16", tolerance=0.1, output=tmp_path / "tuned.yaml")
+    assert [node.module for node in result.nodes] == ["up"]
+    assert result.error <= 0.1 < result.before
+    assert "1 of 3 FP8 products stay in 16 bits" in result.summary()
     plan = amp.explain(WithAnOutlier(), x, rules=tmp_path / "tuned.yaml", dtype="bf16")
     assert [(one.precision, bool(one.math)) for one in plan.nodes if one.op == "aten.linear"] == [
         ("low", False), ("low", True), ("low", True),

@@ -32,24 +32,24 @@ def scaled() -> onnx.ModelProto:
 
 def test_the_planted_nodes_are_found_and_the_file_fixes_the_conversion(tmp_path):
     (source, planted), path, x = file(), tmp_path / "tuned.yaml", {"x": batch().numpy()}
-    found = amp.tune(source, [x], tolerance=TOLERANCE, output=path)
-    assert {one.name for one in found.nodes} == planted and found.searched > 100 and not found.stopped
-    assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes)
-    assert found.error <= TOLERANCE < found.before
+    result = amp.tune(source, [x], tolerance=TOLERANCE, output=path)
+    assert {one.name for one in result.nodes} == planted and result.searched > 100 and not result.stopped
+    assert result.runs <= 4 * math.log2(result.searched) + len(result.nodes)
+    assert result.error <= TOLERANCE < result.before
 
     done = amp.convert_onnx(source, rules=str(path), dtype="fp16", verify=[x])
-    assert done.report.largest_error == pytest.approx(found.error) and not done.plan.unused_rules
+    assert done.report.largest_error == pytest.approx(result.error) and not done.plan.unused_rules
     untuned = amp.convert_onnx(source, dtype="fp16", verify=[x])
     assert untuned.report.largest_error > TOLERANCE
-    assert sum(one.precision == "fp32" for one in done.plan.nodes) == found.fp32
+    assert sum(one.precision == "fp32" for one in done.plan.nodes) == result.fp32
 
 
 def test_a_file_is_tuned_on_files_of_batches(tmp_path):
     onnx.save(scaled(), tmp_path / "m.onnx")
     np.savez(tmp_path / "batch.npz", x=X)
     before = (tmp_path / "m.onnx").read_bytes()
-    found = amp.tune(str(tmp_path / "m.onnx"), str(tmp_path / "batch.npz"), output=tmp_path / "tuned.yaml")
-    assert [one.name for one in found.nodes] == ["big", "down"] and found.dtype == "fp16"
+    result = amp.tune(str(tmp_path / "m.onnx"), str(tmp_path / "batch.npz"), output=tmp_path / "tuned.yaml")
+    assert [one.name for one in result.nodes] == ["big", "down"] and result.dtype == "fp16"
     assert (tmp_path / "m.onnx").read_bytes() == before
     assert sorted(one.name for one in tmp_path.iterdir()) == ["batch.npz", "m.onnx", "tuned.yaml"]
     wide = amp.tune(scaled(), [{"x": X}], dtype="bf16")
@@ -57,12 +57,12 @@ def test_a_file_is_tuned_on_files_of_batches(tmp_path):
 
 
 def test_what_torch_cannot_run_is_ordered_by_its_ranges(monkeypatch):
-    def refused(*given, **named):
+    def refused(*inputs, **named):
         raise OnnxError("there is no conversion")
 
     monkeypatch.setattr(onnx_model, "onnx_to_fx", refused)
-    found = amp.tune(scaled(), [{"x": X}])
-    assert [one.name for one in found.nodes] == ["big", "down"] and found.error <= found.tolerance
+    result = amp.tune(scaled(), [{"x": X}])
+    assert [one.name for one in result.nodes] == ["big", "down"] and result.error <= result.tolerance
 
 
 def test_refusals():

@@ -61,11 +61,11 @@ def plants(draw):
 @given(plants())
 def test_exactly_the_planted_nodes_are_found_at_a_bounded_cost(case):
     order, oracle, guess = case
-    found = find_kept(order, oracle, TOLERANCE, first=guess, allowance=run_limit(len(order)) - OVERHEAD)
-    assert set(found.kept) == oracle.needed and not found.stopped
-    assert set(found.needed) == oracle.needed and all(error > TOLERANCE for error in found.needed.values())
-    assert found.runs == len(oracle.asked) <= 4 * math.log2(len(order)) + len(found.kept)
-    assert found.error <= TOLERANCE and len(set(oracle.asked)) == len(oracle.asked)
+    result = find_kept(order, oracle, TOLERANCE, first=guess, allowance=run_limit(len(order)) - OVERHEAD)
+    assert set(result.kept) == oracle.needed and not result.stopped
+    assert set(result.needed) == oracle.needed and all(error > TOLERANCE for error in result.needed.values())
+    assert result.runs == len(oracle.asked) <= 4 * math.log2(len(order)) + len(result.kept)
+    assert result.error <= TOLERANCE and len(set(oracle.asked)) == len(oracle.asked)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -74,47 +74,49 @@ def test_the_cost_is_bounded_where_the_order_says_nothing(nodes, count, seed):
     rng = random.Random(seed)
     order = [f"n{place}" for place in range(nodes)]
     oracle = Planted(rng.sample(order, count))
-    found = find_kept(order, oracle, TOLERANCE)
-    assert found.error <= TOLERANCE and oracle(frozenset(found.kept)) <= TOLERANCE
-    assert found.runs <= 4 * math.log2(nodes) + len(found.kept)
-    assert oracle.needed <= set(found.kept) and set(found.needed) <= oracle.needed
-    assert bool(found.stopped) == (set(found.kept) != set(found.needed))
+    result = find_kept(order, oracle, TOLERANCE)
+    assert result.error <= TOLERANCE and oracle(frozenset(result.kept)) <= TOLERANCE
+    assert result.runs <= 4 * math.log2(nodes) + len(result.kept)
+    assert oracle.needed <= set(result.kept) and set(result.needed) <= oracle.needed
+    assert bool(result.stopped) == (set(result.kept) != set(result.needed))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(2, 300), st.integers(0, 2**32), st.integers(2, 12), st.integers(1, 20))
 def test_any_measurement_gives_a_set_that_met_the_tolerance_or_says_that_there_is_none(nodes, seed, allowance, first):
-    order, asked = [f"n{place}" for place in range(nodes)], {}
+    order, requested = [f"n{place}" for place in range(nodes)], {}
 
     def measure(kept):
-        asked.setdefault(kept, random.Random(f"{seed} {sorted(kept)}").choice([0.0, 2.0, math.nan, math.inf]))
-        return asked[kept]
+        requested.setdefault(kept, random.Random(f"{seed} {sorted(kept)}").choice([0.0, 2.0, math.nan, math.inf]))
+        return requested[kept]
 
     try:
-        found = find_kept(order, measure, TOLERANCE, allowance=allowance, first=first)
+        result = find_kept(order, measure, TOLERANCE, allowance=allowance, first=first)
     except OutOfReachError as out:
-        assert not asked[frozenset(order)] <= TOLERANCE and not out.error <= TOLERANCE
+        assert not requested[frozenset(order)] <= TOLERANCE and not out.error <= TOLERANCE
         return
-    assert asked[frozenset(found.kept)] <= TOLERANCE
-    assert found.runs <= allowance + len(found.kept)
+    assert requested[frozenset(result.kept)] <= TOLERANCE
+    assert result.runs <= allowance + len(result.kept)
 
 
 def test_errors_that_add_up_keep_as_few_as_meet_the_tolerance():
     sizes = {f"n{place}": 2.0**-place for place in range(200)}
-    found = find_kept(list(sizes), lambda kept: sum(sizes[one] for one in sizes if one not in kept), 0.3)
-    assert found.kept == ("n0", "n1", "n2") and found.needed["n2"] == pytest.approx(0.5)
+    result = find_kept(list(sizes), lambda kept: sum(sizes[one] for one in sizes if one not in kept), 0.3)
+    assert result.kept == ("n0", "n1", "n2") and result.needed["n2"] == pytest.approx(0.5)
 
 
 def test_of_two_nodes_that_are_harmless_alone_one_is_kept():
     order = [f"n{place}" for place in range(200)]
-    found = find_kept(order, lambda kept: 0.0 if {"n0", "n1"} & kept else 5.0, TOLERANCE)
-    assert found.kept in {("n0",), ("n1",)} and found.needed
+    result = find_kept(order, lambda kept: 0.0 if {"n0", "n1"} & kept else 5.0, TOLERANCE)
+    assert result.kept in {("n0",), ("n1",)} and result.needed
 
 
 def test_time_and_runs_that_are_up_leave_a_set_that_meets_the_tolerance():
     order = [f"n{place}" for place in range(1000)]
     oracle = Planted(["n500", "n700"])
-    found = find_kept(order, oracle, TOLERANCE, expired=lambda: True)
-    assert set(found.kept) == set(order) and found.stopped == "the time was up" and found.runs == 2
-    found = find_kept(order, oracle, TOLERANCE, most=12)
-    assert found.runs <= 12 and oracle(frozenset(found.kept)) <= TOLERANCE and "runs that were allowed" in found.stopped
+    result = find_kept(order, oracle, TOLERANCE, expired=lambda: True)
+    assert set(result.kept) == set(order) and result.stopped == "the time was up" and result.runs == 2
+    result = find_kept(order, oracle, TOLERANCE, most=12)
+    assert (
+        result.runs <= 12 and oracle(frozenset(result.kept)) <= TOLERANCE and "runs that were allowed" in result.stopped
+    )

@@ -115,8 +115,8 @@ def test_a_gradient_that_underflows_only_in_the_backward():
     rows = [row for row in profile.of("activation gradient") if row.dtype == "fp16"]
     assert rows and all(row.stored.zeros == row.stored.total for row in rows)
 
-    found = amp.tune(step_of(Faint(), loss_scale=None), [X])
-    assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the grad")
+    result = amp.tune(step_of(Faint(), loss_scale=None), [X])
+    assert {node.module for node in result.nodes} == {"inner", "head"} and result.worst_before.startswith("the grad")
     scaled = step_of(Faint(), loss_scale=2.0**28)
     assert not amp.tune(scaled, [X]).nodes  # a loss scale fixes it too
 
@@ -188,7 +188,7 @@ def test_an_underflow_in_a_file():
     rules = {"version": 1, "extends": "default", "rules": [low]}
     report = amp.find_nonfinite(faint_file(), batch, rules=rules, dtype="fp16")
     assert not report and "counted by amp.profile" in str(report)
-    found = amp.tune(faint_file(), [batch], rules=rules)
-    assert found.before >= 1.0 and found.error <= found.tolerance
-    assert {"further", "up"} <= {one.name for one in found.nodes}
-    assert any("becomes zero" in one.detail for one in found.nodes)
+    result = amp.tune(faint_file(), [batch], rules=rules)
+    assert result.before >= 1.0 and result.error <= result.tolerance
+    assert {"further", "up"} <= {one.name for one in result.nodes}
+    assert any("becomes zero" in one.detail for one in result.nodes)

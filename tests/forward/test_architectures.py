@@ -76,12 +76,12 @@ def _without(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def results(output: Any) -> list[Tensor]:
-    found = [one for one in torch.utils._pytree.tree_leaves(dict(output)) if isinstance(one, Tensor)]
-    return [one for one in found if one.is_floating_point()]
+    result = [one for one in torch.utils._pytree.tree_leaves(dict(output)) if isinstance(one, Tensor)]
+    return [one for one in result if one.is_floating_point()]
 
 
-def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    return max(float((one.float() - two).norm() / two.norm()) for one, two in zip(found, exact, strict=True))
+def error(matches: list[Tensor], exact: list[Tensor]) -> float:
+    return max(float((one.float() - two).norm() / two.norm()) for one, two in zip(matches, exact, strict=True))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in MODELS])

@@ -102,11 +102,11 @@ def test_each_capture_is_told_in_one_line(caplog):
     step = eager_step(model(), classes, dtype="bf16")
     for rows in (4, 4, 6, 9, 1):
         step(batch(rows, 5, 8), torch.arange(rows) % 4)
-    told = [one.message for one in caplog.records if one.message.startswith(("captured", "recompiled"))]
-    assert len(told) == 3 and all("\n" not in line for line in told)
-    assert told[0].startswith("captured the training step in ")
-    assert "tensor 'batch[0]' size mismatch at index 0. expected 4, actual 6" in told[1]
-    assert "no longer held: 2 <= batch[0].size()[0]" in told[2]
+    message = [one.message for one in caplog.records if one.message.startswith(("captured", "recompiled"))]
+    assert len(message) == 3 and all("\n" not in line for line in message)
+    assert message[0].startswith("captured the training step in ")
+    assert "tensor 'batch[0]' size mismatch at index 0. expected 4, actual 6" in message[1]
+    assert "no longer held: 2 <= batch[0].size()[0]" in message[2]
 
 
 class Bars:
@@ -161,16 +161,16 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
     caplog.set_level(logging.WARNING, "amp_compiler")  # as Python has it; sets the level back
     notices.set_level(level)
     draws, model = kind in ("terminal", "notebook") and level != "error", nn.Linear(4, 2)
-    with notices.telling("Model") as told:
+    with notices.telling("Model") as message:
         if draws:
             assert Bars.shown.wait(60)
         else:
             wait_for_the_teller()
-        told.stages = Stages()
+        message.stages = Stages()
         for name in ("capture", "classify", "apply_plan"):
-            told.stages.note(name, name)
-        told.stages.begin_subgraph("subgraph")
-        told.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
+            message.stages.note(name, name)
+        message.stages.begin_subgraph("subgraph")
+        message.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
     said = [record.getMessage() for record in caplog.records]
     assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
     assert not error_output.getvalue()
@@ -199,8 +199,8 @@ def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
 
 def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
-    with notices.telling("Model") as told:
-        told.stages, told.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
+    with notices.telling("Model") as message:
+        message.stages, message.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
     assert not error_output.getvalue() and not caplog.records
 
 
@@ -218,8 +218,8 @@ def test_shapes_that_do_not_fit_the_model_are_told(caplog):
     model = amp.compile(Sixteen(), dtype="bf16", backend="eager", dynamic_shapes=shapes)
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         model(torch.ones(16, 3))
-    (told,) = [record.message for record in caplog.records if "dynamic_shapes=" in record.message]
-    assert told.startswith("no size of graph0 of Sixteen is dynamic") and "'auto'" in told
+    (message,) = [record.message for record in caplog.records if "dynamic_shapes=" in record.message]
+    assert message.startswith("no size of graph0 of Sixteen is dynamic") and "'auto'" in message
 
 
 class Reads(nn.Module):

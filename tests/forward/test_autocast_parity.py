@@ -22,13 +22,13 @@ def test_errors_and_bytes_are_within_the_bounds(bench, name, seeds, request):
     if name == "lstm":
         request.getfixturevalue("bf16_lstm")
     parity = bench["parity"]
-    found = parity.measure(name, parity.Settings(size="tiny", seeds=seeds))
-    assert not found.broken()
-    assert found.low_nodes > 0
+    result = parity.measure(name, parity.Settings(size="tiny", seeds=seeds))
+    assert not result.broken()
+    assert result.low_nodes > 0
     # Without rounding anywhere the comparison would say nothing.
-    assert found.autocast_output_error > 1e-4
-    assert found.amp_output_error > 1e-4
-    assert found.amp_bytes > 0
+    assert result.autocast_output_error > 1e-4
+    assert result.amp_output_error > 1e-4
+    assert result.amp_bytes > 0
 
 
 class Inner(nn.Module):
@@ -67,6 +67,6 @@ def test_an_op_that_is_told_its_type_is_no_cast_that_a_product_reads_past(op, dt
     model, x = Between(), torch.randn(4, 8)
     with torch.autocast("cpu", dtype):
         expected = model(x).float().detach()
-    found = amp.compile(model, dtype=dtype, backend="eager")(x)
+    result = amp.compile(model, dtype=dtype, backend="eager")(x)
     error = torch.finfo(dtype).eps * float(expected.abs().max())  # the last product's rounding, and one that it reads
-    torch.testing.assert_close(found, expected, rtol=0, atol=2 * error)
+    torch.testing.assert_close(result, expected, rtol=0, atol=2 * error)

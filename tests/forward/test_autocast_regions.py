@@ -50,14 +50,14 @@ def test_a_region_in_the_other_16_bit_type_gives_what_nested_autocast_gives(dtyp
         after, within = model(X)
         wanted = torch.autograd.grad(model(X)[0].sum(), model.before.weight)[0]
     compiled = amp.compile(model, dtype=dtype, backend="eager")
-    found = compiled(X)
+    result = compiled(X)
     assert compiled.plan.nodes[0].name.startswith("graph0/") == bool(broken)
-    assert found[1].dtype is LOWS[named] and torch.equal(found[1], within)
-    assert torch.allclose(found[0], after.float(), rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
+    assert result[1].dtype is LOWS[named] and torch.equal(result[1], within)
+    assert torch.allclose(result[0], after.float(), rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
     gradient = torch.autograd.grad(compiled(X)[0].sum(), model.before.weight)[0]
     assert torch.allclose(gradient, wanted, rtol=2**-5, atol=2**-7 * float(wanted.abs().max()))
-    told = [node for node in compiled.plan.nodes if f"dtype={LOWS[named]}) region" in node.reason]
-    assert {node.precision for node in told} == {"keep"}
+    message = [node for node in compiled.plan.nodes if f"dtype={LOWS[named]}) region" in node.reason]
+    assert {node.precision for node in message} == {"keep"}
 
 
 @pytest.mark.parametrize("dtype", LOWS)
@@ -68,8 +68,8 @@ def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype):
         wanted = model(X)[0].float()
     with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
         compiled = amp.compile(model, dtype=dtype, backend="eager")
-        found = compiled(X)[0]
-    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
+        result = compiled(X)[0]
+    assert torch.allclose(result, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
     assert torch.get_autocast_dtype("cpu") is default
     precisions = {node.module: node.precision for node in compiled.plan.nodes if node.op == "aten.linear"}
     assert precisions == {"before": "low", "inside": "low", "off": "fp32", "after": "low"}

@@ -55,19 +55,19 @@ def test_an_onnx_file_has_the_totals_of_its_model(tmp_path):
     path = str(tmp_path / "m.onnx")
     batch = torch.export.Dim("batch")
     torch.onnx.export(model, (x,), path, dynamic_shapes=({0: batch},), verbose=False)
-    found = amp.explain(path, (x.numpy(),), dtype="bf16").autocast
+    result = amp.explain(path, (x.numpy(),), dtype="bf16").autocast
     expected = amp.explain(model, (x,), dtype="bf16").autocast
-    assert (found.casts, found.cast_bytes) == (expected.casts, expected.cast_bytes)
-    assert found.low_nodes == expected.low_nodes - 1  # the exporter folds the normalisation
+    assert (result.casts, result.cast_bytes) == (expected.casts, expected.cast_bytes)
+    assert result.low_nodes == expected.low_nodes - 1  # the exporter folds the normalisation
     assert amp.explain(path, dtype="bf16").autocast is None
 
 
 def test_an_onnx_file_that_is_not_imported_is_planned_all_the_same(caplog):
-    made = onnx.parser.parse_model(
+    result = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20, "mine": 1]> g (float[n, 8] x) => (float[n, 8] y)'
         "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = mine.Unknown(a) }"
     )
-    plan = amp.explain(made, (torch.ones(4, 8),), dtype="bf16")
+    plan = amp.explain(result, (torch.ones(4, 8),), dtype="bf16")
     assert plan.autocast is None and plan.nodes[0].precision == "low"
     assert "what torch.autocast casts is not counted" in caplog.text and "Unknown" in caplog.text
 
@@ -84,10 +84,10 @@ CASES = {
 def test_as_many_as_autocast_makes(name, dtype):
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
-    found = amp.explain(model, (x,), dtype=dtype).autocast
+    result = amp.explain(model, (x,), dtype=dtype).autocast
     counted = count_autocast(lambda: model(x), dtype=LOW[dtype])
-    assert (found.casts, found.cast_bytes) == (counted.casts, counted.cast_bytes)
-    assert 0 < found.low_nodes <= len(amp.explain(model, (x,), dtype=dtype).nodes)
+    assert (result.casts, result.cast_bytes) == (counted.casts, counted.cast_bytes)
+    assert 0 < result.low_nodes <= len(amp.explain(model, (x,), dtype=dtype).nodes)
 
 
 def test_nobody_counts_for_a_device_that_the_tensors_are_not_on():
@@ -110,9 +110,9 @@ def test_a_plan_keeps_it_and_is_equal_without_it():
 
 def test_a_symbolic_size_counts_as_large_as_it_was_seen():
     model, x = nn.Linear(8, 8), torch.ones(5, 8)
-    found = amp.explain(model, (x,), dtype="bf16", dynamic_shapes=({0: torch.export.Dim("b")},)).autocast
-    assert found.cast_bytes == count_autocast(lambda: model(x)).cast_bytes
-    assert type(found.cast_bytes) is int
+    result = amp.explain(model, (x,), dtype="bf16", dynamic_shapes=({0: torch.export.Dim("b")},)).autocast
+    assert result.cast_bytes == count_autocast(lambda: model(x)).cast_bytes
+    assert type(result.cast_bytes) is int
 
 
 def test_a_size_that_only_data_tell_is_a_number_all_the_same():
@@ -120,6 +120,6 @@ def test_a_size_that_only_data_tell_is_a_number_all_the_same():
         def forward(self, x):
             return super().forward(x[torch.nonzero(x[:, 0] > 0)[:, 0]])
 
-    found = amp.explain(Nonzero(8, 8), (torch.randn(4, 8),), dtype="bf16")
-    assert found.autocast is None or type(found.autocast.cast_bytes) is int
-    found.to_json()
+    result = amp.explain(Nonzero(8, 8), (torch.randn(4, 8),), dtype="bf16")
+    assert result.autocast is None or type(result.autocast.cast_bytes) is int
+    result.to_json()

@@ -151,7 +151,7 @@ def test_without_mixed_precision_the_model_runs_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("prepare", "told"),
+    ("prepare", "message"),
     [
         (nn.Module.half, 1),
         (nn.Module.bfloat16, 0),
@@ -161,9 +161,9 @@ def test_without_mixed_precision_the_model_runs_as_it_is():
     ],
     ids=["fp16", "bf16", "fp32", "frozen", "eval"],
 )
-def test_fp16_parameters_that_are_trained_without_masters_are_told_once(prepare, told, caplog):
+def test_fp16_parameters_that_are_trained_without_masters_are_told_once(prepare, message, caplog):
     model = amp.compile(prepare(nn.Linear(8, 4)), dtype="fp16", backend="eager")
     for _ in range(2):
         model(torch.randn(2, 8).to(model.weight.dtype))
     said = [one.getMessage() for one in caplog.records if "FP32 master" in one.getMessage()]
-    assert len(said) == told and all("amp.training_step" in one and "'weight'" in one for one in said)
+    assert len(said) == message and all("amp.training_step" in one and "'weight'" in one for one in said)

@@ -78,8 +78,8 @@ KINDS = ("forward_hook", "full_backward_hook", "full_backward_pre_hook", "backwa
 def test_hooks_on_the_wrapper_run_around_it(kind):
     model, seen = compiled(), []
 
-    def hook(module, *given):
-        seen.append((module, (given[-1] if "back" not in kind else given[-1][0]).shape))
+    def hook(module, *inputs):
+        seen.append((module, (inputs[-1] if "back" not in kind else inputs[-1][0]).shape))
 
     handle = getattr(model, f"register_{kind}")(hook)
     model(X).sum().backward()

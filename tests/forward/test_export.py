@@ -43,8 +43,8 @@ def test_the_program_gives_what_the_compiled_model_gives(dtype):
     program = amp.export(model, example, dtype=dtype)
     compiled = amp.compile(model, dtype=dtype, backend="eager")
     with torch.no_grad():
-        expected, found = compiled(X, scale=torch.tensor(2.0)), program.module()(X, scale=torch.tensor(2.0))
-    assert list(found) == ["out", "gated"] and all(torch.equal(found[name], expected[name]) for name in found)
+        expected, result = compiled(X, scale=torch.tensor(2.0)), program.module()(X, scale=torch.tensor(2.0))
+    assert list(result) == ["out", "gated"] and all(torch.equal(result[name], expected[name]) for name in result)
     assert program.state_dict.keys() == model.state_dict().keys()
     low = torch.bfloat16 if dtype == "bf16" else torch.float16
     types = {name: value.dtype for name, value in program.state_dict.items()}
@@ -76,8 +76,8 @@ def test_aotinductor_compiles_it(tmp_path):
     program = amp.export(small(), (X,), dtype="bf16")
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
     expected = program.module()(X)
-    found = torch._inductor.aoti_load_package(path)(X)
-    assert float((found - expected).abs().max()) <= 2**-7 * float(expected.abs().max())
+    result = torch._inductor.aoti_load_package(path)(X)
+    assert float((result - expected).abs().max()) <= 2**-7 * float(expected.abs().max())
 
 
 def test_torchs_onnx_exporter_is_told_of_ours_and_what_is_no_module_is_refused():

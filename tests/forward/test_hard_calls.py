@@ -28,9 +28,9 @@ def test_a_model_of_which_no_graph_can_be_planned_runs_as_it_is_written(caplog):
     stepped = copy.deepcopy(model)
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     with caplog.at_level("WARNING", "amp_compiler"):
-        made = compiled(X)
+        result = compiled(X)
     assert "without a plan" in caplog.text and "test_hard_calls.py" in caplog.text
-    assert torch.equal(made, stepped(X))
+    assert torch.equal(result, stepped(X))
     assert compiled.execution.startswith("as it is written: ") and "test_hard_calls.py" in compiled.execution
     with pytest.raises(amp.AmpError, match=r"the model has no plan: .*test_hard_calls\.py:\d+: "):
         _ = compiled.graph_module

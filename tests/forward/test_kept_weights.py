@@ -28,9 +28,9 @@ def loops(request, monkeypatch):
         monkeypatch.setattr(stale_copies, "library", lambda: None)
 
 
-def close(found, wanted):
-    found, wanted = found.detach(), wanted.detach()
-    return float((found - wanted).abs().max()) <= ERROR * float(wanted.abs().max())
+def close(matches, wanted):
+    matches, wanted = matches.detach(), wanted.detach()
+    return float((matches - wanted).abs().max()) <= ERROR * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ def test_it_is_one_of_its_originals_class():
     assert isinstance(model, Net) and isinstance(model, amp.CompiledModule) and type(model).__module__ == __name__
     assert Base.known["Net"] is Net
     assert repr(model).startswith("amp.compile(Net(\n  (encoder)") and repr(model).endswith("), dtype='bf16')")
-    for made in (model.twin(), model.of_width(8), type(model)(width=8)):
-        assert type(made) is Net
+    for result in (model.twin(), model.of_width(8), type(model)(width=8)):
+        assert type(result) is Net
     assert model.device.type == "cpu"
     model.original.encode = lambda x: "the object's own"
     assert model.encode(X) == "the object's own"
@@ -146,10 +146,10 @@ def test_classes_that_are_made_go_with_their_models():
 
 
 def test_a_lightning_module_is_refused():
-    made = types.new_class("LightningModule", (nn.Module,), exec_body=lambda names: names.update(
+    result = types.new_class("LightningModule", (nn.Module,), exec_body=lambda names: names.update(
         __module__="lightning.pytorch.core.module"))  # fmt: skip
     with pytest.raises(amp.AmpError, match=r"LightningModule.*self\.net = amp\.compile\(net\).*AmpPrecision"):
-        amp.compile(type("Lit", (made,), {})())
+        amp.compile(type("Lit", (result,), {})())
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_a_transformer_generates_by_what_was_compiled(cache, weights, caplog):
     prompt = torch.randint(2, 64, (2, 5))
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "cache_implementation": cache,
                "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
-    made, expected = model.generate(prompt, **options), plain.generate(prompt, **options)
+    result, expected = model.generate(prompt, **options), plain.generate(prompt, **options)
     assert model.compilations in (2, 3) and model.plan.low_nodes and model.execution == "as one graph"
-    for ours, theirs in zip(made.logits[:1], expected.logits[:1], strict=True):
+    for ours, theirs in zip(result.logits[:1], expected.logits[:1], strict=True):
         assert 0 < float((ours - theirs).abs().max()) < 2e-2 * float(theirs.abs().max())
     assert not [record for record in caplog.records if "as it is" in record.getMessage()]

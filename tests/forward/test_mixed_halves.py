@@ -39,16 +39,16 @@ def test_it_runs_as_under_autocast(name, dtype, trained):
     torch.manual_seed(0)
     model = Model(MODELS[name], OTHER[dtype])
     x = torch.randn(4, 8)
-    found = []
+    result = []
     for run in (model, amp.compile(model, dtype=dtype, backend="eager")):
-        given = x.clone().requires_grad_(trained)
+        inputs = x.clone().requires_grad_(trained)
         with torch.set_grad_enabled(trained), torch.autocast("cpu", LOW[dtype], enabled=run is model):
-            y = run(given)
+            y = run(inputs)
         if trained:
             y.float().square().sum().backward()
-        found.append([y.detach().float(), *([given.grad, model.layer.weight.grad.clone()] if trained else [])])
+        result.append([y.detach().float(), *([inputs.grad, model.layer.weight.grad.clone()] if trained else [])])
         model.zero_grad()
-    for want, got in zip(*found, strict=True):
+    for want, got in zip(*result, strict=True):
         torch.testing.assert_close(got, want, rtol=4 * torch.finfo(LOW[dtype]).eps, atol=1e-6 * want.abs().max().item())
 
 
@@ -90,9 +90,9 @@ def test_what_torch_cannot_even_trace_runs_under_autocast(caplog):
     if _has_a_shape(torch.float16, torch.bfloat16):
         pytest.skip("this torch traces a batched product of two types, which is refused as above")
     model, x = Model(lambda layer, x, half: layer(x)[None] @ x.to(half).t()[None], torch.bfloat16), torch.ones(4, 8)
-    found = amp.compile(model, dtype="fp16", backend="eager")(x)
+    result = amp.compile(model, dtype="fp16", backend="eager")(x)
     with torch.autocast("cpu", torch.float16):
-        assert torch.equal(found, model(x))
+        assert torch.equal(result, model(x))
     assert "runs under torch.autocast" in caplog.text
     with pytest.raises(AmpError, match=r"test_mixed_halves\.py"):
         amp.explain(model, (x,), dtype="fp16")

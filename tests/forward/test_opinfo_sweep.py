@@ -40,8 +40,8 @@ SHORT = (
 def test_an_op_gives_what_eager_torch_gives(way: str, form: str, name: str) -> None:
     from opinfo_sweep import judged
 
-    found = judged(name, way, form)
-    assert (found.outcome, found.note) == ("right", "")
+    result = judged(name, way, form)
+    assert (result.outcome, result.note) == ("right", "")
 
 
 @functools.cache
@@ -58,11 +58,11 @@ def test_the_whole_list(way: str, form: str, capsys: pytest.CaptureFixture[str])
     from opinfo_sweep import FORMS, OPS, WAYS, totals
 
     assert [(one, other) for one in WAYS for other in FORMS] == BOTH
-    found = swept(way, form)
+    result = swept(way, form)
     with capsys.disabled():
-        print(f"\n{way}, {form}: {totals(found)}")
-    assert [one.op for one in found] == list(OPS)
-    failed = {one.op: f"{one.outcome}: {one.note}" for one in found if one.outcome in ("raw", "wrong")}
+        print(f"\n{way}, {form}: {totals(result)}")
+    assert [one.op for one in result] == list(OPS)
+    failed = {one.op: f"{one.outcome}: {one.note}" for one in result if one.outcome in ("raw", "wrong")}
     known = KNOWN.get(f"{way} {form}", {})
     assert not {op: note for op, note in failed.items() if op not in known}
     assert not known.keys() - failed.keys(), "these no longer fail: take them out of KNOWN"
@@ -85,17 +85,17 @@ layer.
 """
 
 
-def section(found: dict[str, tuple[Result, ...]]) -> str:
+def section(matches: dict[str, tuple[Result, ...]]) -> str:
     """The section of the page: totals, and what is refused with the reason."""
     from opinfo_sweep import totals
 
     refused = [
         (re.sub(r" \(`return [^`]*`\)", "", one.note.splitlines()[0]), one.op, form)  # without the sweep's own line
-        for form, results in found.items()
+        for form, results in matches.items()
         for one in results
         if one.outcome == "refused"
     ]
-    counts = {form: totals(results) for form, results in found.items()}
+    counts = {form: totals(results) for form, results in matches.items()}
     lines = [
         *INTRODUCTION.splitlines(),
         "",

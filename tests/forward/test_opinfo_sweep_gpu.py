@@ -34,7 +34,7 @@ def test_ops_give_what_eager_torch_gives(way, part, record_property):
     environment = {**os.environ, "SWEEP_DEVICE": "cuda"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    totals, found = json.loads(done.stdout.splitlines()[-1])
+    totals, result = json.loads(done.stdout.splitlines()[-1])
     record_property("ops", str(totals))
     assert totals["right"] > 30
-    assert not [one for one in found if one[1] in ("raw", "wrong")]
+    assert not [one for one in result if one[1] in ("raw", "wrong")]

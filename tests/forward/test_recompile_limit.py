@@ -62,10 +62,10 @@ def test_past_the_limit_a_warning_names_it_and_autocast_takes_over(monkeypatch, 
     model = compiled()
     for number in range(14):
         assert low(model(X, number), model, number), number
-    told = [record.getMessage() for record in caplog.records if "torch.autocast" in record.getMessage()]
-    assert len(told) == 1
+    message = [record.getMessage() for record in caplog.records if "torch.autocast" in record.getMessage()]
+    assert len(message) == 1
     assert re.search(
-        r"Branches runs under torch\.autocast.*10 forms of its inputs: this no longer held: .+; keep", told[0]
+        r"Branches runs under torch\.autocast.*10 forms of its inputs: this no longer held: .+; keep", message[0]
     )
     with torch.autocast("cpu", torch.bfloat16):
         expected = model.original(X, 21)
@@ -96,8 +96,8 @@ def test_a_list_that_grows_is_told_early_and_named_at_the_limit(monkeypatch, cap
     model = amp.compile(Gathers(), dtype="bf16", backend="eager")
     for _ in range(9):
         model(X)
-    told = [record.getMessage() for record in caplog.records if "8 forms of its inputs" in record.getMessage()]
-    assert len(told) == 1 and "lists that grow" in told[0]
+    message = [record.getMessage() for record in caplog.records if "8 forms of its inputs" in record.getMessage()]
+    assert len(message) == 1 and "lists that grow" in message[0]
     for _ in range(10):
         assert low(model(X), model)
     assert re.search(r"no longer held: len\(.*seen.*\) == \d+.*under torch\.compiler\.disable", caplog.text)
@@ -133,10 +133,10 @@ def test_the_call_that_is_one_too_many_moves_buffers_and_random_numbers_once(mon
         assert len(model.seen) == 9
         return [*(one.clone() for one in model.buffers()), torch.rand(1)]
 
-    found = after(lambda model: amp.compile(model, dtype="bf16", backend="eager"))
+    result = after(lambda model: amp.compile(model, dtype="bf16", backend="eager"))
     expected = after(lambda model: model)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
-    assert torch.equal(found[-1], expected[-1]) and int(found[-2]) == 9
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-2)
+    assert torch.equal(result[-1], expected[-1]) and int(result[-2]) == 9
 
 
 def test_the_hint_holds(monkeypatch, caplog):
@@ -167,5 +167,5 @@ def test_functions_that_dynamo_gives_up_are_told_once(caplog):
     model = amp.compile(Loop(), dtype="bf16", backend="eager")
     for _ in range(2):
         assert low(model(X), model)
-    told = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
-    assert len(told) == 1 and "functions of Loop" in told[0]
+    message = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
+    assert len(message) == 1 and "functions of Loop" in message[0]

@@ -23,11 +23,11 @@ class Cells(nn.Module):
         self.cell = cell(16, 32, **options)
 
     def forward(self, x):
-        state, made = None, []
+        state, result = None, []
         for step in x:
             state = self.cell(step, state)
-            made.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(made)
+            result.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(result)
 
 
 class Layers(nn.Module):
@@ -82,7 +82,7 @@ def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
     make, steps = CASES[name]
     if name == "lstm":
         require_lstm(TYPES[dtype])
-    found = []
+    result = []
     for seed in range(3):
         torch.manual_seed(seed)
         model = make()
@@ -92,8 +92,8 @@ def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
         with torch.autocast("cpu", dtype=TYPES[dtype]):
             theirs = measured(autocast, autocast, x)
         ours = measured(amp.compile(mine, dtype=dtype, backend="eager"), mine, x)
-        found.append([list(map(relative, side, reference)) for side in (theirs, ours)])
-    sides = ([*zip(*side, strict=True)] for side in zip(*found, strict=True))
+        result.append([list(map(relative, side, reference)) for side in (theirs, ours)])
+    sides = ([*zip(*side, strict=True)] for side in zip(*result, strict=True))
     theirs, ours = ([statistics.mean(side[0]), *map(statistics.median, side[1:])] for side in sides)
     assert 0 < ours[0] < 1.05 * theirs[0]
     assert statistics.mean(a / b for a, b in zip(ours[1:], theirs[1:], strict=True)) < 1.05
@@ -106,9 +106,9 @@ def test_a_state_that_is_given_gets_its_gradient(kind):
     torch.manual_seed(0)
     model = Layers(kind, 16, 32)
     x, state = torch.randn(5, 3, 16), torch.randn(1, 3, 32)
-    found = []
+    result = []
     for run in (amp.compile(copy.deepcopy(model), dtype="bf16", backend="eager"), model):
         first = state.clone().requires_grad_()
         run(x, first).float().square().sum().backward()
-        found.append(first.grad)
-    assert relative(*found) < 0.02
+        result.append(first.grad)
+    assert relative(*result) < 0.02

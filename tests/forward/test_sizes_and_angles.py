@@ -111,9 +111,9 @@ def test_a_cross_entropy_outside_sees_no_rounded_probability(end, dtype):
     """In FP16, sigmoid(-20) would be 0 and the gradient NaN."""
     model = Classifier(end)
     compiled = amp.compile(model, dtype=dtype, backend="eager")
-    made = compiled(X)
-    torch.testing.assert_close(made, torch.sigmoid(X), rtol=1e-6, atol=0)
-    loss = F.binary_cross_entropy(made, Y)
+    result = compiled(X)
+    torch.testing.assert_close(result, torch.sigmoid(X), rtol=1e-6, atol=0)
+    loss = F.binary_cross_entropy(result, Y)
     torch.testing.assert_close(loss, F.binary_cross_entropy(torch.sigmoid(X), Y))
     loss.backward()
     ours = model.fc.weight.grad.clone()

@@ -83,9 +83,9 @@ def test_steps_in_pieces_from_many_threads():
 
     models = [Branches() for _ in range(4)]
     expected = trained(3)
-    found: dict[int, dict[str, torch.Tensor]] = {}
-    at_once(lambda number: found.__setitem__(number, trained(number)), 3)
-    for state in found.values():
+    result: dict[int, dict[str, torch.Tensor]] = {}
+    at_once(lambda number: result.__setitem__(number, trained(number)), 3)
+    for state in result.values():
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert set_for_dynamo() == before
 
@@ -98,14 +98,14 @@ def test_a_model_that_breaks_beside_a_step_that_is_one_graph():
         expected = compiled(X)
         assert not torch.equal(expected, compiled.original(X))
     step(X)
-    found: list[bool] = []
+    result: list[bool] = []
 
     def call(number: int) -> None:
         if number % 2:
             step(X)
         else:
             with torch.no_grad():
-                found.append(torch.equal(compiled(X), expected))
+                result.append(torch.equal(compiled(X), expected))
 
     at_once(call, 300)
-    assert len(found) == 150 and all(found)
+    assert len(result) == 150 and all(result)

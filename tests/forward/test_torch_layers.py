@@ -41,8 +41,8 @@ class Loop(nn.Module):
 
 class BreakingEncoderLayer(nn.TransformerEncoderLayer):
     def forward(self, src, *args, **kwargs):
-        made = super().forward(src, *args, **kwargs)
-        return -made if made.sum() > 1e9 else made
+        result = super().forward(src, *args, **kwargs)
+        return -result if result.sum() > 1e9 else result
 
 
 class Checkpointed(nn.Module):
@@ -81,17 +81,17 @@ def test_a_break_within_torchs_layers(name):
     model, plain = pair(name)
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     for _ in range(2):
-        made, expected = compiled(X), plain(X)
-        made.sum().backward()
+        result, expected = compiled(X), plain(X)
+        result.sum().backward()
         expected.sum().backward()
-    torch.testing.assert_close(made, expected, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(result, expected, rtol=5e-2, atol=5e-2)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-1, atol=1e-1)
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
     families = [node.op for node in compiled.plan.nodes if node.family in ("matmul", "convolution", "attention")]
     assert compiled.execution != "as one graph" and len(families) >= MODELS[name][1]
-    assert not torch.equal(made, expected)  # 16 bits it was
+    assert not torch.equal(result, expected)  # 16 bits it was
 
 
 def test_an_average_over_many_calls_is_no_new_form():

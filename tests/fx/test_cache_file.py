@@ -60,8 +60,8 @@ def test_a_second_process_with_empty_folders_makes_nothing_anew(tmp_path, backen
     loops = Path(library()._name)
     (tmp_path / "save" / "ours").mkdir(parents=True)
     (tmp_path / "save" / "ours" / loops.name).symlink_to(loops)  # another process would compile them anew
-    losses, made = run(tmp_path, "save", backend)
-    assert made == (["trace"] if backend == "eager" else ["library", "trace"])
+    losses, result = run(tmp_path, "save", backend)
+    assert result == (["trace"] if backend == "eager" else ["library", "trace"])
     assert run(tmp_path, "load", backend) == [losses, []]
     kept = {one.name for one in (tmp_path / "load" / "ours").iterdir()}
     assert loops.name in kept and any(name.startswith("joint_") for name in kept)

@@ -35,10 +35,10 @@ def counted(model, x):
 
 
 def scope(name: str | None) -> dict[str, Any]:
-    found = {} if name is None else {"__name__": name}
-    exec(CODE, found)
+    result = {} if name is None else {"__name__": name}
+    exec(CODE, result)
     torch.manual_seed(0)
-    return found
+    return result
 
 
 def step_of(model: Any, loss: Any) -> amp.TrainingStep:
@@ -47,23 +47,23 @@ def step_of(model: Any, loss: Any) -> amp.TrainingStep:
 
 @pytest.mark.parametrize("name", [None, "__main__", "is.nowhere"])
 def test_its_globals_are_its_own(name):
-    found, x = scope(name), torch.randn(3, 4)
-    model = found["Model"]()
-    step, compiled = step_of(model, found["loss"]), amp.compile(model, dtype="bf16", backend="eager")
+    result, x = scope(name), torch.randn(3, 4)
+    model = result["Model"]()
+    step, compiled = step_of(model, result["loss"]), amp.compile(model, dtype="bf16", backend="eager")
     for factor in (1.0, 2.0):
-        found["factor"], found[f"another_{factor:g}"] = factor, factor
-        torch.testing.assert_close(step(x), found["loss"](model, x))
+        result["factor"], result[f"another_{factor:g}"] = factor, factor
+        torch.testing.assert_close(step(x), result["loss"](model, x))
         torch.testing.assert_close(compiled(x), model(x), rtol=2**-6, atol=2**-6, check_dtype=False)
     assert "subgraph" not in step.execution and compiled.execution == "as one graph"
     compilations = step._choice.compilations
-    found["unread"] = 0
+    result["unread"] = 0
     step(x)
     assert step._choice.compilations == compilations
 
 
 def test_a_global_that_it_writes_is_written_at_each_call():
-    found = scope(None)
-    step = step_of(found["Model"](), found["counted"])
+    result = scope(None)
+    step = step_of(result["Model"](), result["counted"])
     for _ in range(3):
         step(torch.randn(3, 4))
-    assert found["calls"] == 3
+    assert result["calls"] == 3

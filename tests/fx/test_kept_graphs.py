@@ -43,10 +43,10 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def traces(monkeypatch):
     """Counts how often a joint graph is traced."""
-    made = []
+    result = []
     traced = Differentiate._traced
-    monkeypatch.setattr(Differentiate, "_traced", lambda self, graph: made.append(graph) or traced(self, graph))
-    return made
+    monkeypatch.setattr(Differentiate, "_traced", lambda self, graph: result.append(graph) or traced(self, graph))
+    return result
 
 
 def joint(text=LOSS, wrt=("w",)):
@@ -248,8 +248,8 @@ def test_a_view_keeps_its_offset(tmp_path):
     nodes = list(graph.nodes)
     with nodes[0].meta["val"].fake_mode:
         nodes[1].meta["val"] = nodes[0].meta["val"].select(0, 1)
-    made = list(read_back(graph, tmp_path).nodes)[1].meta["val"]
-    assert (made.shape, made.stride(), made.storage_offset()) == ((3,), (1,), 3)
+    result = list(read_back(graph, tmp_path).nodes)[1].meta["val"]
+    assert (result.shape, result.stride(), result.storage_offset()) == ((3,), (1,), 3)
 
 
 def test_a_step_from_a_kept_graph_trains_as_the_first(traces):

@@ -37,8 +37,8 @@ def test_a_model_of_ones_own_loads_nothing_of_transformers() -> None:
         "amp.compile(torch.nn.Linear(2, 2), dtype='bf16', backend='eager')(torch.ones(1, 2)); "
         "print([name for name in ('transformers.cache_utils', 'transformers.modeling_utils') if name in sys.modules])"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
 
 
 def test_the_log_of_a_capture_takes_functions_among_dynamos_settings(monkeypatch) -> None:
@@ -76,10 +76,10 @@ def test_a_pass_of_ones_own_runs_where_inductor_takes_one_alone(monkeypatch) -> 
         (lambda graph: seen.append("theirs"), None),  # of which torch keeps nothing either
     ):
         seen.clear()
-        made = inductor_graph_pass("of ours", [lambda graph: seen.append("ours")], theirs)
-        made(fx.Graph())
+        result = inductor_graph_pass("of ours", [lambda graph: seen.append("ours")], theirs)
+        result(fx.Graph())
         assert seen == ["theirs"] * (0 if theirs is None else len(theirs) if isinstance(theirs, list) else 1) + ["ours"]
-        assert made.uuid() == identity
+        assert result.uuid() == identity
 
 
 def test_the_last_states_of_an_lstm_have_the_form_that_they_have_in_eager() -> None:
@@ -90,9 +90,9 @@ def test_the_last_states_of_an_lstm_have_the_form_that_they_have_in_eager() -> N
 
     torch.manual_seed(0)
     model, x = Last(4, 8, 2, batch_first=True), torch.randn(3, 5, 4)
-    found, expected = amp.compile(model, dtype="bf16", backend="eager")(x), model(x)
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+    result, expected = amp.compile(model, dtype="bf16", backend="eager")(x), model(x)
+    assert result.shape == expected.shape
+    torch.testing.assert_close(result, expected, rtol=2**-6, atol=2**-7)
 
 
 def test_every_activation_is_made_element_by_element() -> None:

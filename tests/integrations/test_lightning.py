@@ -77,14 +77,14 @@ def plugin(dtype="bf16"):
 
 
 def test_it_trains_as_lightnings_own_mixed_precision(tmp_path):
-    made = plugin()
-    _, ours, trainer = fitted(tmp_path, 20, plugins=made)
+    result = plugin()
+    _, ours, trainer = fitted(tmp_path, 20, plugins=result)
     _, theirs, reference = fitted(tmp_path, 20, precision="bf16-mixed")
     assert len(ours) == 100 and trainer.global_step == reference.global_step == 60  # the fifth batch counts alone
     assert ours == pytest.approx(theirs, rel=0.05)  # BF16 roundings that AdamW amplifies over 60 updates
     valid = [float(one.callback_metrics["valid"]) for one in (trainer, reference)]
     assert valid[0] == pytest.approx(valid[1], rel=0.05)
-    assert made._step.execution.startswith("as one graph") and made._step.plan.low_nodes
+    assert result._step.execution.startswith("as one graph") and result._step.plan.low_nodes
 
 
 @pytest.mark.slow
@@ -97,10 +97,10 @@ def test_several_processes_train_as_lightnings_own(tmp_path):
 
 def main(folder):
     """One process of two."""
-    made = plugin()
-    ours, losses, _ = fitted(folder, plugins=made, strategy="ddp", devices=2)
+    result = plugin()
+    ours, losses, _ = fitted(folder, plugins=result, strategy="ddp", devices=2)
     theirs, reference, _ = fitted(folder, precision="bf16-mixed", strategy="ddp", devices=2)
-    assert made._step.execution.startswith("as one graph") and made._step.plan.low_nodes
+    assert result._step.execution.startswith("as one graph") and result._step.plan.low_nodes
     assert losses == pytest.approx(reference, rel=0.05) and losses[0] != losses[1]
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)  # a fifth of an update of AdamW

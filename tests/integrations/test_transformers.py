@@ -37,8 +37,8 @@ def trainer(folder, ours=True, cls=None, amp_options=None, **options):
     return kind(model(), arguments, train_dataset=TEXT, eval_dataset=TEXT, **extra)
 
 
-def curves(made):
-    return [[one[key] for one in made.state.log_history if key in one] for key in ("loss", "grad_norm")]
+def curves(built):
+    return [[one[key] for one in built.state.log_history if key in one] for key in ("loss", "grad_norm")]
 
 
 @pytest.mark.parametrize(("smoothing", "steps"), [(0.0, 100), (0.1, 12)])

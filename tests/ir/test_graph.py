@@ -31,10 +31,10 @@ def test_values_know_their_size() -> None:
 def test_producers_users_and_operands() -> None:
     graph = small()
     assert graph.producer("x") is None
-    made = graph.producer("z")
-    assert made is not None and made.name == "z"
+    result = graph.producer("z")
+    assert result is not None and result.name == "z"
     assert [(node.name, index) for node, index in graph.users("y")] == [("z", 0), ("z", 1)]
-    assert [value.name for _, value in graph.operands(made)] == ["y", "y"]
+    assert [value.name for _, value in graph.operands(result)] == ["y", "y"]
     graph.verify()
 
 
@@ -74,7 +74,7 @@ def test_verify_names_what_was_made_by_a_node_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "made", "says"),
+    ("node", "built", "says"),
     [
         (Node("y", "aten.relu", (), ("w",)), ["w"], "node name 'y' is taken"),
         (Node("w", "aten.relu", (), ("y",)), ["y"], "value name 'y' is taken"),
@@ -82,9 +82,9 @@ def test_verify_names_what_was_made_by_a_node_that_is_gone() -> None:
         (Node("w", "aten.relu", (Operand("later", "self"),), ("w",)), ["w"], "reads 'later'"),
     ],
 )
-def test_nodes_that_do_not_fit_are_refused(node: Node, made: list[str], says: str) -> None:
+def test_nodes_that_do_not_fit_are_refused(node: Node, built: list[str], says: str) -> None:
     with pytest.raises(GraphError, match=says):
-        small().add_node(node, [Value(name, DType.FLOAT32) for name in made])
+        small().add_node(node, [Value(name, DType.FLOAT32) for name in built])
 
 
 def test_verify_names_what_is_wrong() -> None:

@@ -25,9 +25,9 @@ class Builder:
     def add(self, op, *inputs, name="", **attributes):
         """A node, and the value that it makes."""
         self.count += 1
-        made = name or f"{op.lower()}_{self.count}"
-        self.nodes.append(node(op, inputs, [made], f"n_{made}", **attributes))
-        return made
+        result = name or f"{op.lower()}_{self.count}"
+        self.nodes.append(node(op, inputs, [result], f"n_{result}", **attributes))
+        return result
 
     def number(self, name):
         """A stored number of `NUMBERS`."""
@@ -94,44 +94,44 @@ def norm(
         exponent: of the power.
         returned: `root` or `mean`: an inner value is an output.
     """
-    made = Builder(shape, opset, T.FLOAT16 if casts else kind)
-    data = made.add("Cast", "x", to=T.FLOAT) if casts else "x"
+    built = Builder(shape, opset, T.FLOAT16 if casts else kind)
+    data = built.add("Cast", "x", to=T.FLOAT) if casts else "x"
     numbers = np.float64 if kind == T.DOUBLE else np.float32
     if centred:
-        data = made.add("Sub", data, made.mean(data, axes), name="centred")
-    power = made.store("exponent", np.asarray(exponent, numbers))
-    squared = made.add("Pow", data, power) if square == "pow" else made.add("Mul", data, data)
-    value = made.mean(squared, axes, name="mean_of_squares")
+        data = built.add("Sub", data, built.mean(data, axes), name="centred")
+    power = built.store("exponent", np.asarray(exponent, numbers))
+    squared = built.add("Pow", data, power) if square == "pow" else built.add("Mul", data, data)
+    value = built.mean(squared, axes, name="mean_of_squares")
     if epsilon is not None:
-        value = made.add("Add", value, made.store("epsilon", np.asarray(epsilon, numbers)))
-    one = made.store("one_wide", np.asarray(1, numbers))
+        value = built.add("Add", value, built.store("epsilon", np.asarray(epsilon, numbers)))
+    one = built.store("one_wide", np.asarray(1, numbers))
     if root == "pow_minus_half":
-        result = made.add("Mul", data, made.add("Pow", value, made.store("power", np.asarray(-0.5, numbers))))
+        result = built.add("Mul", data, built.add("Pow", value, built.store("power", np.asarray(-0.5, numbers))))
     else:
         if root == "pow_half":
-            value = made.add("Pow", value, made.store("power", np.asarray(0.5, numbers)), name="root")
+            value = built.add("Pow", value, built.store("power", np.asarray(0.5, numbers)), name="root")
         else:
-            value = made.add("Sqrt", value, name="root")
+            value = built.add("Sqrt", value, name="root")
         if root in ("sqrt_div", "pow_half"):
-            result = made.add("Div", data, value)
+            result = built.add("Div", data, value)
         else:
-            inverse = made.add("Reciprocal", value) if root == "reciprocal" else made.add("Div", one, value)
-            result = made.add("Mul", inverse, data)
+            inverse = built.add("Reciprocal", value) if root == "reciprocal" else built.add("Div", one, value)
+            result = built.add("Mul", inverse, data)
     if casts:
-        result = made.add("Cast", result, to=T.FLOAT16)
+        result = built.add("Cast", result, to=T.FLOAT16)
     own = np.float16 if casts else numbers
     wanted = scale_shape if scale_shape is not None else tuple(shape[axis] for axis in axes)
     normalized = result
     if scale:
-        stored = made.store("scale", (1 + RNG.standard_normal(wanted) / 4).astype(own))
-        result = made.add("Mul", *((stored, result) if scale == "before" else (result, stored)))
+        stored = built.store("scale", (1 + RNG.standard_normal(wanted) / 4).astype(own))
+        result = built.add("Mul", *((stored, result) if scale == "before" else (result, stored)))
     if bias:
-        result = made.add("Add", result, made.store("bias", RNG.standard_normal(wanted).astype(own)))
+        result = built.add("Add", result, built.store("bias", RNG.standard_normal(wanted).astype(own)))
     if twice:
-        result = made.add("Add", result, made.add("Neg", normalized))
+        result = built.add("Add", result, built.add("Neg", normalized))
     if returned:
-        made.returned.append({"root": "root", "mean": "mean_of_squares"}[returned])
-    return made.model(result, products)
+        built.returned.append({"root": "root", "mean": "mean_of_squares"}[returned])
+    return built.model(result, products)
 
 
 TANH_FORMS = ("pow", "products", "horner", "flat")
@@ -140,31 +140,31 @@ ERF_FORMS = ("half_x", "half_last", "half_inside", "over_two")
 
 def gelu(form, *, opset=18, shape=(2, 5, 8), products=True, power=3.0, kind=T.FLOAT, half=0.5):
     """A GELU that is written out: `form` is one of `TANH_FORMS` or `ERF_FORMS`."""
-    made = Builder(shape, opset, kind)
-    number = made.number
-    made.store("half", np.asarray(half, h.tensor_dtype_to_np_dtype(kind)))
+    built = Builder(shape, opset, kind)
+    number = built.number
+    built.store("half", np.asarray(half, h.tensor_dtype_to_np_dtype(kind)))
     if form in ERF_FORMS:
         scaled = ("Mul", "over_root2") if form in ("half_inside", "over_two") else ("Div", "root2")
-        plus = made.add("Add", made.add("Erf", made.add(scaled[0], "x", number(scaled[1]))), number("one"))
+        plus = built.add("Add", built.add("Erf", built.add(scaled[0], "x", number(scaled[1]))), number("one"))
     else:
         inner, outer = number("inner"), number("outer")
         if form == "horner":  # x·c·(1 + 0.044715·x·x)
-            near_one = made.add("Add", number("one"), made.add("Mul", made.add("Mul", "x", inner), "x"))
-            argument = made.add("Mul", made.add("Mul", "x", outer), near_one)
+            near_one = built.add("Add", number("one"), built.add("Mul", built.add("Mul", "x", inner), "x"))
+            argument = built.add("Mul", built.add("Mul", "x", outer), near_one)
         else:
             if form == "pow":
-                power = made.store("power", np.asarray(power, h.tensor_dtype_to_np_dtype(kind)))
-                cube = made.add("Pow", "x", power)
+                power = built.store("power", np.asarray(power, h.tensor_dtype_to_np_dtype(kind)))
+                cube = built.add("Pow", "x", power)
             else:
-                cube = made.add("Mul", made.add("Mul", "x", "x"), "x")
-            argument = made.add("Mul", made.add("Add", "x", made.add("Mul", cube, inner)), outer)
-        plus = made.add("Add", number("one"), made.add("Tanh", argument))
+                cube = built.add("Mul", built.add("Mul", "x", "x"), "x")
+            argument = built.add("Mul", built.add("Add", "x", built.add("Mul", cube, inner)), outer)
+        plus = built.add("Add", number("one"), built.add("Tanh", argument))
     if form in ("half_x", "pow", "products", "horner"):
-        result = made.add("Mul", made.add("Mul", "x", number("half")), plus)
+        result = built.add("Mul", built.add("Mul", "x", number("half")), plus)
     elif form == "half_last":
-        result = made.add("Mul", made.add("Mul", "x", plus), number("half"))
+        result = built.add("Mul", built.add("Mul", "x", plus), number("half"))
     elif form == "over_two":
-        result = made.add("Div", made.add("Mul", "x", plus), number("two"))
+        result = built.add("Div", built.add("Mul", "x", plus), number("two"))
     else:
-        result = made.add("Mul", "x", made.add("Mul", plus, number("half")))
-    return made.model(result, products)
+        result = built.add("Mul", "x", built.add("Mul", plus, number("half")))
+    return built.model(result, products)

@@ -20,13 +20,13 @@ def of_x(nodes, *data, shape=(4, 8)):
 
 
 def wrapped(source, **options):
-    made = amp.convert_onnx(source, rules=RULES, **({"dtype": "fp16"} | options)).model
-    onnx.checker.check_model(made, full_check=True)
-    return made
+    result = amp.convert_onnx(source, rules=RULES, **({"dtype": "fp16"} | options)).model
+    onnx.checker.check_model(result, full_check=True)
+    return result
 
 
-def named(made, name):
-    return next(one for one in made.graph.node if one.name == name)
+def named(built, name):
+    return next(one for one in built.graph.node if one.name == name)
 
 
 def test_a_gelu_computes_in_fp32_and_keeps_its_name():
@@ -35,30 +35,30 @@ def test_a_gelu_computes_in_fp32_and_keeps_its_name():
         node("Gelu", ["a"], ["b"], "g"),
         node("Add", ["b", "a"], ["y"], "s"),
     ]
-    made = wrapped(of_x(nodes, WEIGHT))
-    gelu = named(made, "g")
-    (up,) = [one for one in made.graph.node if one.output[0] == gelu.input[0]]
-    (down,) = [one for one in made.graph.node if one.input[0] == gelu.output[0]]
+    built = wrapped(of_x(nodes, WEIGHT))
+    gelu = named(built, "g")
+    (up,) = [one for one in built.graph.node if one.output[0] == gelu.input[0]]
+    (down,) = [one for one in built.graph.node if one.input[0] == gelu.output[0]]
     assert (up.op_type, list(up.input), up.attribute[0].i) == ("Cast", ["a"], T.FLOAT)
     assert (down.op_type, list(down.output), down.attribute[0].i) == ("Cast", ["b"], T.FLOAT16)
-    assert list(named(made, "s").input) == ["b", "a"], "a sum needs no casts: one operation, rounded once"
+    assert list(named(built, "s").input) == ["b", "a"], "a sum needs no casts: one operation, rounded once"
     half = [one.astype(np.float16).astype(np.float32) for one in (X, nh.to_array(WEIGHT))]
     low = (half[0] @ half[1]).astype(np.float16)
     exact = ReferenceEvaluator(of_x([node("Gelu", ["x"], ["y"])])).run(None, {"x": low.astype(np.float32)})[0]
-    found = ReferenceEvaluator(made).run(None, {"x": X})[0]
+    result = ReferenceEvaluator(built).run(None, {"x": X})[0]
     want = (exact.astype(np.float16).astype(np.float32) + low).astype(np.float16)
-    np.testing.assert_allclose(found, want, rtol=2e-3, atol=1e-3)
+    np.testing.assert_allclose(result, want, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keep_io_types", [True, False])
 def test_an_output_and_a_stored_operand(dtype, keep_io_types):
     source = of_x([node("PRelu", ["x", "slope"], ["y"], "p")], scalar("slope", np.full(8, 0.1)))
-    made = wrapped(source, dtype=dtype, keep_io_types=keep_io_types)
-    (stored,) = made.graph.initializer
+    result = wrapped(source, dtype=dtype, keep_io_types=keep_io_types)
+    (stored,) = result.graph.initializer
     assert stored.data_type == LOW[dtype], "stored in 16 bits all the same"
-    assert {*named(made, "p").input} <= {one.output[0] for one in casts(made)}
-    types = {value.name: value.type.tensor_type.elem_type for value in (*made.graph.input, *made.graph.output)}
+    assert {*named(result, "p").input} <= {one.output[0] for one in casts(result)}
+    types = {value.name: value.type.tensor_type.elem_type for value in (*result.graph.input, *result.graph.output)}
     assert types == dict.fromkeys(("x", "y"), T.FLOAT if keep_io_types else LOW[dtype])
 
 
@@ -69,13 +69,13 @@ def test_inside_a_body():
 
     chosen = node("If", ["c"], ["y"], then_branch=body("Gelu"), else_branch=body("Sigmoid"))
     source = of_x([chosen], scalar("c", True, np.bool_))
-    made = wrapped(source)
-    inner = next(one for one in made.graph.node if one.op_type == "If").attribute[0].g
+    built = wrapped(source)
+    inner = next(one for one in built.graph.node if one.op_type == "If").attribute[0].g
     (computing,) = [one for one in inner.node if one.op_type in ("Gelu", "Sigmoid")]
     around = [one.op_type for one in inner.node]
     assert around.index("Cast") < around.index(computing.op_type) < len(around) - 1
-    found = ReferenceEvaluator(made).run(None, {"x": X})[0]
-    np.testing.assert_allclose(found, ReferenceEvaluator(source).run(None, {"x": X})[0], rtol=2e-3, atol=1e-3)
+    result = ReferenceEvaluator(built).run(None, {"x": X})[0]
+    np.testing.assert_allclose(result, ReferenceEvaluator(source).run(None, {"x": X})[0], rtol=2e-3, atol=1e-3)
 
 
 def test_products_views_and_kernels_that_compute_in_fp32_get_none():
@@ -84,5 +84,5 @@ def test_products_views_and_kernels_that_compute_in_fp32_get_none():
         node("Transpose", ["t"], ["u"], perm=[1, 0]), node("LayerNormalization", ["u", "gamma"], ["n"]),
         node("Softmax", ["n"], ["s"]), node("Relu", ["s"], ["y"]),
     ]  # fmt: skip
-    made = wrapped(of_x(nodes, WEIGHT, scalar("gamma", np.ones(8))))
-    assert [(*one.input, *one.output) for one in casts(made)] == [("x", "x_fp16"), ("y_fp16", "y")]
+    result = wrapped(of_x(nodes, WEIGHT, scalar("gamma", np.ones(8))))
+    assert [(*one.input, *one.output) for one in casts(result)] == [("x", "x_fp16"), ("y_fp16", "y")]

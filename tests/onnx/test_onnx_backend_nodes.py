@@ -97,7 +97,7 @@ def wrong_of(case: Any, dtype: str, rules: Any) -> tuple[str, bool]:
 def test_a_node_is_valid_and_within_tolerance_by_true_rounding(step, dtype, rules):
     """Under the default rules, and where every node is asked to be low: no op gets a type that it does not take."""
     chosen = list(cases().values())[::step]
-    found = {case.name: wrong_of(case, dtype, rules) for case in chosen}
-    wrong = [f"{name}: {told}"[:300] for name, (told, _) in found.items() if told]
+    result = {case.name: wrong_of(case, dtype, rules) for case in chosen}
+    wrong = [f"{name}: {message}"[:300] for name, (message, _) in result.items() if message]
     assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
-    assert len(cases()) > 1000 and sum(low for _, low in found.values()) > (150 if rules == "default" else 600) // step
+    assert len(cases()) > 1000 and sum(low for _, low in result.values()) > (150 if rules == "default" else 600) // step

@@ -34,7 +34,7 @@ def batch(rows: int = 3, scale: float = 1.0) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("opset", [9, 13, 17, 20])
 def test_ranges_are_those_of_numpy_over_all_batches(opset):
     batches = [batch(3), batch(5, 10.0), batch(1, 0.1)]
-    found = calibrate(chain(opset), batches)
+    result = calibrate(chain(opset), batches)
     hidden = [one["x"] @ WEIGHT for one in batches]
     expected = {
         "x": max(np.abs(one["x"]).max() for one in batches),
@@ -42,22 +42,22 @@ def test_ranges_are_those_of_numpy_over_all_batches(opset):
         "r": max(one.max() for one in hidden),
         "y": max(one.clip(0).max() ** 2 for one in hidden),
     }
-    assert list(found) == ["x", "h", "r", "y"]
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert list(result) == ["x", "h", "r", "y"]
+    assert result == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_is_counted(bad):
     poisoned = batch()
     poisoned["x"][1, 3] = bad
-    found = calibrate(chain(), [batch(), poisoned, batch()])
-    assert found["x"] == found["h"] == np.inf
+    result = calibrate(chain(), [batch(), poisoned, batch()])
+    assert result["x"] == result["h"] == np.inf
     assert np.isfinite(list(calibrate(chain(), [batch()]).values())).all()
 
 
 def test_an_overflow_of_fp32_is_counted_and_nothing_has_the_range_zero():
-    found = calibrate(chain(), [batch(scale=1e25)])
-    assert np.isfinite(found["r"]) and found["y"] == np.inf
+    result = calibrate(chain(), [batch(scale=1e25)])
+    assert np.isfinite(result["r"]) and result["y"] == np.inf
     assert calibrate(chain(), [batch(0)]) == {"x": 0.0, "h": 0.0, "r": 0.0, "y": 0.0}
 
 
@@ -71,8 +71,8 @@ def test_scalars_and_other_float_types():
     ]
     outputs = [value("s", [], TensorProto.DOUBLE), value("b", [2], TensorProto.BFLOAT16)]
     model = make_model(nodes, [value("x", [2])], outputs, {"big": np.array([1e60])})
-    found = calibrate(model, [{"x": np.array([1.0, -3.0], np.float32)}])
-    assert found == pytest.approx({"x": 3.0, "d": 3.0, "e": 3e60, "half": 3.0, "s": 2e60, "b": 3.0})
+    result = calibrate(model, [{"x": np.array([1.0, -3.0], np.float32)}])
+    assert result == pytest.approx({"x": 3.0, "d": 3.0, "e": 3e60, "half": 3.0, "s": 2e60, "b": 3.0})
 
 
 def test_bodies_are_left_out_and_their_results_are_not():
@@ -80,8 +80,8 @@ def test_bodies_are_left_out_and_their_results_are_not():
     other = helper.make_graph([helper.make_node("Neg", ["x"], ["other"])], "else", [], [value("other", [2])])
     node = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)
     model = make_model([node], [value("c", [], TensorProto.BOOL), value("x", [2])], [value("y", [2])])
-    found = calibrate(model, [{"c": np.array(True), "x": np.array([2.0, 3.0], np.float32)}])
-    assert found == {"x": 3.0, "y": 9.0}
+    result = calibrate(model, [{"c": np.array(True), "x": np.array([2.0, 3.0], np.float32)}])
+    assert result == {"x": 3.0, "y": 9.0}
 
 
 def test_every_form_of_batches(tmp_path):
@@ -140,8 +140,8 @@ def test_bad_files_are_errors(tmp_path):
 def test_names_of_taps_do_not_collide_with_the_models_own():
     nodes = [helper.make_node("Relu", ["amp_tap_0_flat"], ["amp_tap_zero"])]
     model = make_model(nodes, [value("amp_tap_0_flat", [2])], [value("amp_tap_zero", [2])])
-    found = calibrate(model, [{"amp_tap_0_flat": np.array([-4.0, 2.0], np.float32)}])
-    assert found == {"amp_tap_0_flat": 4.0, "amp_tap_zero": 2.0}
+    result = calibrate(model, [{"amp_tap_0_flat": np.array([-4.0, 2.0], np.float32)}])
+    assert result == {"amp_tap_0_flat": 4.0, "amp_tap_zero": 2.0}
 
 
 MEMORY = """

@@ -32,27 +32,29 @@ def models(draw: st.DrawFn, most: int = 12) -> onnx.ModelProto:
     nodes = []
     for index in range(draw(st.integers(1, most))):
         floats = [name for name, kind in kinds.items() if kind == T.FLOAT][-6:]
-        made = f"v{index}"
+        result = f"v{index}"
         shape = draw(st.sampled_from(("unary", "unary", "binary", "binary", "cast", "cast to FP32")))
         if shape == "unary":
-            nodes.append(h.make_node(draw(st.sampled_from(_UNARY)), [draw(st.sampled_from(floats))], [made]))
-            kinds[made] = T.FLOAT
+            nodes.append(h.make_node(draw(st.sampled_from(_UNARY)), [draw(st.sampled_from(floats))], [result]))
+            kinds[result] = T.FLOAT
         elif shape == "binary":
             op = draw(st.sampled_from(_BINARY))
             operands = [draw(st.sampled_from(floats)) for _ in range(2)]
             if op == "Concat":  # and half of it again, so that all shapes are alike
-                nodes.append(h.make_node(op, operands, [f"{made}_both"], axis=0))
-                nodes.append(h.make_node("Split", [f"{made}_both"], [made, f"{made}_rest"], axis=0, num_outputs=2))
-                kinds[f"{made}_rest"] = T.FLOAT
+                nodes.append(h.make_node(op, operands, [f"{result}_both"], axis=0))
+                nodes.append(
+                    h.make_node("Split", [f"{result}_both"], [result, f"{result}_rest"], axis=0, num_outputs=2)
+                )
+                kinds[f"{result}_rest"] = T.FLOAT
             else:
-                nodes.append(h.make_node(op, operands, [made]))
-            kinds[made] = T.FLOAT
+                nodes.append(h.make_node(op, operands, [result]))
+            kinds[result] = T.FLOAT
         else:
             kind = T.FLOAT if shape == "cast to FP32" else draw(st.sampled_from((*_FLOATS, *_WHOLE)))
             others = [name for name, known in kinds.items() if known != kind]
             if others:
-                nodes.append(h.make_node("Cast", [draw(st.sampled_from(others))], [made], to=kind))
-                kinds[made] = kind
+                nodes.append(h.make_node("Cast", [draw(st.sampled_from(others))], [result], to=kind))
+                kinds[result] = kind
     read = {name for node in nodes for name in node.input}
     made_here = [name for node in nodes for name in node.output if not name.endswith("_both")]
     results = [name for name in made_here if name not in read or draw(st.integers(0, 5)) == 0]
@@ -94,11 +96,11 @@ def rules_of(graph: TensorFlowGraph, preset: str):
 
 def model_of(graph: TensorFlowGraph, dtype: str):
     """The model, with casts of its own to the low type that is asked for."""
-    made = graph.model()
-    for cast in all_casts(made.graph):
+    result = graph.model()
+    for cast in all_casts(result.graph):
         if cast.attribute[0].i == T.FLOAT16:
             cast.attribute[0].i = LOW[dtype]
-    return made
+    return result
 
 
 @pytest.mark.parametrize(
@@ -150,13 +152,13 @@ WHOLE = [T.BOOL, T.INT64, T.INT32, T.UINT8]
 @pytest.mark.parametrize("kind", WHOLE, ids=T.DataType.Name)
 def test_a_mask_that_is_read_low_is_cast_once(kind, dtype):
     source = mask(kind, [node("MatMul", ["x", "m"], ["y"])])
-    made = check(source, dtype).model
-    (cast,) = [entry for entry in made.graph.node if entry.input[0] == "b"]
+    result = check(source, dtype).model
+    (cast,) = [entry for entry in result.graph.node if entry.input[0] == "b"]
     if dtype == "fp16" and kind in (T.INT64, T.INT32):  # nothing says that it is a mask: it may be beyond FP16
         assert (cast.op_type, cast.attribute[0].i, cast.output[0]) == ("Cast", T.FLOAT, "m")
         return
     assert (cast.op_type, cast.attribute[0].i) == ("Cast", LOW[dtype])
-    assert "m" not in types(made), "the model's own cast is read by nobody"
+    assert "m" not in types(result), "the model's own cast is read by nobody"
 
 
 def test_a_mask_that_is_read_in_both_types_is_cast_to_each_from_the_start():
@@ -171,8 +173,8 @@ def test_a_mask_that_is_read_in_both_types_is_cast_to_each_from_the_start():
 def test_an_output_that_the_model_cast_keeps_its_cast():
     source = mask(T.BOOL, [node("MatMul", ["x", "m"], ["y"])])
     source.graph.output.append(info("m", 4, 4))
-    made = check(source, "fp16").model
-    assert types(made)["m"] == T.FLOAT
+    result = check(source, "fp16").model
+    assert types(result)["m"] == T.FLOAT
 
 
 def test_a_cast_that_has_become_idle_goes():
@@ -183,29 +185,29 @@ def test_a_cast_that_has_become_idle_goes():
         node("Relu", ["c"], ["d"]),
         node("Cast", ["d"], ["y"], to=T.FLOAT),
     ]
-    made = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
-    assert [entry.op_type for entry in made.graph.node] == ["Cast", "MatMul", "Relu", "Cast"]
+    result = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
+    assert [entry.op_type for entry in result.graph.node] == ["Cast", "MatMul", "Relu", "Cast"]
 
 
 def test_an_idle_cast_that_makes_an_output_passes_it_on():
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Cast", ["a"], ["y"], "own", to=T.FLOAT16)]
     source = model(nodes, [info("x", 4, 4)], [info("y", 4, 4, kind=T.FLOAT16)], [weight("w", 4, 4)])
-    made = check(source, "fp16").model
-    assert [entry.op_type for entry in made.graph.node] == ["Cast", "MatMul", "Identity"]
+    result = check(source, "fp16").model
+    assert [entry.op_type for entry in result.graph.node] == ["Cast", "MatMul", "Identity"]
 
 
 def test_casts_that_were_idle_before_stay():
     nodes = [node("Cast", ["x"], ["a"], to=T.FLOAT), node("MatMul", ["a", "w"], ["y"])]
-    made = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
-    assert next(entry for entry in made.graph.node if entry.output[0] == "a").attribute[0].i == T.FLOAT
+    result = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
+    assert next(entry for entry in result.graph.node if entry.output[0] == "a").attribute[0].i == T.FLOAT
 
 
-def wrongs(source: onnx.ModelProto, made: onnx.ModelProto) -> list[str]:
+def wrongs(source: onnx.ModelProto, built: onnx.ModelProto) -> list[str]:
     """Casts of ours that read a cast where the model had no two in a row, and new ones between equal types."""
     own = {entry.output[0] for entry in source.graph.node if entry.op_type == "Cast"}
     rows = {entry.input[0] for entry in source.graph.node if entry.op_type == "Cast" and entry.input[0] in own}
-    before, after = types(source), types(made)
-    casts = {entry.output[0]: entry for entry in made.graph.node if entry.op_type == "Cast"}
+    before, after = types(source), types(built)
+    casts = {entry.output[0]: entry for entry in built.graph.node if entry.op_type == "Cast"}
     chained = [out for out, entry in casts.items() if out not in own and entry.input[0] in set(casts) - rows]
     idle = [
         out
@@ -219,9 +221,9 @@ def wrongs(source: onnx.ModelProto, made: onnx.ModelProto) -> list[str]:
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(source=models(), dtype=st.sampled_from(DTYPES), keep=st.booleans())
 def test_no_cast_of_ours_reads_a_cast_and_none_is_idle(rules, source, dtype, keep):
-    made = convert_onnx(source, rules=rules, dtype=dtype, keep_io_types=keep).model
-    onnx.checker.check_model(made, full_check=True)
-    assert wrongs(source, made) == []
+    result = convert_onnx(source, rules=rules, dtype=dtype, keep_io_types=keep).model
+    onnx.checker.check_model(result, full_check=True)
+    assert wrongs(source, result) == []
 
 
 def inputs_of(source):
@@ -244,8 +246,8 @@ def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
     compiled = amp.compile(amp.onnx_to_fx(source).eval(), rules=rules, dtype="bf16", backend="eager")
     with torch.no_grad():
         compiled(*inputs_of(source))
-    made = [entry for entry in compiled.graph_module.graph.nodes if entry.target is torch.ops.aten.to.dtype]
-    assert len(made) - own <= graph.casts
+    result = [entry for entry in compiled.graph_module.graph.nodes if entry.target is torch.ops.aten.to.dtype]
+    assert len(result) - own <= graph.casts
 
 
 @pytest.mark.parametrize(("name", "casts"), SEQUENCES.items())

@@ -111,8 +111,8 @@ KINDS = {
 }
 
 
-def ops(made):
-    return [entry.op_type for entry in made.graph.node if entry.op_type != "Cast"]
+def ops(built):
+    return [entry.op_type for entry in built.graph.node if entry.op_type != "Cast"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,11 +129,11 @@ def test_no_cast_stands_around_it(kind, dtype):
 
 def test_onnx_runtime_makes_one_kernel_of_the_parts(tmp_path):
     """The parts in FP32 between 16-bit products are one RMSNorm to it."""
-    made = check(norm(opset=18), "fp16").model
+    result = check(norm(opset=18), "fp16").model
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     settings.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(made.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    ort.InferenceSession(result.SerializeToString(), settings, providers=["CPUExecutionProvider"])
     assert ops(onnx.load(tmp_path / "optimized.onnx")) == ["MatMul", "SimplifiedLayerNormalization", "MatMul"]
 
 
@@ -178,11 +178,11 @@ def test_an_rms_norm_is_right_for_all_numbers_of_fp16(epsilon, opset):
     data = rows()
     scale = DRAWN.uniform(0.5, 2, WIDTH).astype(np.float16).astype(np.float32)
     source = between_identities(data, scale, epsilon, opset)
-    made = check(source, "fp16", fuse=True).model
-    assert ("RMSNormalization" in ops(made)) == (opset == 23)
+    result = check(source, "fp16", fuse=True).model
+    assert ("RMSNormalization" in ops(result)) == (opset == 23)
     wide = data.astype(np.float64)
     want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * scale
-    for got in (run(made, {"input": data})[0], run(emulate(made).proto, {"input": data})[0]):
+    for got in (run(result, {"input": data})[0], run(emulate(result).proto, {"input": data})[0]):
         assert (np.abs(got - want) <= np.abs(want) * 2.0**-10.9 + 2.0**-24.9).all()
 
 
@@ -208,10 +208,10 @@ def test_numbers_beyond_fp16_are_read_in_fp32(opset):
 def test_norms_that_share_a_scale_go_on_sharing_it():
     source = between_identities(np.zeros((4, WIDTH)), np.ones(WIDTH, np.float32), 1e-6, 23)
     again = [onnx.NodeProto.FromString(entry.SerializeToString()) for entry in source.graph.node]
-    made = {name for entry in again for name in entry.output}
+    result = {name for entry in again for name in entry.output}
     for entry in source.graph.node:
         entry.output[0] = f"{entry.output[0]}_1"
-        entry.input[:] = [f"{name}_1" if name in made else name for name in entry.input]
+        entry.input[:] = [f"{name}_1" if name in result else name for name in entry.input]
         entry.name = entry.output[0]
     again[0].input[0] = "y_1"
     source.graph.node.extend(again)

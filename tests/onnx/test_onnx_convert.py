@@ -79,19 +79,19 @@ def test_what_a_loop_reads_from_outside_is_cast_outside():
         "version": 1,
         "rules": [{"match": {}, "precision": "fp32"}, {"match": {"op": "onnx.Add"}, "precision": "low"}],
     }
-    made = check(source, "fp16", rules).model
-    (holder,) = [entry for entry in made.graph.node if entry.op_type == "Loop"]
+    result = check(source, "fp16", rules).model
+    (holder,) = [entry for entry in result.graph.node if entry.op_type == "Loop"]
     read = holder.input[2]
-    assert len([entry for entry in casts(made) if entry.input[0] == read]) == 1
+    assert len([entry for entry in casts(result) if entry.input[0] == read]) == 1
     assert all(entry.input[0] != read for entry in holder.attribute[0].g.node if entry.op_type == "Cast")
 
 
 def test_keep_io_types_false():
     source = mlp()
-    made = check(source, "fp16", keep_io_types=False).model
-    assert not casts(made)
-    assert {entry.type.tensor_type.elem_type for entry in (*made.graph.input, *made.graph.output)} == {T.FLOAT16}
-    assert [entry.name for entry in (*made.graph.input, *made.graph.output)] == ["x", "y"]
+    result = check(source, "fp16", keep_io_types=False).model
+    assert not casts(result)
+    assert {entry.type.tensor_type.elem_type for entry in (*result.graph.input, *result.graph.output)} == {T.FLOAT16}
+    assert [entry.name for entry in (*result.graph.input, *result.graph.output)] == ["x", "y"]
 
 
 @pytest.mark.parametrize("kept", ["x", ["x"], ["z", "y"], []])
@@ -105,14 +105,14 @@ def test_inputs_and_outputs_keep_their_types_by_name(kept):
     for one in (*source.graph.input, *source.graph.output):
         one.type.tensor_type.elem_type = T.DOUBLE
     source.graph.initializer[0].CopyFrom(nh.from_array(RNG.standard_normal((8, 8)), "w"))
-    made = convert_onnx(source, keep_io_types=kept, as_fp32="fp64").model
-    onnx.checker.check_model(made, full_check=True)
-    assert ends_of(made) == {name: T.DOUBLE if name in kept else T.FLOAT16 for name in "xzy"}
+    result = convert_onnx(source, keep_io_types=kept, as_fp32="fp64").model
+    onnx.checker.check_model(result, full_check=True)
+    assert ends_of(result) == {name: T.DOUBLE if name in kept else T.FLOAT16 for name in "xzy"}
 
 
-def ends_of(made):
+def ends_of(result):
     """The types of inputs and outputs by name."""
-    return {entry.name: entry.type.tensor_type.elem_type for entry in (*made.graph.input, *made.graph.output)}
+    return {entry.name: entry.type.tensor_type.elem_type for entry in (*result.graph.input, *result.graph.output)}
 
 
 @pytest.mark.parametrize(("kept", "words"), [(["xx"], "'xx' is no input or output"), (["h"], "'h' is no"),
@@ -149,8 +149,8 @@ def test_names_of_nodes_stay_and_a_duplicate_gets_one_that_nobody_has():
     }
     both = model([h.make_node("If", ["c"], ["y"], name="if", **branches)], [info("x", 4, 8), info("c", kind=T.BOOL)],
                  [info("y", 4, 8)], [weight("w", 8, 8)])  # fmt: skip
-    made = check(both, "fp16").model
-    for attribute in next(entry for entry in made.graph.node if entry.op_type == "If").attribute:
+    result = check(both, "fp16").model
+    for attribute in next(entry for entry in result.graph.node if entry.op_type == "If").attribute:
         assert "inner" in [entry.name for entry in attribute.g.node]
 
 

@@ -85,18 +85,18 @@ def test_the_corpus_is_as_large_as_it_says():
 def test_the_output_is_valid_loads_and_is_converted_to_itself(name, dtype, rules):
     """It loads with all optimisations of ONNX Runtime: a fusion wants types that agree, whatever the rules are."""
     original, done = built(name)[0], converted(name, dtype, rules)
-    made = done.model
-    onnx.checker.check_model(made, full_check=True)
-    onnx.shape_inference.infer_shapes(made, check_type=True, strict_mode=True, data_prop=True)
-    assert interface(made) == interface(original) and done.plan.low_nodes
+    result = done.model
+    onnx.checker.check_model(result, full_check=True)
+    onnx.shape_inference.infer_shapes(result, check_type=True, strict_mode=True, data_prop=True)
+    assert interface(result) == interface(original) and done.plan.low_nodes
     low = LOW[dtype]
     other = set(LOW.values()) - {low}
-    stored = {tensor.data_type for tensor in made.graph.initializer}
+    stored = {tensor.data_type for tensor in result.graph.initializer}
     assert not stored & other or name == "existing_casts"
     if dtype == "fp16":
-        session(made)
-    again = convert_onnx(made, dtype=dtype, rules=rules, calibration=data_for(name)).model
-    assert again.SerializeToString() == made.SerializeToString()
+        session(result)
+    again = convert_onnx(result, dtype=dtype, rules=rules, calibration=data_for(name)).model
+    assert again.SerializeToString() == result.SerializeToString()
 
 
 @pytest.mark.sweep(28)

@@ -57,18 +57,18 @@ def test_elementwise_nodes_round_as_numpy_does_bit_for_bit(kind):
     )
     a = numbers()
     b = np.random.default_rng(1).permutation(a)
-    made = run_twin(model, {"a": a, "b": b})
+    result = run_twin(model, {"a": a, "b": b})
     with np.errstate(all="ignore"):
         low_a, low_b = a.astype(DTYPES[kind]), b.astype(DTYPES[kind])
         expected = {"sum": low_a + low_b, "product": low_a * low_b, "quotient": low_a / low_b}
         expected |= {"root": np.sqrt(np.abs(low_a)), "chained": expected["product"] - expected["sum"]}
     for name in names:
-        assert made[name].dtype == np.float32
-        np.testing.assert_array_equal(bits(made[name]), bits(expected[name]), err_msg=name)
+        assert result[name].dtype == np.float32
+        np.testing.assert_array_equal(bits(result[name]), bits(expected[name]), err_msg=name)
 
 
-def branch(name: str, nodes: list[onnx.NodeProto], made: str, kind: int = FP16) -> onnx.GraphProto:
-    return helper.make_graph(nodes, name, [], [value(made, None, kind)])
+def branch(name: str, nodes: list[onnx.NodeProto], built: str, kind: int = FP16) -> onnx.GraphProto:
+    return helper.make_graph(nodes, name, [], [value(built, None, kind)])
 
 
 def cast_around(*nodes: onnx.NodeProto, **extra) -> onnx.ModelProto:
@@ -130,8 +130,8 @@ def test_functions_sequences_and_type_attributes():
     ]
     model = cast_around(*nodes, functions=[function], domains=["own"], weights={"square": np.zeros((2, 2), np.float32)})
     x = np.array([0.1, 40000.0, 1.0], np.float32)
-    made = run_twin(model, {"x": x})["y"]
-    np.testing.assert_array_equal(made, [np.float16(0.2), np.inf, 2.0, *[np.float16(0.1)] * 3])
+    result = run_twin(model, {"x": x})["y"]
+    np.testing.assert_array_equal(result, [np.float16(0.2), np.inf, 2.0, *[np.float16(0.1)] * 3])
 
 
 def test_a_16_bit_initializer_that_is_also_an_input_keeps_its_default():
@@ -141,8 +141,8 @@ def test_a_16_bit_initializer_that_is_also_an_input_keeps_its_default():
     )
     x = np.array([1.0, 3.0], np.float32)
     np.testing.assert_array_equal(run_twin(model, {"x": x})["y"], x.astype(np.float16) * np.float16(0.1))
-    given = run_twin(model, {"x": x, "k": np.array(0.3, np.float32)})["y"]
-    np.testing.assert_array_equal(given, x.astype(np.float16) * np.float16(0.3))
+    inputs = run_twin(model, {"x": x, "k": np.array(0.3, np.float32)})["y"]
+    np.testing.assert_array_equal(inputs, x.astype(np.float16) * np.float16(0.3))
 
 
 def test_a_weight_is_fp32_only_from_its_first_reader_on():
@@ -150,6 +150,6 @@ def test_a_weight_is_fp32_only_from_its_first_reader_on():
     nodes = [helper.make_node("MatMul", ["x", "v"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
     model = make_model(nodes, [value("x", [2, 2], FP16)], [value("y", [2, 2], FP16)])
     model.graph.initializer.extend(weights)
-    made = [name for node in emulate(model).proto.graph.node for name in node.output]
-    order = [made.index(name) for name in ("v/wide", "a", "w/wide", "y", "unread/wide")]
+    result = [name for node in emulate(model).proto.graph.node for name in node.output]
+    order = [result.index(name) for name in ("v/wide", "a", "w/wide", "y", "unread/wide")]
     assert order == sorted(order)

@@ -48,10 +48,10 @@ def test_a_library_of_custom_ops_is_used_for_all_that_runs():
     assert verify(source, done.model, [BATCH], engine=make_engine(custom_ops=LIBRARY)).ok(5e-3)
 
 
-@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("4,2", 4), ("", 0), ("many", 0)])
-def test_as_many_threads_run_as_the_environment_says(given, threads, monkeypatch):
+@pytest.mark.parametrize(("inputs", "threads"), [("3", 3), ("4,2", 4), ("", 0), ("many", 0)])
+def test_as_many_threads_run_as_the_environment_says(inputs, threads, monkeypatch):
     """0 leaves it to ONNX Runtime, whose threads wait by spinning."""
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setenv("OMP_NUM_THREADS", inputs)
     assert session_options(Engine(), None).intra_op_num_threads == threads
 
 

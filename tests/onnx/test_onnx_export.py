@@ -23,9 +23,9 @@ class Net(nn.Module):
         return self.head(self.norm(self.first(x)))
 
 
-def assert_near(made: np.ndarray, wanted: torch.Tensor, bound: float = 2e-3) -> None:
+def assert_near(built: np.ndarray, wanted: torch.Tensor, bound: float = 2e-3) -> None:
     exact = wanted.detach().numpy()
-    assert np.linalg.norm(made - exact) <= bound * np.linalg.norm(exact)
+    assert np.linalg.norm(built - exact) <= bound * np.linalg.norm(exact)
 
 
 def net() -> nn.Module:
@@ -116,9 +116,9 @@ def test_open_ends_have_the_low_type():
     graph = done.model.graph
     assert [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)] == [TensorProto.FLOAT16] * 2
     assert [node.op_type for node in graph.node].count("Cast") == 0
-    made = run_tensors(done.model, x.half())
-    assert made.dtype == np.float16
-    assert_near(made.astype(np.float32), net()(x))
+    result = run_tensors(done.model, x.half())
+    assert result.dtype == np.float16
+    assert_near(result.astype(np.float32), net()(x))
 
 
 def test_dynamic_shapes_and_names():
@@ -257,8 +257,8 @@ def test_sizes_of_gathered_keywords_are_dynamic(tmp_path, nested):
     rows = {0: torch.export.Dim.AUTO}
     gathered = {"weight": None, "others": rows}
     shapes = {"x": rows, **({"others": gathered} if nested else gathered)}
-    given = {"weight": torch.randn(8, 4), "others": torch.randn(3, 2)}
+    inputs = {"weight": torch.randn(8, 4), "others": torch.randn(3, 2)}
     path = tmp_path / "m.onnx"
-    amp.export_onnx(Gathers(), (torch.randn(5, 8),), path, example_kwargs=given, dynamic_shapes=shapes)
+    amp.export_onnx(Gathers(), (torch.randn(5, 8),), path, example_kwargs=inputs, dynamic_shapes=shapes)
     sizes = {one.name: one.type.tensor_type.shape.dim[0].dim_param for one in onnx.load(path).graph.input}
     assert sizes["x"] and sizes["others"] and not sizes["weight"]

@@ -35,8 +35,8 @@ def test_what_leaves_the_range_stays_fp32():
     plain = amp.export_onnx(model, batch(1e5))
     assert precisions(plain)["middle"] == "low"
     done = amp.export_onnx(model, batch(1.0), calibration=[batch(1.0), batch(1e5)])
-    found = precisions(done)
-    assert found["middle"] == "fp32" and found["first"] == found["last"] == "low"
+    result = precisions(done)
+    assert result["middle"] == "fp32" and result["first"] == result["last"] == "low"
     reason = next(node.reason for node in done.plan.nodes if node.module == "middle")
     assert "in calibration; fp16 ends at 65504" in reason
     want = model(*batch(1e5)).detach().numpy()
@@ -48,14 +48,14 @@ def test_what_leaves_the_range_stays_fp32():
 def test_keywords_dynamic_shapes_and_generators():
     model = Growing().eval()
     shapes = {"x": {0: torch.export.Dim("rows", min=2)}, "scale": None}
-    given = ({"x": batch(1e5, rows)[0], "scale": batch(1e5)[1]} for rows in (3, 7))
+    inputs = ({"x": batch(1e5, rows)[0], "scale": batch(1e5)[1]} for rows in (3, 7))
     example = {"x": batch(1.0)[0], "scale": batch(1.0)[1]}
-    done = amp.export_onnx(model, example, dynamic_shapes=shapes, calibration=given)
+    done = amp.export_onnx(model, example, dynamic_shapes=shapes, calibration=inputs)
     assert precisions(done)["middle"] == "fp32"
 
 
 @pytest.mark.parametrize(
-    ("calibration", "told"),
+    ("calibration", "message"),
     [
         ([], "there is no batch in it"),
         (3, "calibration: it is a int"),
@@ -64,8 +64,8 @@ def test_keywords_dynamic_shapes_and_generators():
         ([(torch.randn(2, 9), torch.tensor(1.0))], "batch 0: the input 'x' has the shape"),
     ],
 )
-def test_batches_that_do_not_fit_are_refused(calibration, told):
-    with pytest.raises(amp.OnnxError, match=told):
+def test_batches_that_do_not_fit_are_refused(calibration, message):
+    with pytest.raises(amp.OnnxError, match=message):
         amp.export_onnx(Growing().eval(), batch(1.0), calibration=calibration)
 
 
@@ -114,9 +114,9 @@ MODELS = {
 def test_a_guard_holds_for_an_export(kind, dtype):
     function, x = MODELS[kind]
     model = Of(function)
-    made = amp.export_onnx(model, (x,), dtype=dtype).model
-    twin = emulate(made)
-    got = next(iter(Runner(twin.proto, None).run(twin.feeds({made.graph.input[0].name: x.numpy()})).values()))
+    result = amp.export_onnx(model, (x,), dtype=dtype).model
+    twin = emulate(result)
+    got = next(iter(Runner(twin.proto, None).run(twin.feeds({result.graph.input[0].name: x.numpy()})).values()))
     want = model(x).numpy()
     assert np.isfinite(got).all() == np.isfinite(want).all()
     near = np.linalg.norm(np.nan_to_num(got - want)) / np.linalg.norm(np.nan_to_num(want))
@@ -138,9 +138,9 @@ class Scaled(nn.Module):
 def test_whole_numbers_are_calibrated_and_what_is_given_out_twice_keeps_its_names():
     shapes = {"x": {0: torch.export.Dim.DYNAMIC}, "times": torch.export.Dim.DYNAMIC}
     batch = (torch.ones(5, 4), 7)
-    made = amp.export_onnx(Scaled(), (torch.ones(2, 4), 3), dynamic_shapes=shapes, calibration=[batch]).model
-    assert [one.name for one in made.graph.input] == ["x", "times"]
-    assert [one.name for one in made.graph.output] == ["output_0", "output_1", "output_2"]
+    result = amp.export_onnx(Scaled(), (torch.ones(2, 4), 3), dynamic_shapes=shapes, calibration=[batch]).model
+    assert [one.name for one in result.graph.input] == ["x", "times"]
+    assert [one.name for one in result.graph.output] == ["output_0", "output_1", "output_2"]
 
 
 def test_a_result_that_is_no_tensor_is_refused():

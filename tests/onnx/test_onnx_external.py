@@ -43,12 +43,12 @@ WAYS = {
 
 def saved(source, folder, **options):
     """The file of a model whose numbers are stored as bytes, which alone can be in another file."""
-    made = copy(source)
-    for tensor in all_tensors(made):
+    result = copy(source)
+    for tensor in all_tensors(result):
         if tensor.data_type != T.STRING:
             tensor.CopyFrom(nh.from_array(nh.to_array(tensor), tensor.name))
     folder.mkdir()
-    onnx.save(made, folder / "m.onnx", **options)
+    onnx.save(result, folder / "m.onnx", **options)
     return folder / "m.onnx"
 
 
@@ -56,12 +56,12 @@ def converted(path, **options):
     """The plan, and the model with all its data, which stands in another folder."""
     (path.parent / "made").mkdir()
     done = convert_onnx(path, path.parent / "made" / "made.onnx", check=False, **options)
-    made = onnx.load(done.path)
-    for tensor in all_tensors(made):
+    result = onnx.load(done.path)
+    for tensor in all_tensors(result):
         tensor.ClearField("data_location")
         if not tensor.name:  # said to be empty, or not said
             tensor.ClearField("name")
-    return done.plan, made
+    return done.plan, result
 
 
 def both_ways(source, folder):
@@ -78,9 +78,9 @@ def both_ways(source, folder):
 def check_both(source, folder, **options):
     """Convert both: nodes, types and data are the same."""
     inside, outside = both_ways(source, folder)
-    (plan, made), (other_plan, other) = converted(inside, **options), converted(outside, **options)
-    assert plan == other_plan and list(made.graph.node) == list(other.graph.node)
-    assert made == other
+    (plan, result), (other_plan, other) = converted(inside, **options), converted(outside, **options)
+    assert plan == other_plan and list(result.graph.node) == list(other.graph.node)
+    assert result == other
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -107,7 +107,7 @@ def test_the_models_of_the_corpus(name, options, tmp_path):
     check_both(built(name)[0], tmp_path, **options)
 
 
-def told(work):
+def outcome(work):
     """What some work gives, or the error that it ends in, but for the place."""
     try:
         return work()
@@ -126,12 +126,12 @@ def check_runs(source, batches, folder):
     """What runs a model gives the same for both files."""
     results = []
     for path in both_ways(source, folder):
-        made = path.with_name("made.onnx")
-        ranges = told(lambda path=path: calibrate(path, batches))
-        done = convert_onnx(path, made, check=False)
-        report = told(lambda path=path, made=made: str(verify(path, made, batches)))
-        drawn = told(lambda path=path: [_bits(batch) for batch in Probes(path)])
-        module = told(lambda path=path: onnx_to_fx(path))
+        result = path.with_name("made.onnx")
+        ranges = outcome(lambda path=path: calibrate(path, batches))
+        done = convert_onnx(path, result, check=False)
+        report = outcome(lambda path=path, result=result: str(verify(path, result, batches)))
+        drawn = outcome(lambda path=path: [_bits(batch) for batch in Probes(path)])
+        module = outcome(lambda path=path: onnx_to_fx(path))
         state = module if isinstance(module, tuple) else (module.code, _bits(module.state_dict()))
         results.append((ranges, report, drawn, state, done.plan))
     assert results[0] == results[1]

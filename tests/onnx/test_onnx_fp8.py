@@ -29,9 +29,9 @@ def numbers(*shape: int, scale: float = 1.0) -> np.ndarray:
 
 
 def model(text: str, opset: int = 21, **stored: np.ndarray) -> onnx.ModelProto:
-    made = parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\ng {text}')
-    made.graph.initializer.extend(nh.from_array(data, name) for name, data in stored.items())
-    return made
+    result = parser.parse_model(f'<ir_version: 10, opset_import: ["" : {opset}]>\ng {text}')
+    result.graph.initializer.extend(nh.from_array(data, name) for name, data in stored.items())
+    return result
 
 
 LAYERS = """(float[n,16,8,8] x) => (float[n,32] y) {
@@ -82,12 +82,12 @@ y = Cast(y_fp16)
 """
 
 
-def text(made: onnx.ModelProto) -> str:
-    return "".join(f"{', '.join(one.output)} = {one.op_type}({', '.join(one.input)})\n" for one in made.graph.node)
+def text(result: onnx.ModelProto) -> str:
+    return "".join(f"{', '.join(one.output)} = {one.op_type}({', '.join(one.input)})\n" for one in result.graph.node)
 
 
-def stored(made: onnx.ModelProto) -> dict[str, tuple[int, list[int]]]:
-    return {one.name: (one.data_type, list(one.dims)) for one in made.graph.initializer}
+def stored(result: onnx.ModelProto) -> dict[str, tuple[int, list[int]]]:
+    return {one.name: (one.data_type, list(one.dims)) for one in result.graph.initializer}
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("fp16", T.FLOAT16), ("bf16", T.BFLOAT16)])
@@ -130,13 +130,13 @@ def test_numbers_and_their_error_are_those_of_the_format() -> None:
     want = exact.astype(np.float16).astype(np.float32)
     emulated = Side(open_model(done.model), False, None, as_twin=True).run({"x": x})["y"]
     np.testing.assert_allclose(emulated, want, rtol=2**-10, atol=2**-24)  # the order of FP32 sums may turn a rounding
-    for (found,) in levels(done.model, {"x": x}):  # it leaves out what rounds to FP16 in front of the products
-        assert np.all(np.abs(found - want) <= 2**-10 * (np.abs(x) @ np.abs(weight)))
+    for (result,) in levels(done.model, {"x": x}):  # it leaves out what rounds to FP16 in front of the products
+        assert np.all(np.abs(result - want) <= 2**-10 * (np.abs(x) @ np.abs(weight)))
     error = np.linalg.norm(want - x @ weight) / np.linalg.norm(x @ weight)
     assert verify(source, done.model, [{"x": x}]).largest_error == pytest.approx(error, rel=1e-3)
 
 
-def levels(made: onnx.ModelProto, batch: Batch) -> list[list[Any]]:
+def levels(result: onnx.ModelProto, batch: Batch) -> list[list[Any]]:
     """Outputs with each level of ONNX Runtime's optimizations, the lowest first."""
     kinds = onnxruntime.GraphOptimizationLevel
     results = []
@@ -144,7 +144,7 @@ def levels(made: onnx.ModelProto, batch: Batch) -> list[list[Any]]:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level, options.log_severity_level = level, 4
         options.intra_op_num_threads = 1
-        session = onnxruntime.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(result.SerializeToString(), options, providers=["CPUExecutionProvider"])
         results.append(session.run(None, batch))
     return results
 
@@ -338,8 +338,8 @@ def test_what_is_missing_is_said(options: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("rules", ["fp8", "default"])
 def test_a_quantised_file_is_left_alone(rules: str) -> None:
-    made = amp.convert_onnx(layers(), rules="fp8", calibration=[X]).model
-    assert not amp.convert_onnx(made, rules=rules, calibration=[X]).changed
+    result = amp.convert_onnx(layers(), rules="fp8", calibration=[X]).model
+    assert not amp.convert_onnx(result, rules=rules, calibration=[X]).changed
 
 
 def test_data_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -359,9 +359,9 @@ def test_data_in_a_file_of_their_own(tmp_path: Path) -> None:
 
 
 def test_tuning_takes_scales_from_its_batches(tmp_path: Path) -> None:
-    found = amp.tune(layers(), [X], rules="fp8", tolerance=0.02, output=tmp_path / "tuned.yaml", dtype="fp16")
+    result = amp.tune(layers(), [X], rules="fp8", tolerance=0.02, output=tmp_path / "tuned.yaml", dtype="fp16")
     done = amp.convert_onnx(layers(), rules=tmp_path / "tuned.yaml", calibration=[X], verify=[X])
-    assert done.report.largest_error <= 0.02 < found.before
+    assert done.report.largest_error <= 0.02 < result.before
 
 
 def test_what_overflows_is_found_without_calibration() -> None:

@@ -28,8 +28,8 @@ def fused(source):
     return to_proto(read), done
 
 
-def ops(made):
-    return [entry.op_type for entry in made.graph.node]
+def ops(built):
+    return [entry.op_type for entry in built.graph.node]
 
 
 def drawn(source, spread=1.0):
@@ -39,12 +39,12 @@ def drawn(source, spread=1.0):
     return {taken.name: (RNG.standard_normal(shape) * spread).astype(kind)}
 
 
-def same(source, made, tolerance=2e-6, spread=1.0):
+def same(source, built, tolerance=2e-6, spread=1.0):
     """Same names, and the same numbers within FP32 rounding, in ONNX's own reference as in ONNX Runtime."""
-    assert [one.name for one in made.graph.output] == [one.name for one in source.graph.output]
+    assert [one.name for one in built.graph.output] == [one.name for one in source.graph.output]
     feeds = drawn(source, spread)
     want = run(source, feeds)
-    for got in (run(made, feeds), ReferenceEvaluator(made).run(None, feeds)):
+    for got in (run(built, feeds), ReferenceEvaluator(built).run(None, feeds)):
         for left, right in zip(want, got, strict=True):
             assert left.dtype == right.dtype and left.shape == right.shape
             assert np.linalg.norm(left - right) <= tolerance * np.linalg.norm(left) + 1e-30
@@ -53,41 +53,41 @@ def same(source, made, tolerance=2e-6, spread=1.0):
 @pytest.mark.parametrize("form", [*TANH_FORMS, *ERF_FORMS])
 def test_gelus(form):
     source = gelu(form, opset=20)
-    made, _ = fused(source)
-    assert ops(made) == ["MatMul", "Gelu", "MatMul"]
-    (entry,) = [one for one in made.graph.node if one.op_type == "Gelu"]
+    result, _ = fused(source)
+    assert ops(result) == ["MatMul", "Gelu", "MatMul"]
+    (entry,) = [one for one in result.graph.node if one.op_type == "Gelu"]
     assert h.get_attribute_value(entry.attribute[0]) == (b"tanh" if form in TANH_FORMS else b"none")
-    same(source, made, spread=3)
+    same(source, result, spread=3)
 
 
 @pytest.mark.parametrize("root", ["sqrt_div", "reciprocal"])
 def test_casts_within(root):
     """As Llama and T5 are exported in 16 bits: up before the square, down before the product with the weights."""
     source = norm(casts=True, root=root, opset=23)
-    made, _ = fused(source)
-    assert ops(made) == ["MatMul", "RMSNormalization", "MatMul"]
+    result, _ = fused(source)
+    assert ops(result) == ["MatMul", "RMSNormalization", "MatMul"]
     feeds = drawn(source)
-    want, got = ReferenceEvaluator(source).run(None, feeds)[0], ReferenceEvaluator(made).run(None, feeds)[0]
+    want, got = ReferenceEvaluator(source).run(None, feeds)[0], ReferenceEvaluator(result).run(None, feeds)[0]
     assert want.dtype == got.dtype == np.float16
     assert np.abs(want.astype(np.float32) - got).max() <= 2.0**-9 * np.abs(want).max()
 
 
 def test_a_cast_before_wide_weights_stays():
     """FP32 weights on FP32 data: the cast up is no part of the norm, which has one type."""
-    made = norm(centred=True, casts=True, opset=17)
-    for entry in list(made.graph.node):
+    built = norm(centred=True, casts=True, opset=17)
+    for entry in list(built.graph.node):
         if entry.op_type == "Cast" and entry.attribute[0].i == T.FLOAT16:
             down = entry
-    after = next(entry for entry in made.graph.node if entry.op_type == "Mul")
+    after = next(entry for entry in built.graph.node if entry.op_type == "Mul")
     after.input[list(after.input).index(down.output[0])] = down.input[0]
-    made.graph.node.remove(down)
-    scale = next(one for one in made.graph.initializer if one.name == "scale")
+    built.graph.node.remove(down)
+    scale = next(one for one in built.graph.initializer if one.name == "scale")
     scale.CopyFrom(scalar("scale", np.ones(8, np.float32)))
     result = after.output[0]
-    last = next(entry for entry in made.graph.node if entry.name == "product_out")
+    last = next(entry for entry in built.graph.node if entry.name == "product_out")
     last.input[0] = "narrow"
-    made.graph.node.insert(len(made.graph.node) - 1, node("Cast", [result], ["narrow"], "down", to=T.FLOAT16))
-    got, _ = fused(made)
+    built.graph.node.insert(len(built.graph.node) - 1, node("Cast", [result], ["narrow"], "down", to=T.FLOAT16))
+    got, _ = fused(built)
     assert ops(got) == ["MatMul", "Cast", "LayerNormalization", "Cast", "MatMul"]
 
 
@@ -105,10 +105,10 @@ def test_stored_numbers_behind_casts_and_other_shapes():
         if entry.op_type in ("Pow", "Add", "ReduceMean", "Mul"):
             for index, name in enumerate(entry.input):
                 entry.input[index] = renamed.get(name, name)
-    made, _ = fused(source)
-    assert ops(made) == ["Identity", "MatMul", "RMSNormalization", "MatMul"]
-    assert {one.name for one in made.graph.initializer} == {"w_in", "w_out", "scale"}
-    same(source, made)
+    result, _ = fused(source)
+    assert ops(result) == ["Identity", "MatMul", "RMSNormalization", "MatMul"]
+    assert {one.name for one in result.graph.initializer} == {"w_in", "w_out", "scale"}
+    same(source, result)
 
 
 @settings(max_examples=40, deadline=None)
@@ -136,9 +136,9 @@ def test_any_sizes_axes_and_epsilons(
     shape = {"whole": own, "leading": (1,) * (len(sizes) - count) + own, "one": (1,), "last": own[-1:]}[stored]
     options = {"axes": axes, "epsilon": epsilon, "centred": centred, "bias": bias and centred, "square": square}
     source = norm(**options, root=root, scale=scale, shape=tuple(sizes), scale_shape=shape, opset=opset)
-    made, done = fused(source)
+    result, done = fused(source)
     assert done.fused == {"LayerNormalization" if centred else "RMSNormalization": 1}
-    same(source, made, tolerance=5e-5 if epsilon in (None, 0.0, 1e-12) else 1e-5)
+    same(source, result, tolerance=5e-5 if epsilon in (None, 0.0, 1e-12) else 1e-5)
 
 
 NOT = {
@@ -161,16 +161,16 @@ NOT = {
 def test_a_number_of_higher_rank_than_the_data():
     """The result has its dimensions, which that of a GELU has not."""
     source = gelu("half_x", half=np.full((1, 1, 1, 1), 0.5), opset=20)
-    made, done = fused(source)
-    assert ops(made) == ops(source) and "more dimensions" in next(iter(done.left.values()))
+    result, done = fused(source)
+    assert ops(result) == ops(source) and "more dimensions" in next(iter(done.left.values()))
 
 
 @pytest.mark.parametrize("case", NOT)
 def test_what_is_not_the_same_stays(case):
     make, why = NOT[case]
     source = make()
-    made, done = fused(source)
-    assert ops(made) == ops(source) and not done.fused
+    result, done = fused(source)
+    assert ops(result) == ops(source) and not done.fused
     assert [reason for reason in done.left.values() if why in reason], done.left
 
 
@@ -183,8 +183,8 @@ def test_what_is_not_the_same_stays(case):
     ],
 )
 def test_what_is_something_else_is_not_found(source):
-    made, done = fused(source)
-    assert ops(made) == ops(source) and not done.fused and not done.left
+    result, done = fused(source)
+    assert ops(result) == ops(source) and not done.fused and not done.left
 
 
 def test_a_mean_without_its_dimension():
@@ -200,16 +200,16 @@ def test_a_mean_without_its_dimension():
     ]
     data = [scalar("axes", [-1], np.int64), weight("scale", 6)]
     source = model(nodes, [info("x", 6, 6)], [info("y", 6, 6)], data, opset=23, ir_version=11)
-    made, _ = fused(source)
-    assert ops(made) == ["ReduceMean", "Sub", "RMSNormalization"], "an RMSNorm of that"
-    same(source, made)
+    result, _ = fused(source)
+    assert ops(result) == ["ReduceMean", "Sub", "RMSNormalization"], "an RMSNorm of that"
+    same(source, result)
 
 
 def test_an_initializer_that_is_an_input_is_not_stored():
     source = norm(opset=23)
     source.graph.input.append(info("epsilon"))
-    made, done = fused(source)
-    assert ops(made) == ops(source) and not done.fused
+    result, done = fused(source)
+    assert ops(result) == ops(source) and not done.fused
 
 
 def test_another_size_of_data():
@@ -267,7 +267,7 @@ def test_in_bodies():
     source = model(
         [outer], [info("x", 2, 5, 8), info("go", kind=T.BOOL)], [info("y", 2, 5, 8)], inner.graph.initializer, opset=17
     )
-    made, done = fused(source)
+    result, done = fused(source)
     assert done.fused == {"LayerNormalization": 1}
     feeds = {"x": RNG.standard_normal((2, 5, 8)).astype(np.float32), "go": np.asarray(True)}
-    np.testing.assert_allclose(run(source, feeds)[0], run(made, feeds)[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(source, feeds)[0], run(result, feeds)[0], rtol=1e-5, atol=1e-6)

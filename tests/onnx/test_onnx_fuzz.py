@@ -80,12 +80,12 @@ _LONG = [2**40, 2**62, -(2**63)]
 
 def _messages(message: Any) -> list[Any]:
     """A message and all that are in it."""
-    found = [message]
-    for one in found:
+    result = [message]
+    for one in result:
         for field, value in one.ListFields():
             if field.message_type:
-                found += value if field.is_repeated else [value]
-    return found
+                result += value if field.is_repeated else [value]
+    return result
 
 
 def _change(proto: onnx.ModelProto, rng: random.Random) -> None:
@@ -152,12 +152,12 @@ def case(number: int, known: list[onnx.ModelProto]) -> tuple[str, bytes | onnx.M
         change = rng.choice(BYTES)
         damage(data, change, rng)
         return change, bytes(data)
-    made = onnx.ModelProto()
-    made.CopyFrom(source)
+    result = onnx.ModelProto()
+    result.CopyFrom(source)
     count = rng.choice([1, 1, 2, 3])
     for _ in range(count):
-        _change(made, rng)
-    return f"{count} changes", made
+        _change(result, rng)
+    return f"{count} changes", result
 
 
 def outcome(way: Callable[[Any], Any], source: Any) -> str:
@@ -191,10 +191,10 @@ def run(first: int, count: int, folder: Path) -> None:
         if isinstance(source, bytes):
             path = folder / "case.onnx"
             path.write_bytes(source)
-            found = [outcome(way, path) for way in ways]
+            result = [outcome(way, path) for way in ways]
         else:
-            found = [outcome(way, source) for way in ways]
-        print(done, *found, sep=" | ", flush=True)
+            result = [outcome(way, source) for way in ways]
+        print(done, *result, sep=" | ", flush=True)
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ def test_a_damaged_model_is_made_or_refused(first, count, tmp_path):
     assert len(lines) == count
     faults = [line for line in lines if "FAULT" in line]
     assert not faults, f"{len(faults)} of {count}:\n" + "\n".join(faults[:20])
-    found = Counter(part for line in lines for part in line.split(" | ")[1:])
-    assert found["refused"] > count and found["made"] > count // 4, found
+    result = Counter(part for line in lines for part in line.split(" | ")[1:])
+    assert result["refused"] > count and result["made"] > count // 4, result

@@ -103,11 +103,11 @@ def test_a_resize_is_an_average_of_neighbours(op, mode, opset, dtype, expected):
     assert error(source, done.model, feeds) <= 2 * before
 
 
-def erf_gelu(read, made):
+def erf_gelu(read, built):
     nodes = [
-        node("Div", [read, "root"], [f"{made}0"]), node("Erf", [f"{made}0"], [f"{made}1"]),
-        node("Add", [f"{made}1", "one"], [f"{made}2"]), node("Mul", [read, f"{made}2"], [f"{made}3"]),
-        node("Mul", [f"{made}3", "half"], [made]),
+        node("Div", [read, "root"], [f"{built}0"]), node("Erf", [f"{built}0"], [f"{built}1"]),
+        node("Add", [f"{built}1", "one"], [f"{built}2"]), node("Mul", [read, f"{built}2"], [f"{built}3"]),
+        node("Mul", [f"{built}3", "half"], [built]),
     ]  # fmt: skip
     return nodes, [nh.from_array(np.float32(at), name) for name, at in (("root", 2**0.5), ("one", 1), ("half", 0.5))]
 
@@ -116,11 +116,11 @@ def erf_gelu(read, made):
 def test_elementwise_ops_between_fp32_values_stay_there(dtype):
     """Between quantised products, whose 8 bits a rounding in front of them flips, and around sums in FP32."""
 
-    def quantised(read, made):
+    def quantised(read, result):
         scale = ["scale", "zero"]
         return [
-            node("QuantizeLinear", [read, *scale], [f"{made}q"]),
-            node("DequantizeLinear", [f"{made}q", *scale], [made]),
+            node("QuantizeLinear", [read, *scale], [f"{result}q"]),
+            node("DequantizeLinear", [f"{result}q", *scale], [result]),
         ]
 
     gelu, data = erf_gelu("b", "g")

@@ -20,15 +20,15 @@ AT = scalar("at", 0, np.int64)
 def graph(body, outputs="float[4, 4] y", inputs=""):
     text = f"""<ir_version: 9, opset_import: ["" : 18]> g (float[4, 4] x{inputs}) => ({outputs})
         <float[4, 4] w, int64 at = {{0}}> {{ {body} }}"""
-    made = parser.parse_model(text)
-    del made.graph.initializer[:]
-    made.graph.initializer.extend([weight("w", 4, 4), AT])
-    return made
+    result = parser.parse_model(text)
+    del result.graph.initializer[:]
+    result.graph.initializer.extend([weight("w", 4, 4), AT])
+    return result
 
 
-def held(made):
+def held(built):
     """The element type of each empty list."""
-    return [entry.attribute[0].i for entry in made.graph.node if entry.op_type == "SequenceEmpty"]
+    return [entry.attribute[0].i for entry in built.graph.node if entry.op_type == "SequenceEmpty"]
 
 
 PRODUCTS = """
@@ -49,8 +49,8 @@ def test_where_its_type_is_declared_it_changes():
     source = graph(PRODUCTS)
     kind = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
     source.graph.value_info.extend(h.make_value_info(name, kind) for name in ("l", "m"))
-    made = check(source, "fp16").model
-    declared = {one.name: one.type.sequence_type.elem_type.tensor_type.elem_type for one in made.graph.value_info}
+    result = check(source, "fp16").model
+    declared = {one.name: one.type.sequence_type.elem_type.tensor_type.elem_type for one in result.graph.value_info}
     assert {declared[name] for name in ("l", "m") if name in declared} <= {T.FLOAT16}
 
 
@@ -117,8 +117,8 @@ BORDERS = {
 def test_a_list_that_crosses_the_border_of_a_body_keeps_its_type(border, dtype):
     source = graph(BORDERS[border] + "[take] c = SequenceAt(r, at) [last] y = MatMul(c, w)", inputs=", bool go")
     done = check(source, dtype)
-    found = precisions(done)
-    assert found["put"] == found["take"] == "keep" and found["last"] == "low"
+    result = precisions(done)
+    assert result["put"] == result["take"] == "keep" and result["last"] == "low"
     feeds = {"x": X, "go": np.asarray(True)}
     assert verify(source, done.model, [feeds]).largest_error < (2e-3 if dtype == "fp16" else 2e-2)
 
@@ -140,12 +140,12 @@ def test_a_list_is_read_within_a_body():
         assert verify(source, done.model, [{"x": X, "go": np.asarray(go)}]).largest_error < 2e-3
 
 
-@pytest.mark.parametrize("asked", ["fp32", "keep"])
-def test_a_rule_for_one_node_of_a_list_holds_for_all(asked):
-    rules = {"version": 1, "extends": "default", "rules": [{"match": {"node": "^drop$"}, "precision": asked}]}
+@pytest.mark.parametrize("requested", ["fp32", "keep"])
+def test_a_rule_for_one_node_of_a_list_holds_for_all(requested):
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"node": "^drop$"}, "precision": requested}]}
     done = check(graph(PRODUCTS), "fp16", rules)
     planned = {one.name: one for one in done.plan.nodes}
-    assert {planned[one].precision for one in ("put", "more", "drop", "take")} == {asked}
+    assert {planned[one].precision for one in ("put", "more", "drop", "take")} == {requested}
     assert "one list" in planned["put"].reason and "'drop'" in planned["put"].reason
 
 
@@ -156,37 +156,39 @@ def programs(draw):
     for step in range(draw(st.integers(3, 12))):
         kinds = ["product", "tanh", "relu", "empty", "construct", "split"]
         kinds += ["insert", "insert", "take", "take", "join"] if lists else []
-        kind, made = draw(st.sampled_from(kinds)), f"v{step}"
+        kind, result = draw(st.sampled_from(kinds)), f"v{step}"
         one = draw(st.sampled_from(tensors))
         source, size = draw(st.sampled_from(lists)) if lists else ("", 0)
         if kind == "product":
-            nodes.append(node("MatMul", [one, "w"], [made]))
+            nodes.append(node("MatMul", [one, "w"], [result]))
         elif kind in ("tanh", "relu"):
-            nodes.append(node(kind.title(), [one], [made]))
+            nodes.append(node(kind.title(), [one], [result]))
         elif kind == "take" and size:
-            nodes.append(node("SequenceAt", [source, "at"], [made]))
+            nodes.append(node("SequenceAt", [source, "at"], [result]))
         elif kind == "join" and size:
-            nodes.append(node("ConcatFromSequence", [source], [f"{made}_all"], axis=0))
-            nodes.append(node("Slice", [f"{made}_all", "zero", "four"], [made]))
+            nodes.append(node("ConcatFromSequence", [source], [f"{result}_all"], axis=0))
+            nodes.append(node("Slice", [f"{result}_all", "zero", "four"], [result]))
         elif kind == "empty":
-            nodes.append(node("SequenceEmpty", [], [made], dtype=T.FLOAT))
-            lists.append((made, 0))
+            nodes.append(node("SequenceEmpty", [], [result], dtype=T.FLOAT))
+            lists.append((result, 0))
             continue
         elif kind == "construct":
-            nodes.append(node("SequenceConstruct", [one, draw(st.sampled_from(tensors))], [made]))
-            lists.append((made, 2))
+            nodes.append(node("SequenceConstruct", [one, draw(st.sampled_from(tensors))], [result]))
+            lists.append((result, 2))
             continue
         elif kind == "split":
-            nodes.append(node("Concat", [one, one], [f"{made}_all"], axis=0))
-            nodes.append(node("SplitToSequence", [f"{made}_all", "four_"], [made], axis=0))
-            lists.append((made, 2))
+            nodes.append(node("Concat", [one, one], [f"{result}_all"], axis=0))
+            nodes.append(node("SplitToSequence", [f"{result}_all", "four_"], [result], axis=0))
+            lists.append((result, 2))
             continue
         else:
-            nodes.append(node("SequenceInsert", [source, one], [made]) if source else node("Identity", [one], [made]))
+            nodes.append(
+                node("SequenceInsert", [source, one], [result]) if source else node("Identity", [one], [result])
+            )
             if source:
-                lists.append((made, size + 1))
+                lists.append((result, size + 1))
                 continue
-        tensors.append(made)
+        tensors.append(result)
     returned = dict.fromkeys([*draw(st.lists(st.sampled_from(tensors[1:]), max_size=2)), tensors[-1]])
     data = [weight("w", 4, 4), AT, scalar("zero", [0], np.int64), scalar("four", [4], np.int64),
             scalar("four_", 4, np.int64)]  # fmt: skip

@@ -64,9 +64,11 @@ def test_what_stays_fp32_for_its_opset_is_told(monkeypatch, caplog):
     assert opset(convert_onnx(source, dtype="bf16").model) == 22 and not convert_onnx(source, dtype="bf16").notes
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         kept = convert_onnx(source, dtype="bf16", raise_opset=False)
-    told = "1 node stays FP32 because the opset is 17: bf16 comes later for 1 Conv (opset 22); allow the opset to be "
-    told += "raised"
-    assert kept.notes == (told,) and told in caplog.text and opset(kept.model) == 17
+    message = (
+        "1 node stays FP32 because the opset is 17: bf16 comes later for 1 Conv (opset 22); allow the opset to be "
+    )
+    message += "raised"
+    assert kept.notes == (message,) and message in caplog.text and opset(kept.model) == 17
     monkeypatch.setattr("amp_compiler.onnx.later_opset.latest_opset", lambda: 21)
     older = convert_onnx(source, dtype="bf16")
     assert opset(older.model) == 17 and "onnxruntime loads opsets up to 21" in older.notes[0]
@@ -74,23 +76,23 @@ def test_what_stays_fp32_for_its_opset_is_told(monkeypatch, caplog):
 
 
 def test_where_the_raised_model_does_not_load_a_lower_opset_is_tried(monkeypatch):
-    asked = []
+    requested = []
 
     def refuse(proto, folder, **options):
-        asked.append(opset(proto))
+        requested.append(opset(proto))
         return object() if opset(proto) > 13 else None
 
     nodes = [node("Relu", ["x"], ["a"], "relu"), node("Conv", ["a", "w"], ["y"], "conv")]
     source = model(nodes, [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)], opset=12)
     monkeypatch.setattr("amp_compiler.onnx.later_opset.refusal_of", refuse)
     plan = convert_onnx(source, dtype="bf16", rules=LOW, check=False)
-    assert asked == [22, 12, 13] and opset(plan.model) == 13
+    assert requested == [22, 12, 13] and opset(plan.model) == 13
     assert {entry.name: entry.precision for entry in plan.plan.nodes} == {"relu": "low", "conv": "keep"}
 
 
-@pytest.mark.parametrize(("wanted", "told"), [(12, "would lower it"), (99, "is no opset"), (True, "is no opset")])
-def test_an_opset_that_cannot_be_is_refused(wanted, told):
-    with pytest.raises(OnnxError, match=told):
+@pytest.mark.parametrize(("wanted", "message"), [(12, "would lower it"), (99, "is no opset"), (True, "is no opset")])
+def test_an_opset_that_cannot_be_is_refused(wanted, message):
+    with pytest.raises(OnnxError, match=message):
         convert_onnx(mlp(), opset=wanted)
     with pytest.raises(OnnxError, match="raise_opset=False forbids it"):
         convert_onnx(mlp(), opset=20, raise_opset=False)
@@ -192,7 +194,7 @@ def test_an_unnamed_node_is_named_by_what_it_makes():
 @pytest.mark.parametrize("limit", ["MOST_NODES", "MOST_DEPTH"])
 def test_a_long_model_is_not_loaded_and_that_is_told(monkeypatch, limit):
     monkeypatch.setattr(loads, limit, 2)
-    monkeypatch.setattr(loads, "_load", lambda *given: pytest.fail("it was loaded"))
+    monkeypatch.setattr(loads, "_load", lambda *inputs: pytest.fail("it was loaded"))
     done = convert_onnx(mlp())
     assert done.refusal is None and done.notes[0].startswith("it was not loaded in ONNX Runtime")
 
@@ -253,18 +255,18 @@ def turned(perm, opset=17, *, source=T.FLOAT, dynamic=False, right=False, betwee
     """A product behind a transpose, as exporters write `batch_first` behind an LSTM."""
     sizes = [2, 3, 5, 4][-len(perm) :]
     named = [f"d{axis}" if dynamic and axis < len(perm) - 2 else size for axis, size in enumerate(sizes)]
-    given = [named[perm.index(axis)] for axis in range(len(perm))]
+    inputs = [named[perm.index(axis)] for axis in range(len(perm))]
     nodes = [node("Transpose", ["x"], ["t0"], "turn", perm=perm)]
     nodes += [node(op, [f"t{index}"], [f"t{index + 1}"], **facts) for index, (op, facts) in enumerate(between)]
     last = f"t{len(between)}"
     nodes.append(node("MatMul", ["w", last] if right else [last, "w"], ["y"], "product"))
-    made = [*named[:-2], 7, sizes[-1]] if right else [*named[:-1], 7]
+    result = [*named[:-2], 7, sizes[-1]] if right else [*named[:-1], 7]
     data = [weight("w", 7, sizes[-2]) if right else weight("w", sizes[-1], 7)]
-    ends = [info("x", *given, kind=source)], [info("y", *made)]
+    ends = [info("x", *inputs, kind=source)], [info("y", *result)]
     if not within:
         return model(nodes, *ends, data, opset=opset)
-    body = h.make_graph(nodes, "body", [], [info("y", *made)], data)
-    other = h.make_graph([node("Identity", ["z"], ["y"])], "other", [], [info("y", *made)], [weight("z", *made)])
+    body = h.make_graph(nodes, "body", [], [info("y", *result)], data)
+    other = h.make_graph([node("Identity", ["z"], ["y"])], "other", [], [info("y", *result)], [weight("z", *result)])
     chosen = node("If", ["c"], ["y"], "choice", then_branch=body, else_branch=other)
     return model([chosen], [info("c", kind=T.BOOL), *ends[0]], ends[1], opset=opset)
 

@@ -27,7 +27,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def made(
+def bare(
     nodes: list[onnx.NodeProto], *, inputs: Any = None, outputs: Any = None, data: Any = (), functions: Any = (),
     opset: int = 18, extra: Any = (), **facts: Any,
 ) -> onnx.ModelProto:  # fmt: skip
@@ -52,7 +52,7 @@ def function(name: str, calls: list[str], domain: str = "f") -> onnx.FunctionPro
 
 def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
     nodes = [h.make_node(call, ["x"], ["y"], domain="f", name="call")]
-    return made(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
+    return bare(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
 
 
 def damaged_bytes(source: onnx.ModelProto, before: bytes, after: bytes) -> onnx.ModelProto:
@@ -69,13 +69,13 @@ def tensor(name: str = "w", kind: int = T.FLOAT, dims: tuple[int, ...] = (8, 8),
 
 
 def product(data: T) -> onnx.ModelProto:
-    return made([node("MatMul", ["x", "w"], ["y"], "bad")], data=[data])
+    return bare([node("MatMul", ["x", "w"], ["y"], "bad")], data=[data])
 
 
 def nested(depth: int) -> onnx.ModelProto:
     """If in If in If, made in place: a message that deep can be neither copied nor written."""
     small = h.make_graph([node("Identity", ["x"], ["s"])], "s", [], [info("s", 4, 8)])
-    whole = made([], inputs=[info("c", kind=T.BOOL), info("x", 4, 8)])
+    whole = bare([], inputs=[info("c", kind=T.BOOL), info("x", 4, 8)])
     graph = whole.graph
     for level in range(depth):
         outer = graph.node.add(op_type="If", name=f"level{level}", input=["c"])
@@ -91,7 +91,7 @@ def nested(depth: int) -> onnx.ModelProto:
 
 def branchless() -> onnx.ModelProto:
     body = h.make_graph([node("Identity", ["x"], ["o"])], "b", [], [info("o", 4, 8)])
-    return made(
+    return bare(
         [h.make_node("If", ["c"], ["y"], then_branch=body, name="bad")],
         inputs=[info("c", kind=T.BOOL), info("x", 4, 8)],
     )
@@ -105,7 +105,7 @@ def doubling() -> onnx.ModelProto:
 
 
 def with_opset(version: int) -> onnx.ModelProto:
-    one = made([node("Relu", ["x"], ["y"])])
+    one = bare([node("Relu", ["x"], ["y"])])
     one.opset_import[0].version = version
     return one
 
@@ -123,31 +123,31 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     ),
     "functions that fill the memory": (doubling, "nodes once they are written out"),
     "a node's name is no text": (
-        lambda: damaged_bytes(made([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",
+        lambda: damaged_bytes(bare([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",
     ),
     "an unknown element type of data": (lambda: product(tensor(kind=99, raw=b"")), "'w'.*number 99, which nobody"),
     "a cast to no type": (
-        lambda: made([h.make_node("Cast", ["x"], ["y"], to=1234, name="bad")]), r"'bad' \(Cast\).*1234, which is no",
+        lambda: bare([h.make_node("Cast", ["x"], ["y"], to=1234, name="bad")]), r"'bad' \(Cast\).*1234, which is no",
     ),
     "too little data": (lambda: product(tensor(raw=b"\0" * 12)), "'w'.*12 bytes of data, and .* ask for 256"),
     "an absurd size": (lambda: product(tensor(dims=(2**40, 2**40), raw=b"\0" * 8)), "'w'.*which no tensor has"),
     "bodies deep in one another": (lambda: nested(40), "deep in one another|nested"),
     "an If without else": (branchless, r"'bad' \(If\).*else_branch"),
-    "too many inputs": (lambda: made([node("Relu", ["x", "x"], ["y"], "bad")]), r"'bad' \(Relu\)"),
+    "too many inputs": (lambda: bare([node("Relu", ["x", "x"], ["y"], "bad")]), r"'bad' \(Relu\)"),
     "a circle": (
-        lambda: made([node("Add", ["x", "b"], ["a"], "bad"), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
+        lambda: bare([node("Add", ["x", "b"], ["a"], "bad"), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
         "topologic|no producer|cycle",
     ),
     "a sparse initializer": (
-        lambda: made([node("MatMul", ["x", "w"], ["y"], "mm")], sparse_initializer=[SPARSE]), "'w'.*sparse tensor",
+        lambda: bare([node("MatMul", ["x", "w"], ["y"], "mm")], sparse_initializer=[SPARSE]), "'w'.*sparse tensor",
     ),
-    "an op that there is not": (lambda: made([node("Rleu", ["x"], ["y"], "bad")]), "Rleu"),
+    "an op that there is not": (lambda: bare([node("Rleu", ["x"], ["y"], "bad")]), "Rleu"),
     "an opset from the future": (lambda: with_opset(9999), "9999|opset|version"),
 }  # fmt: skip
 
 
-def refused(source: Any, told: str, way: str) -> OnnxError:
-    with pytest.raises(OnnxError, match=told) as raised:
+def refused(source: Any, message: str, way: str) -> OnnxError:
+    with pytest.raises(OnnxError, match=message) as raised:
         WAYS[way](source)
     error = raised.value
     assert error.hint and error.what, str(error)
@@ -157,10 +157,10 @@ def refused(source: Any, told: str, way: str) -> OnnxError:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_model_is_refused_by_name(name, way, tmp_path):
-    build, told = CASES[name]
+    build, message = CASES[name]
     source = build()
-    error = refused(source, told, way)
-    if "'bad'" in told:
+    error = refused(source, message, way)
+    if "'bad'" in message:
         assert "bad" in error.where
     try:
         data = source.SerializeToString()
@@ -180,7 +180,7 @@ def test_a_damaged_model_is_refused_by_name(name, way, tmp_path):
 def test_a_cast_to_a_narrow_type_is_converted_and_not_run_by_torch(kind, way):
     number = getattr(T, kind)
     opset = {"FLOAT8E8M0": 24, "INT2": 25, "UINT2": 25}.get(kind, 23)
-    source = made(
+    source = bare(
         [
             node("MatMul", ["x", "w"], ["a"], "mm"),
             h.make_node("Cast", ["a"], ["q"], to=number, name="bad"),
@@ -203,7 +203,7 @@ def test_data_of_a_narrow_type_are_refused_by_torch_alone(kind):
     number = getattr(T, kind)
     data = tensor("w", number, (8, 8), b"\0" * 32)
     nodes = [h.make_node("Cast", ["w"], ["f"], to=T.FLOAT), node("MatMul", ["x", "f"], ["y"])]
-    source = made(nodes, data=[data], opset=23)
+    source = bare(nodes, data=[data], opset=23)
     source.ir_version = 11
     onnx.checker.check_model(source, full_check=True)
     assert convert_onnx(source).plan.low_nodes
@@ -275,8 +275,8 @@ EXTERNAL: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXTERNAL)
 def test_data_that_cannot_be_read_are_refused_by_their_tensor(name, way, tmp_path):
-    build, told = EXTERNAL[name]
-    error = refused(build(tmp_path), told, way)
+    build, message = EXTERNAL[name]
+    error = refused(build(tmp_path), message, way)
     assert error.where.startswith("tensor 'w")
 
 
@@ -299,7 +299,7 @@ def test_a_pipe_is_no_model(way, tmp_path):
 def odd() -> onnx.ModelProto:
     """What the full checker refuses, and ONNX Runtime takes: a wrong shape among the descriptions of values."""
     nodes = [node("MatMul", ["x", "w"], ["a"], "bad"), node("MatMul", ["a", "w"], ["y"])]
-    return made(nodes, value_info=[info("a", 5, 5)], data=[weight("w", 8, 8)])
+    return bare(nodes, value_info=[info("a", 5, 5)], data=[weight("w", 8, 8)])
 
 
 def test_a_wrong_declared_shape_is_replaced_where_a_model_is_converted():
@@ -320,7 +320,7 @@ def test_a_few_numbers_do_not_fill_the_memory():
         h.make_node("ReduceMax", ["big"], ["m"], keepdims=0),
         node("Add", ["x", "m"], ["y"]),
     ]
-    source = made(nodes, data=[sizes])
+    source = bare(nodes, data=[sizes])
     module = amp.onnx_to_fx(source)
     assert any("constant_of_shape" in str(one.target) or "big" in one.name for one in module.graph.nodes)
     amp.explain(source, dtype="fp16")

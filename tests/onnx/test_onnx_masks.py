@@ -88,11 +88,11 @@ def test_a_mask_that_is_an_input_is_bounded_once(form, floor, dtype, rules):
         nodes, [info("x", 4, 8, 8), info("given", 4, 1, 8), *([info("mask", 4, 1, 8)] * (form == "selected"))],
         [info("y", 4, 8, 8)], data + [scalar("stored", stored)] * ("stored" in form),
     )  # fmt: skip
-    given = np.zeros((4, 1, 8), np.float32)
-    given[0], given[1, :, :3] = floor, floor  # with the stored one all of the first rows
-    batch = {"x": np.random.default_rng(0).uniform(0.5, 1, (4, 8, 8)).astype(np.float32), "given": given}
+    inputs = np.zeros((4, 1, 8), np.float32)
+    inputs[0], inputs[1, :, :3] = floor, floor  # with the stored one all of the first rows
+    batch = {"x": np.random.default_rng(0).uniform(0.5, 1, (4, 8, 8)).astype(np.float32), "given": inputs}
     if form == "selected":
-        batch["mask"] = (given == 0).astype(np.float32)
+        batch["mask"] = (inputs == 0).astype(np.float32)
     done = check(source, dtype, rules)  # converted again, nothing changes
     want, got = outputs(source, batch, rounded=False), outputs(done.model, batch, rounded=True)
     assert (np.isfinite(got) == np.isfinite(want)).all()
@@ -110,11 +110,11 @@ def test_a_bias_of_fused_attention_is_bounded(floor, dtype):
              node("MultiHeadAttention", reads, ["y"], domain=domain, num_heads=2)]  # fmt: skip
     source = model(nodes, [info("x", 2, 4, 8), info("given", 2, 2, 4, 4)], [info("y", 2, 4, 8)], [weight("w", 8, 8)],
                    extra=[onnx.helper.make_opsetid(domain, 1)])  # fmt: skip
-    given = np.zeros((2, 2, 4, 4), np.float32)
-    given[0, 0], given[1, :, :, 2:] = floor, floor
-    batch = {"x": np.random.default_rng(0).uniform(-1, 1, (2, 4, 8)).astype(np.float32), "given": given}
-    made = check(source, dtype, full=False).model
-    want, got = outputs(source, batch, rounded=False), outputs(made, batch, rounded=True)
+    inputs = np.zeros((2, 2, 4, 4), np.float32)
+    inputs[0, 0], inputs[1, :, :, 2:] = floor, floor
+    batch = {"x": np.random.default_rng(0).uniform(-1, 1, (2, 4, 8)).astype(np.float32), "given": inputs}
+    result = check(source, dtype, full=False).model
+    want, got = outputs(source, batch, rounded=False), outputs(result, batch, rounded=True)
     assert (np.isfinite(got) == np.isfinite(want)).all()
     np.testing.assert_allclose(got[1], want[1], atol={"fp16": 4e-3, "bf16": 3e-2}[dtype])
 

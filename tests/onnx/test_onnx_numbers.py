@@ -83,10 +83,10 @@ def test_what_is_sent_into_a_comparison_or_a_rounding(dtype):
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)],
                    [weight("w", 8, 8), scalar("c", 100.3), scalar("half", 0.5), scalar("zero", 0.0)])  # fmt: skip
     done = check(source, dtype)
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
     assert "'threshold' (onnx.Greater) compares or rounds" in kept(done)["scale"]
-    assert [found[name] for name in ("scale", "threshold", "round")] == ["keep", "fp32", "keep"]
-    assert [found[name] for name in ("product", "after", "gate", "gated")] == ["low"] * 4
+    assert [result[name] for name in ("scale", "threshold", "round")] == ["keep", "fp32", "keep"]
+    assert [result[name] for name in ("product", "after", "gate", "gated")] == ["low"] * 4
 
 
 @BOTH
@@ -120,9 +120,9 @@ def test_a_number_of_elements_may_be_beyond_fp16():
     source = model(nodes, [info("x", "n", 8)], [info("y")], [weight("w", 8, 8)])
     feeds = {"x": RNG.standard_normal((8750, 8)).astype(np.float32)}
     done = check(source, "fp16")
-    found = {entry.name: entry for entry in done.plan.nodes}
-    assert found["product"].precision == "low" and found["quotient"].precision == "fp32"
-    assert "whole numbers that may be beyond fp16" in found["quotient"].reason
+    result = {entry.name: entry for entry in done.plan.nodes}
+    assert result["product"].precision == "low" and result["quotient"].precision == "fp32"
+    assert "whole numbers that may be beyond fp16" in result["quotient"].reason
     assert error(source, done.model, feeds) < 2e-3
 
 
@@ -147,9 +147,9 @@ def test_a_mean_of_many_as_a_sum_and_a_count(by):
     )  # fmt: skip
     feeds = {"x": 1 + np.abs(RNG.standard_normal((90_000, 8))).astype(np.float32), "mask": np.ones(90_000, np.bool_)}
     done = check(source, "fp16")
-    found = {entry.name: entry for entry in done.plan.nodes}
-    assert found["product"].precision == "low" and found["mean"].precision == "fp32"
-    assert "brings the sum 'total' back into the range of fp16" in found["mean"].reason
+    result = {entry.name: entry for entry in done.plan.nodes}
+    assert result["product"].precision == "low" and result["mean"].precision == "fp32"
+    assert "brings the sum 'total' back into the range of fp16" in result["mean"].reason
     assert error(source, done.model, feeds) < 2e-3
 
 
@@ -191,10 +191,10 @@ def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
     wide = check(source(node("Exp", ["x"], ["d"])), dtype)
     layer = check(source(node("Softmax", ["x"], ["s"]), node("MatMul", ["s", "w"], ["d"])), dtype)
     product = check(source(node("MatMul", ["x", "w"], ["d"], "count")), dtype)
-    found = [next(entry for entry in done.plan.nodes if entry.name == "scale") for done in (wide, layer, product)]
-    assert [entry.precision for entry in found] == ["keep", "low", "fp32"]
+    result = [next(entry for entry in done.plan.nodes if entry.name == "scale") for done in (wide, layer, product)]
+    assert [entry.precision for entry in result] == ["keep", "low", "fp32"]
     assert next(entry for entry in product.plan.nodes if entry.name == "count").precision == "keep"
-    assert all("makes whole numbers" in entry.reason for entry in found)
+    assert all("makes whole numbers" in entry.reason for entry in result)
 
 
 @BOTH
@@ -208,8 +208,8 @@ def test_coordinates(dtype):
     source = model(nodes, [info("x", 1, 2, 500, 600), info("p", 1, 40, 40, 2)], [info("y", 1, 2, 40, 40)],
                    [weight("w", 2, 2, 3, 3), scalar("c", 1 / 3.0)], opset=22)  # fmt: skip
     done = check(source, dtype)
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert found["normalise"] == "keep" and found["sample"] == "fp32"
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert result["normalise"] == "keep" and result["sample"] == "fp32"
 
 
 @BOTH
@@ -297,8 +297,8 @@ def test_angles(dtype, case, rules):
     exact.product = torch.mul  # which autocast leaves in FP32
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16 if dtype == "bf16" else torch.float16):
         bound = np.linalg.norm(exact(*inputs).float().numpy() - want)
-    made = convert_onnx(source, dtype=dtype, rules=rules).model
-    assert np.linalg.norm(outputs(made, feeds)[0] - want) <= 2 * bound
+    result = convert_onnx(source, dtype=dtype, rules=rules).model
+    assert np.linalg.norm(outputs(result, feeds)[0] - want) <= 2 * bound
     off_keep = {**OFF["keep"], "powers": False}  # which keeps whole numbers beyond FP16
     off = convert_onnx(source, dtype=dtype, rules={**OFF, "extends": rules, "keep": off_keep}).model
     assert np.linalg.norm(outputs(off, feeds)[0] - want) > 4 * bound
@@ -309,9 +309,9 @@ def test_angles_of_an_exported_torch_model(case):
     torch.manual_seed(0)
     module, inputs = ANGLES[case]()
     want = module(*inputs).detach().numpy()
-    made = export_onnx(module.eval(), inputs, dtype="bf16").model
-    feeds = {value.name: tensor.numpy() for value, tensor in zip(made.graph.input, inputs, strict=True)}
-    assert np.linalg.norm(outputs(made, feeds)[0] - want) < 2e-2 * np.linalg.norm(want)
+    result = export_onnx(module.eval(), inputs, dtype="bf16").model
+    feeds = {value.name: tensor.numpy() for value, tensor in zip(result.graph.input, inputs, strict=True)}
+    assert np.linalg.norm(outputs(result, feeds)[0] - want) < 2e-2 * np.linalg.norm(want)
 
 
 @BOTH
@@ -330,9 +330,9 @@ def test_the_angles_end_at_the_sine(dtype):
     source = model(nodes, [info("p", 4, 8, kind=T.INT64)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("c", 0.1)])
     done = check(source, dtype)
     assert kept(done).keys() == {"angle", "sine"}
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [found[name] for name in ("after", "product", "data")] == ["low"] * 3
-    assert found["bias"] == "fp32"
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [result[name] for name in ("after", "product", "data")] == ["low"] * 3
+    assert result["bias"] == "fp32"
 
 
 @BOTH
@@ -367,9 +367,9 @@ def test_a_difference_of_positions(dtype):
     feeds = {"positions": np.arange(600), "q": RNG.standard_normal((600, 8)).astype(np.float32)}
     done = check(source, dtype)
     assert kept(done)["distance"] == "it is a difference of positions, so it stays as captured"
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [found[name] for name in ("scores", "sum")] == ["low"] * 2
-    assert found["bias"] == ("low" if dtype == "bf16" else "fp32")  # FP16 may not hold a distance
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [result[name] for name in ("scores", "sum")] == ["low"] * 2
+    assert result["bias"] == ("low" if dtype == "bf16" else "fp32")  # FP16 may not hold a distance
     q, k, p = (
         torch.from_numpy(one) for one in (feeds["q"], nh.to_array(source.graph.initializer[0]), feeds["positions"])
     )
@@ -393,8 +393,8 @@ def test_the_phase_of_predicted_frequencies(dtype):
     source = model(nodes, [info("x", "n", 8)], [info("y", "n", 1)], data)
     feeds = {"x": np.zeros((3001, 8), np.float32)}  # a step of 1/2, which 16 bits hold
     done = check(source, dtype)
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [found[name] for name in ("product", "sum", "angle", "sine")] == ["low", "fp32", "fp32", "fp32"]
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [result[name] for name in ("product", "sum", "angle", "sine")] == ["low", "fp32", "fp32", "fp32"]
     assert np.abs(outputs(source, feeds)[0] - outputs(done.model, feeds)[0]).max() < 1e-6  # of an angle of 9,000
     assert np.abs(outputs(convert_onnx(source, dtype=dtype, rules=OFF).model, feeds)[0]).max() > 0.5
 
@@ -417,8 +417,8 @@ def test_offsets_of_stored_places(dtype):
         "picture": RNG.standard_normal((1, 2, 61, 83)).astype(np.float32),
     }
     done = check(source, dtype)
-    found = {entry.name: entry for entry in done.plan.nodes}
-    assert found["product"].precision == "low" and "stays as captured" in found["place"].reason
+    result = {entry.name: entry for entry in done.plan.nodes}
+    assert result["product"].precision == "low" and "stays as captured" in result["place"].reason
     bound = 1e-3 if dtype == "bf16" else 2e-4
     assert error(source, done.model, feeds) < bound
     assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 10 * bound
@@ -521,8 +521,8 @@ def test_a_running_sum_of_exponentials(dtype):
 
     source = summed("Scan", in_logarithms)
     done = check(source, dtype)
-    found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [found[name] for name in ("product", "exp", "add", "log")] == ["low", "fp32", "fp32", "fp32"]
+    result = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [result[name] for name in ("product", "exp", "add", "log")] == ["low", "fp32", "fp32", "fp32"]
     feeds = {"x": np.ones((4000, 8), np.float32)}
     assert error(source, done.model, feeds) < (1e-3 if dtype == "bf16" else 1e-4)
     if dtype == "bf16":

@@ -68,11 +68,11 @@ def test_raising_keeps_names_doc_strings_and_metadata():
                    [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)], opset=17)  # fmt: skip
     source.graph.node[0].metadata_props.add(key="k", value="v")
     source.metadata_props.add(key="author", value="me")
-    made = check(source, "bf16").model
-    conv = next(entry for entry in made.graph.node if entry.op_type == "Conv")
+    result = check(source, "bf16").model
+    conv = next(entry for entry in result.graph.node if entry.op_type == "Conv")
     assert (conv.name, conv.doc_string, conv.metadata_props[0].value) == ("conv", "a note", "v")
-    assert made.metadata_props[0].value == "me"
-    assert nh.to_array(source.graph.initializer[0]).shape == tuple(made.graph.initializer[0].dims)
+    assert result.metadata_props[0].value == "me"
+    assert nh.to_array(source.graph.initializer[0]).shape == tuple(result.graph.initializer[0].dims)
 
 
 CHANGED = {

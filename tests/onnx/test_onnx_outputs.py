@@ -20,18 +20,18 @@ from amp_compiler.onnx.convert import convert_onnx
 
 def stored_beside(folder: Path, name: str, number: float = 1.0) -> Path:
     """A model whose data lie in a file of their own; all its numbers are one number."""
-    made = mlp(64)
-    for tensor in made.graph.initializer:
+    result = mlp(64)
+    for tensor in result.graph.initializer:
         tensor.CopyFrom(nh.from_array(np.full((64, 64), number, np.float32), tensor.name))
     folder.mkdir(exist_ok=True)
-    onnx.save(made, folder / name, save_as_external_data=True, location=f"{name}.bin", size_threshold=0)
+    onnx.save(result, folder / name, save_as_external_data=True, location=f"{name}.bin", size_threshold=0)
     return folder / name
 
 
 def numbers(path: Path) -> set[float]:
     """The numbers that a model holds."""
-    found = onnx.load(path)
-    return {float(one) for tensor in found.graph.initializer for one in np.unique(nh.to_array(tensor))}
+    result = onnx.load(path)
+    return {float(one) for tensor in result.graph.initializer for one in np.unique(nh.to_array(tensor))}
 
 
 # ---- what is no regular file
@@ -149,9 +149,9 @@ def test_files_that_are_somebody_elses_stay(tmp_path):
     source = stored_beside(tmp_path / "in", "m.onnx", 2.0)
     convert_onnx(source, tmp_path / "out.onnx")
     assert (tmp_path / "out.onnx.data").read_bytes() == b"mine" and numbers(tmp_path / "out.onnx") == {2.0}
-    made = mlp(64)
-    onnx.save(copy(made), tmp_path / "a.onnx", save_as_external_data=True, location="b.onnx.data", size_threshold=0)
-    onnx.save(copy(made), tmp_path / "b.onnx", save_as_external_data=True, location="b.onnx.data", size_threshold=0)
+    result = mlp(64)
+    onnx.save(copy(result), tmp_path / "a.onnx", save_as_external_data=True, location="b.onnx.data", size_threshold=0)
+    onnx.save(copy(result), tmp_path / "b.onnx", save_as_external_data=True, location="b.onnx.data", size_threshold=0)
     kept = (tmp_path / "b.onnx.data").read_bytes()
     convert_onnx(tmp_path / "a.onnx", tmp_path / "b.onnx")
     assert (tmp_path / "b.onnx.data").read_bytes() == kept
@@ -282,5 +282,5 @@ def test_explain_does_not_overwrite_what_it_reads(option, shell, tmp_path):
 
 def test_a_result_in_memory_holds_all_its_data(tmp_path):
     path = stored_beside(tmp_path / "in", "m.onnx", 3.0)
-    made = convert_onnx(path, rules={"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}).model
-    assert {float(nh.to_array(tensor).max()) for tensor in made.graph.initializer} == {3.0}
+    result = convert_onnx(path, rules={"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}).model
+    assert {float(nh.to_array(tensor).max()) for tensor in result.graph.initializer} == {3.0}

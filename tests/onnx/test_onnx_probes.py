@@ -92,35 +92,35 @@ def rotary():
 
 def drawn(source, refused=lambda batch: False):
     probes = Probes(source)
-    found = {}
+    result = {}
     for batch in probes:
         if refused(batch):
             probes.refuse(OnnxError("too large"))
         else:
-            found[probes.label] = batch
-    return found, probes.untried()
+            result[probes.label] = batch
+    return result, probes.untried()
 
 
 def test_lengths_and_ids():
-    found, untried = drawn(language_model())
-    assert list(found)[:3] == ["small", "long and odd", "end of the ids"]
-    assert {batch["ids"].shape for batch in found.values()} == {(2, 2), (1, 2003)}
-    long, last = found["long and odd"], found["end of the ids"]
+    result, untried = drawn(language_model())
+    assert list(result)[:3] == ["small", "long and odd", "end of the ids"]
+    assert {batch["ids"].shape for batch in result.values()} == {(2, 2), (1, 2003)}
+    long, last = result["long and odd"], result["end of the ids"]
     assert long["ids"].max() == 999 and long["position_ids"].max() == 63 and set(long["attention_mask"].flat) == {0, 1}
-    assert all((found[label]["attention_mask"][:, 0] == 1).all() for label in list(found)[:3])
+    assert all((result[label]["attention_mask"][:, 0] == 1).all() for label in list(result)[:3])
     assert last["ids"].min() >= 938 and last["position_ids"].min() >= 60 and last["position_ids"].max() <= 63
     assert untried == ["sizes above batch = 2, length = 2003", "anything but 0 and 1 in 'attention_mask'"]
 
 
 def test_a_smaller_batch_where_the_model_refuses_one():
-    found, untried = drawn(language_model(), lambda batch: batch["ids"].shape[1] > 130)
-    assert found["long and odd"]["ids"].shape == (1, 127)
+    result, untried = drawn(language_model(), lambda batch: batch["ids"].shape[1] > 130)
+    assert result["long and odd"]["ids"].shape == (1, 127)
     assert untried[:5] == [
         *(f"batch = 1, length = {size} (the original does not run on it)" for size in (2003, 2016, 499, 512)),
         "sizes above batch = 2, length = 127",
     ]
-    found, untried = drawn(language_model(), lambda batch: True)
-    assert not found
+    result, untried = drawn(language_model(), lambda batch: True)
+    assert not result
     assert untried[0] == "anything at all: the original runs on nothing that was drawn (too large)"
 
 
@@ -132,8 +132,8 @@ def test_multiples_where_the_strides_want_them():
     source = model(nodes, [info("x", "n", 2, "h", "w")], [info("y", "n", 2, "h", "w")],
                    [scalar("four", [1, 1, 4, 4])])  # fmt: skip
     assert stride_of(source) == 4
-    found, untried = drawn(source, lambda batch: any(size % 4 for size in batch["x"].shape[2:]))
-    assert [batch["x"].shape for batch in found.values()] == [(2, 2, 32, 32), (1, 2, 320, 416)]
+    result, untried = drawn(source, lambda batch: any(size % 4 for size in batch["x"].shape[2:]))
+    assert [batch["x"].shape for batch in result.values()] == [(2, 2, 32, 32), (1, 2, 320, 416)]
     report = verify(source, convert_onnx(source).model, Probes(source))
     assert report.batches == 2 and report.ok(1e-2)
     assert (
@@ -169,9 +169,9 @@ def test_the_second_dimension_of_a_state_may_be_the_batch():
 def test_rows_of_masks_are_masked_whole_and_padded():
     nodes = [node("Cast", ["mask"], ["m"], to=T.FLOAT), node("MatMul", ["m", "w"], ["y"])]
     source = model(nodes, [info("mask", "n", 8, kind=T.INT64)], [info("y", "n", 4)], [weight("w", 8, 4)])
-    found, _ = drawn(source)
+    result, _ = drawn(source)
     labels = ("rows that are masked whole", "rows that are padded")
-    rows = {tuple(row) for label in labels for row in found[label]["mask"].tolist()}
+    rows = {tuple(row) for label in labels for row in result[label]["mask"].tolist()}
     half = (1, 1, 1, 1)
     assert rows >= {(0,) * 8, (0, 0, 0, 0, *half), (*half, 0, 0, 0, 0)}
     assert _mask([4, 1, 6, 6], 1)[:, 0, 0].tolist() == [[0] * 6, [0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1] * 6]
@@ -233,17 +233,17 @@ def test_images_times_and_sums_of_sizes():
         nodes, [info("timestep", "n"), info("past", 1, "p"), info("new", 1, "s"), info("whole", 1, "p + s")],
         [info("t", "n"), info("q", 1, "p"), info("r", 1, "s"), info("s", 1, "p + s")], [scalar("c", 0.5)],
     )  # fmt: skip
-    found, untried = drawn(source)
-    assert found["small"]["whole"].shape == (1, 4) and found["long and odd"]["whole"].shape == (1, 4006)
-    assert found["long and odd"]["timestep"].max() > 900
+    result, untried = drawn(source)
+    assert result["small"]["whole"].shape == (1, 4) and result["long and odd"]["whole"].shape == (1, 4006)
+    assert result["long and odd"]["timestep"].max() > 900
     assert "other than standard normal numbers in 'past'" in untried
 
 
 def test_offsets_before_a_table_count_and_draws_repeat():
-    found, _ = drawn(offset_rows())
-    assert found["long and odd"]["ids"].max() == 5100 - 4097 - 1
+    result, _ = drawn(offset_rows())
+    assert result["long and odd"]["ids"].max() == 5100 - 4097 - 1
     again, _ = drawn(offset_rows())
-    assert all(np.array_equal(batch["ids"], again[label]["ids"]) for label, batch in found.items())
+    assert all(np.array_equal(batch["ids"], again[label]["ids"]) for label, batch in result.items())
 
 
 @pytest.mark.parametrize("build", [doubled, offset_rows, rotary])
@@ -271,8 +271,8 @@ def test_numbers_that_an_input_is_compared_with_are_drawn():
     ]  # fmt: skip
     source = model(nodes, [info("x", 1, "n")], [info("y", 1, "n", kind=T.BOOL)],
                    [scalar("c", 3.0), scalar("half", 0.5), scalar("end", 50256.0)])  # fmt: skip
-    found, _ = drawn(source)
-    x = found["long and odd"]["x"]
+    result, _ = drawn(source)
+    x = result["long and odd"]["x"]
     assert {3.5, 50256.0, np.nextafter(np.float32(50256), np.float32(0))} <= set(x[0, :6].tolist())
     low = {"version": 1, "rules": [{"match": {}, "precision": "low"}], "keep": OFF["keep"]}
     assert verify(source, convert_onnx(source, dtype="bf16", rules=low).model, Probes(source)).worst is not None

@@ -62,8 +62,8 @@ def test_what_is_between_goes_low_and_scales_follow(opset, dtype):
 
 def test_onnx_runtime_gives_the_same_within_a_step():
     source = qdq()
-    made = convert_onnx(source, rules="quantized").model
-    want, got = run(source, {"x": X})[0], run(made, {"x": X})[0]
+    result = convert_onnx(source, rules="quantized").model
+    want, got = run(source, {"x": X})[0], run(result, {"x": X})[0]
     assert np.abs(want - got).max() <= 0.01 + 1e-3, "one step of the last scale"
 
 
@@ -93,8 +93,8 @@ def test_rules_may_ask_for_it_part_by_part():
     rules = {
         "version": 1, "extends": "quantized", "rules": [{"match": {"node": "2$"}, "precision": "fp32"}],
     }  # fmt: skip
-    found = precisions(check(qdq(), "fp16", rules))
-    assert found["mm1"] == "low" and {found[name] for name in ("mm2", "act2", "dw2")} == {"fp32"}
+    result = precisions(check(qdq(), "fp16", rules))
+    assert result["mm1"] == "low" and {result[name] for name in ("mm2", "act2", "dw2")} == {"fp32"}
 
 
 def test_integer_arithmetic_stays():
@@ -106,8 +106,8 @@ def test_integer_arithmetic_stays():
         node("Mul", ["f", "qs"], ["y"], "scale"),
     ]
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
-    found = precisions(check(source, "fp16", "quantized"))
-    assert found["dynamic"] == found["product"] == "keep"
+    result = precisions(check(source, "fp16", "quantized"))
+    assert result["dynamic"] == result["product"] == "keep"
 
 
 DRAWN = np.random.default_rng(3)
@@ -154,8 +154,8 @@ def test_all_of_it_is_converted(kind, dtype, keep):
     done = convert_onnx(source, dtype=dtype, as_fp32=kind, keep_io_types=keep)
     assert source.SerializeToString() == before
     onnx.checker.check_model(done.model, full_check=True)
-    found = precisions(done)
-    assert {found[name] for name in ("first", "mul", "inner", "last")} == {"low"}
+    result = precisions(done)
+    assert {result[name] for name in ("first", "mul", "inner", "last")} == {"low"}
     stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
     assert stored["w"] == LOW[dtype]
     kinds = {
@@ -225,10 +225,10 @@ def test_inputs_that_are_outputs_and_read_in_a_body():
     nodes = [h.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch, name="if")]
     source = model(nodes, [info("c", kind=T.BOOL), info("x", 4, kind=T.DOUBLE)],
                    [info("y", 4, kind=T.DOUBLE), info("x", 4, kind=T.DOUBLE)])  # fmt: skip
-    made = convert_onnx(source, as_fp32="fp64").model
-    onnx.checker.check_model(made, full_check=True)
+    result = convert_onnx(source, as_fp32="fp64").model
+    onnx.checker.check_model(result, full_check=True)
     x = np.arange(4.0)
-    for got in run(made, {"c": np.array(True), "x": x}):
+    for got in run(result, {"c": np.array(True), "x": x}):
         np.testing.assert_array_equal(got, x)
 
 

@@ -25,8 +25,8 @@ def with_constant(number, op="Mul", shape=()):
 @pytest.mark.parametrize("number", [1e6, -1e6, 65505.0, 1e-9, -1e-9, 2.0**-25])
 def test_a_constant_that_does_not_fit_keeps_its_reader_in_fp32(number):
     done = check(with_constant(number), "fp16")
-    found = next(entry for entry in done.plan.nodes if entry.name == "op")
-    assert found.precision == "fp32" and "'c'" in found.reason
+    result = next(entry for entry in done.plan.nodes if entry.name == "op")
+    assert result.precision == "fp32" and "'c'" in result.reason
     kept = {tensor.name: nh.to_array(tensor) for tensor in done.model.graph.initializer}["c"]
     assert kept.dtype == np.float32 and kept == np.float32(number)
 

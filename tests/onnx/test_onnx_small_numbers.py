@@ -210,13 +210,13 @@ def test_bounds_that_fit_are_low(bounds):
 @pytest.mark.parametrize("op", ["Mul", "Div"])
 def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
     scale = nh.from_array(np.array([3e-7], np.float32), "c")
-    made = {
+    result = {
         "constant": [node("Constant", [], ["c"], value=scale)],
         "filled": [node("Shape", ["x"], ["n"]), node("ConstantOfShape", ["n"], ["c"], value=scale)],
     }
     stored = {"initializer": [scale], "vector": [nh.from_array(np.linspace(1e-7, 9e-7, 16, dtype=np.float32), "c")]}
     nodes = [
-        node("MatMul", ["x", "w"], ["h"]), *made.get(form, []),
+        node("MatMul", ["x", "w"], ["h"]), *result.get(form, []),
         *([node("Mul", ["h", "d"], ["g"])] * (op == "Div")),
         node(op, ["g" if op == "Div" else "h", "c"], ["y"], "scale"),
     ]  # fmt: skip

@@ -114,9 +114,9 @@ def test_an_opset_is_not_raised_where_other_nodes_lose_their_kernels():
     source = model(nodes, [info("x", 1, 3, 8, 8)], [info("y", 1, 4, 1, 1)], [weight("w", 4, 3, 3, 3)], opset=20)
     done = convert_onnx(source, dtype="bf16", target="cuda")
     assert done.model.opset_import[0].version == 20 and counted(done)[0] == 0
-    asked = convert_onnx(source, dtype="bf16", target="cuda", opset=22)
-    assert {node.name: node.precision for node in asked.plan.nodes} == {"conv": "low", "pool": "fp32"}
-    assert counted(asked)[0] == 1, "the pool falls to the CPU"
+    requested = convert_onnx(source, dtype="bf16", target="cuda", opset=22)
+    assert {node.name: node.precision for node in requested.plan.nodes} == {"conv": "low", "pool": "fp32"}
+    assert counted(requested)[0] == 1, "the pool falls to the CPU"
 
 
 @pytest.mark.parametrize("dtype", LOW)

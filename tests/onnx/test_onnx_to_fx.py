@@ -37,9 +37,9 @@ def assert_as_onnx_runtime(text: str, *inputs: torch.Tensor) -> torch.fx.GraphMo
     """The module of a model whose outputs are those of ONNX Runtime."""
     model = parser.parse_model(text)
     module = amp.onnx_to_fx(model)
-    made = module(*inputs)
-    made = made if isinstance(made, tuple) else (made,)
-    for mine, theirs in zip(made, reference(model, *inputs), strict=True):
+    result = module(*inputs)
+    result = result if isinstance(result, tuple) else (result,)
+    for mine, theirs in zip(result, reference(model, *inputs), strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
     return module
@@ -53,10 +53,10 @@ def x34() -> torch.Tensor:
 def test_all_forms_of_a_model_are_read(form, tmp_path):
     model = parser.parse_model(LINEAR)
     onnx.save(model, tmp_path / "m.onnx")
-    given = {
+    inputs = {
         "path": tmp_path / "m.onnx", "text": str(tmp_path / "m.onnx"), "proto": model, "ir": ir.from_proto(model)
     }[form]  # fmt: skip
-    module = amp.onnx_to_fx(given)
+    module = amp.onnx_to_fx(inputs)
     assert torch.allclose(module(x34()), reference(model, x34())[0])
     assert torch.allclose(module(x=x34()), module(x34()))
     assert [name for name, _ in module.named_parameters()] == ["w", "b"]
@@ -137,7 +137,7 @@ def test_control_flow(text):
         module = assert_as_onnx_runtime(HEAD + text, x)
         assert [name for name, _ in module.named_parameters()] == ["w"]
         compiled = amp.compile(module, dtype="bf16", backend="eager")
-        first = lambda made: made[0] if isinstance(made, tuple) else made  # noqa: E731
+        first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
         torch.testing.assert_close(first(compiled(x)), first(module(x)), rtol=2e-2, atol=1e-2)
 
 
@@ -172,7 +172,7 @@ def test_all_missing_operators_are_named_at_once_and_can_be_added():
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("[bad] a = Clip(x, nothing)\n y = Relu(a)", r"a value has no producer"),
         ("[bad] y = Cast<to=8>(x)", r"node 'bad' \(Cast\): there is no conversion for this form"),
@@ -188,11 +188,11 @@ def test_all_missing_operators_are_named_at_once_and_can_be_added():
         ("[bad] y = If(x)", r"node 'bad' \(If\): the attribute 'then_branch' is missing"),
     ],
 )
-def test_a_model_that_is_wrong_is_refused_with_its_node(body, told):
+def test_a_model_that_is_wrong_is_refused_with_its_node(body, message):
     """An operand that nothing makes is no operand that was left out."""
     text = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
     graph = f"g (float[3,4] x) => (float[3,4] y) <float[4] w = {{1,2,3,4}}> {{ {body} }}"
-    with pytest.raises(CaptureError, match=told):
+    with pytest.raises(CaptureError, match=message):
         amp.onnx_to_fx(parser.parse_model(text + graph))
 
 
@@ -273,8 +273,8 @@ def test_torch_forgets_the_code_of_a_module_that_is_gone():
 @pytest.mark.long
 def test_the_same_model_gives_the_same_code_under_any_hash_seed():
     code = f"import amp_compiler as a, onnx.parser as p; print(a.onnx_to_fx(p.parse_model({LINEAR!r})).code, end='')"
-    made = run_program(code, PYTHONHASHSEED="7")
-    assert made == amp.onnx_to_fx(parser.parse_model(LINEAR)).code
+    result = run_program(code, PYTHONHASHSEED="7")
+    assert result == amp.onnx_to_fx(parser.parse_model(LINEAR)).code
 
 
 FP8 = {
@@ -305,6 +305,6 @@ def test_casts_to_fp8_saturate_where_the_model_says_so(kind, saturate, like):
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
     x = torch.tensor(RANGE)
     (want,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": x.numpy(), "z": np.zeros(16, np.float32)})
-    found = amp.onnx_to_fx(model)(x, torch.zeros(16))
-    np.testing.assert_array_equal(found.numpy(), want)
-    assert bool(torch.isfinite(found[3])) is (saturate != 0)
+    result = amp.onnx_to_fx(model)(x, torch.zeros(16))
+    np.testing.assert_array_equal(result.numpy(), want)
+    assert bool(torch.isfinite(result[3])) is (saturate != 0)

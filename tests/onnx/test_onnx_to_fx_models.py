@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.long  # an export each
 
 
-def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def built_model(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """A model in eval mode whose parameters all differ, so that none can stand for another."""
     if name == "resnet":
         torch.manual_seed(0)
@@ -30,17 +30,17 @@ def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("name", ["llama", "resnet", "t5"])
 def test_outputs_gradients_and_names_are_the_torch_models(name, tmp_path):
-    model, args = made(name)
+    model, args = built_model(name)
     path = tmp_path / "m.onnx"
     export(model, args, optimize=False).save(path)
     module = amp.onnx_to_fx(path)
     wanted = model(*args)
     outputs = module(*args)
-    found = outputs[0] if isinstance(outputs, tuple) else outputs
-    assert relative(found, wanted) < 1e-4
+    result = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert relative(result, wanted) < 1e-4
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
     (wanted * weights).sum().backward()
-    (found * weights).sum().backward()
+    (result * weights).sum().backward()
     theirs = {name: one for name, one in model.named_parameters() if one.grad is not None}
     mine = dict(module.named_parameters())
     # A tied weight may be known by its other name.
@@ -58,7 +58,7 @@ def test_outputs_gradients_and_names_are_the_torch_models(name, tmp_path):
 
 
 def test_an_optimized_export_with_a_dynamic_batch():
-    model, args = made("cnn")
+    model, args = built_model("cnn")
     shapes = ({0: torch.export.Dim.DYNAMIC},)
     program = export(model, args, dynamic_shapes=shapes)
     module = amp.onnx_to_fx(program.model)
@@ -66,21 +66,21 @@ def test_an_optimized_export_with_a_dynamic_batch():
     with torch.no_grad():
         assert relative(module(*larger), model(*larger)) < 1e-4
         compiled = amp.compile(module, dtype="bf16", backend="eager", dynamic_shapes=shapes)
-        for given in (args, larger):
-            assert relative(compiled(*given), model(*given)) < 1e-2
+        for inputs in (args, larger):
+            assert relative(compiled(*inputs), model(*inputs)) < 1e-2
 
 
 def test_compile_and_train_from_a_path(tmp_path):
     ort = pytest.importorskip("onnxruntime")
-    model, args = made("resnet")
+    model, args = built_model("resnet")
     path = tmp_path / "m.onnx"
     export(model, args, optimize=False).save(path)
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     wanted = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: args[0].numpy()})[0])
     compiled = amp.compile(str(path), dtype="bf16", backend="eager")
     with torch.no_grad():
-        found = compiled(*args)
-    assert 0 < relative(found, wanted) < 1e-2
+        result = compiled(*args)
+    assert 0 < relative(result, wanted) < 1e-2
     assert any(node.precision == "low" and "conv" in node.op for node in compiled.plan.nodes)
 
     target = torch.zeros_like(wanted)

@@ -58,14 +58,14 @@ def check(case: Any) -> None:
     """Raises what goes wrong, `AmpError` for a refusal."""
     module = onnx_to_fx(case.model, check=case.name not in UNSOUND)
     for inputs, outputs in case.data_sets:
-        made = module(*[torch.from_numpy(array(one).copy()) for one in inputs])
-        made = made if isinstance(made, tuple) else (made,)
-        assert len(made) == len(outputs)
-        for mine, theirs in zip(made, map(array, outputs), strict=True):
-            found = mine.detach().numpy()
-            assert (found.dtype, found.shape) == (theirs.dtype, theirs.shape)
+        built = module(*[torch.from_numpy(array(one).copy()) for one in inputs])
+        built = built if isinstance(built, tuple) else (built,)
+        assert len(built) == len(outputs)
+        for mine, theirs in zip(built, map(array, outputs), strict=True):
+            result = mine.detach().numpy()
+            assert (result.dtype, result.shape) == (theirs.dtype, theirs.shape)
             if case.name not in RANDOM:
-                np.testing.assert_allclose(found, theirs, rtol=max(case.rtol, 1e-5), atol=1e-5)
+                np.testing.assert_allclose(result, theirs, rtol=max(case.rtol, 1e-5), atol=1e-5)
 
 
 def first_of_each_op() -> dict[str, Any]:
@@ -104,8 +104,8 @@ def test_random_ops_draw_from_torch(name):
     results = []
     for _ in range(2):
         torch.manual_seed(3)
-        made = module(*inputs)
-        results.append(made if isinstance(made, tuple) else (made,))
+        result = module(*inputs)
+        results.append(result if isinstance(result, tuple) else (result,))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -144,15 +144,15 @@ FORMS = {  # opset, inputs of the graph, its body
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=[name.replace(" ", "-") for name in FORMS])
 def test_older_forms(form):
-    opset, given, made, body = form
-    model = parser.parse_model(f'<ir_version: 7, opset_import: ["" : {opset}]> g ({given}) => ({made}) {{ {body} }}')
+    opset, inputs, built, body = form
+    model = parser.parse_model(f'<ir_version: 7, opset_import: ["" : {opset}]> g ({inputs}) => ({built}) {{ {body} }}')
     shape = [one.dim_value for one in model.graph.input[0].type.tensor_type.shape.dim]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(4), requires_grad=True)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (wanted,) = session.run(None, {"x": x.detach().numpy()})
-    found = amp.onnx_to_fx(model)(x)
-    np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-5, atol=1e-6)
-    found.square().sum().backward()
+    result = amp.onnx_to_fx(model)(x)
+    np.testing.assert_allclose(result.detach().numpy(), wanted, rtol=1e-5, atol=1e-6)
+    result.square().sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 

@@ -65,10 +65,10 @@ def test_bits_read_as_another_type_stay_what_they_are(dtype, kind):
         ir_version=13,
     )
     everything = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
-    made = convert_onnx(source, rules=everything, dtype=dtype)
-    onnx.checker.check_model(made.model, full_check=True)
-    assert {entry.name: entry.precision for entry in made.plan.nodes}["bits"] == "keep"
-    assert types(made.model)["a_fp32"] == T.FLOAT
+    result = convert_onnx(source, rules=everything, dtype=dtype)
+    onnx.checker.check_model(result.model, full_check=True)
+    assert {entry.name: entry.precision for entry in result.plan.nodes}["bits"] == "keep"
+    assert types(result.model)["a_fp32"] == T.FLOAT
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -89,10 +89,10 @@ def test_a_zipmap_is_left_alone_with_what_it_reads(outside, tmp_path):
     onnx.save(source, path, save_as_external_data=outside, size_threshold=1024)
     batch = {"x": RNG.standard_normal((4, 32)).astype(np.float32)}
     done = convert_onnx(path, tmp_path / "low.onnx", calibration=[batch], verify=[batch])
-    made = onnx.load(done.path)
+    result = onnx.load(done.path)
     assert {entry.name: entry.precision for entry in done.plan.nodes}["zip"] == "keep"
     assert [entry.precision for entry in done.plan.nodes if entry.op == "onnx.MatMul"] == ["low", "low"]
-    assert made.graph.output[1].type == source.graph.output[1].type and done.refusal is None
+    assert result.graph.output[1].type == source.graph.output[1].type and done.refusal is None
     assert done.report.ok(2e-3) and len(done.report.outputs) == 2
     assert any("ai.onnx.ml.ZipMap" in note for note in done.notes)
 

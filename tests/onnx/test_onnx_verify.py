@@ -124,9 +124,9 @@ def test_what_16_bit_weights_alone_make_of_an_error(kind, external, tmp_path):
     onnx.save(source, tmp_path / "m.onnx", save_as_external_data=external, location="m.data", size_threshold=0)
     rules = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
     dtype = {FP16: "fp16", BF16: "bf16"}[kind]
-    made = convert_onnx(tmp_path / "m.onnx", tmp_path / "made.onnx", dtype=dtype, rules=rules, check=False).path
+    result = convert_onnx(tmp_path / "m.onnx", tmp_path / "made.onnx", dtype=dtype, rules=rules, check=False).path
     x = np.array([[3.3, 3.3], [0.7, 0.7]], np.float32)
-    report = verify(tmp_path / "m.onnx", made, [{"x": x}])
+    report = verify(tmp_path / "m.onnx", result, [{"x": x}])
     want, stored = (np.tanh(x @ one) for one in (weights, weights.astype(DTYPES[kind]).astype(np.float32)))
     error = np.linalg.norm(stored - want) / np.linalg.norm(want)
     assert report.worst.stored == pytest.approx(error, rel=1e-4) and error > 1e-2

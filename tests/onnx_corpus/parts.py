@@ -25,8 +25,8 @@ class Builder:
     def node(self, op: str, inputs: Sequence[str], name: str = "", outputs: int = 1, **attributes: object) -> str:
         """Add a node; its first output has its name."""
         name = name or f"{op.lower()}_{len(self.nodes)}"
-        made = [name, *(f"{name}_{index}" for index in range(1, outputs))]
-        self.nodes.append(helper.make_node(op, list(inputs), made, name=name, **attributes))
+        result = [name, *(f"{name}_{index}" for index in range(1, outputs))]
+        self.nodes.append(helper.make_node(op, list(inputs), result, name=name, **attributes))
         return name
 
     def weight(self, array: object, name: str = "") -> str:

@@ -246,9 +246,9 @@ def test_one_unaligned_tensor_leaves_the_others_aligned():
     base = torch.randn(20)
     grads = [torch.randn(8), base[1:9], base[4:12], torch.randn(8).half(), torch.randn(20).half()[8:13]]
     groups = cache.groups([grads], device, 4)
-    found = {(group.types[0], group.aligned): group.rows[:, 1].tolist() for group in groups}
+    result = {(group.types[0], group.aligned): group.rows[:, 1].tolist() for group in groups}
     half, single = torch.float16, torch.float32
-    assert found == {(single, True): [0, 2], (single, False): [1], (half, True): [3, 4]}
+    assert result == {(single, True): [0, 2], (single, False): [1], (half, True): [3, 4]}
 
 
 def test_what_the_kernels_refuse():

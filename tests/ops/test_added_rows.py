@@ -19,7 +19,7 @@ def product(rows, inner, columns):
     return Product(torch.randn(rows, inner).bfloat16(), torch.randn(inner, columns).bfloat16())
 
 
-def made(gradient):
+def as_added(gradient):
     """The gradient as an update sees it, and the squares that it gives: SGD adds it to weights of zero."""
     weight = torch.zeros(gradient.shape)
     options = (number(1.0), hyper(-1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
@@ -45,9 +45,9 @@ def test_rows_are_added_in_their_order(rows, inner, columns, added, skipped, kin
     base, places = product(rows, inner, columns), torch.randint(0, rows, (added,), dtype=kind)
     values = torch.randn(added, 2 * columns)[:, ::2] if gaps else torch.randn(added, columns)
     gradient = base.plus_rows(values, places, skipped)
-    expected = added_one_by_one(made(base)[0], values, places, skipped)
+    expected = added_one_by_one(as_added(base)[0], values, places, skipped)
     norm, nonfinite, flags = cpu_update.grad_check([gradient], number(1.0))
-    weight, squares = made(gradient)
+    weight, squares = as_added(gradient)
     assert torch.equal(weight, expected) and gradient.dtype == torch.float32
     assert float(nonfinite) == 0 and flags.tolist() == [0] and not gradient.counted
     complete = float(cpu_update.complete_norm(norm, squares))
@@ -57,7 +57,7 @@ def test_rows_are_added_in_their_order(rows, inner, columns, added, skipped, kin
 
 def test_shapes_of_lookups_and_rows_counted_from_the_end():
     values, places = torch.randn(2, 3, 5), torch.tensor([[0, 3, 3], [-1, 1, 0]])
-    weight, _ = made(Product.zeros(4, 5).plus_rows(values, places, -1))
+    weight, _ = as_added(Product.zeros(4, 5).plus_rows(values, places, -1))
     assert torch.equal(weight, added_one_by_one(torch.zeros(4, 5), values, places))
 
 
@@ -67,8 +67,8 @@ def test_rows_of_several_lookups():
     here, there = torch.tensor([1, 2, 1, 0, 2, 1]), torch.tensor([2, 0, 3, 2])
     base = product(4, 9, 20)
     gradient = base.plus_rows(first, here, 0).plus_rows(second, there, 3)
-    expected = added_one_by_one(added_one_by_one(made(base)[0], first, here, 0), second, there, 3)
-    assert torch.equal(made(gradient)[0], expected)
+    expected = added_one_by_one(added_one_by_one(as_added(base)[0], first, here, 0), second, there, 3)
+    assert torch.equal(as_added(gradient)[0], expected)
     torch.testing.assert_close(gradient.tensor(), expected, rtol=2**-7, atol=1e-5)
 
 
@@ -111,7 +111,7 @@ def test_a_weight_in_columns_gets_them_too():
     weight = torch.zeros(30, 20).t()
     options = (number(1.0), hyper(-1.0, 0, 0, 0, 0), number(2.0), number(0.0), False, False)
     squares = cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
-    assert torch.equal(weight, 2 * made(gradient)[0])
+    assert torch.equal(weight, 2 * as_added(gradient)[0])
     assert squares == pytest.approx(float(weight.double().square().sum()), rel=1e-5)
 
 
@@ -121,9 +121,9 @@ def test_another_default_device_changes_nothing():
     expected = cpu_update.grad_check(gradients, inverse)
     with torch.device("meta"):
         zeros = Product.zeros(4, 5)
-        found = cpu_update.grad_check(gradients, inverse)
+        result = cpu_update.grad_check(gradients, inverse)
     assert zeros.left.device.type == "cpu"
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True))
 
 
 def test_what_cannot_be_done_is_refused():

@@ -92,12 +92,12 @@ def follow(program, source):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(programs(), min_size=1, max_size=3))
-def test_any_programs_over_one_block_keep_their_values(made):
+def test_any_programs_over_one_block_keep_their_values(built):
     source, memory = Source(), ArenaMemory()
-    runs = [ArenaRun(follow(program, source), program[2], memory, least=0) for program in made]
+    runs = [ArenaRun(follow(program, source), program[2], memory, least=0) for program in built]
     kept = []
     for base in range(0, 40, 10):
-        for run, (_, names, count) in zip(runs, made, strict=True):
+        for run, (_, names, count) in zip(runs, built, strict=True):
             outputs = run(base)
             assert all(holds(value, base + name) for value, name in zip(outputs, names, strict=True))
             kept += [(value, base + name) for value, name in zip(outputs[:count], names, strict=False)]

@@ -44,9 +44,9 @@ def both(shape, causal=False, mask=None, scale=None, seed=0):
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
-    given = (gradient, query, key, value, out, sums)
-    native = cpu_attention.backward(*given, causal, mask, scale)
-    aten = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, attn_mask=mask, scale=scale)
+    inputs = (gradient, query, key, value, out, sums)
+    native = cpu_attention.backward(*inputs, causal, mask, scale)
+    aten = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, attn_mask=mask, scale=scale)
     return native, aten, [one.grad for one in wide]
 
 
@@ -117,13 +117,13 @@ def test_a_nan_reaches_what_depends_on_it_and_no_other_head():
 def test_operands_may_lie_in_any_way():
     query, key, value, gradient = tensors((2, 3, 20, 30, 16))
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
-    given = (gradient, query, key, value, out)
-    plain = cpu_attention.backward(*given, sums, False, None, None)
-    sparse = [F.pad(one, (0, 3))[..., :16] for one in given]
-    turned = [one.transpose(2, 3).contiguous().transpose(2, 3) for one in given]
+    inputs = (gradient, query, key, value, out)
+    plain = cpu_attention.backward(*inputs, sums, False, None, None)
+    sparse = [F.pad(one, (0, 3))[..., :16] for one in inputs]
+    turned = [one.transpose(2, 3).contiguous().transpose(2, 3) for one in inputs]
     for some in (sparse, turned):
-        found = cpu_attention.backward(*some, sums.contiguous(), False, None, None)
-        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+        result = cpu_attention.backward(*some, sums.contiguous(), False, None, None)
+        assert all(torch.equal(a, b) for a, b in zip(plain, result, strict=True))
 
 
 @pytest.mark.parametrize("change", ["fp32", "dropout", "grouped"])
@@ -136,10 +136,10 @@ def test_what_the_loops_do_not_take_is_left_to_aten(change):
     assert not cpu_attention.can_run(query, grouped, grouped, dropout, None)
     if change == "fp32":
         out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
-        given = (gradient, query, key, value, out, sums, 0.0, False)
-        expected = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given)
-        found = attention.attention_backward(*given)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        inputs = (gradient, query, key, value, out, sums, 0.0, False)
+        expected = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs)
+        result = attention.attention_backward(*inputs)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @needs_loops
@@ -156,8 +156,8 @@ def test_another_default_device_changes_nothing():
     query, key, value, gradient = tensors(shape)
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
     with torch.device("meta"):
-        found = cpu_attention.backward(gradient, query, key, value, out, sums, False, None, None)
-    assert all(torch.equal(mine, expected) for mine, expected in zip(found, both(shape)[0], strict=True))
+        result = cpu_attention.backward(gradient, query, key, value, out, sums, False, None, None)
+    assert all(torch.equal(mine, expected) for mine, expected in zip(result, both(shape)[0], strict=True))
 
 
 class Attention(nn.Module):
@@ -180,9 +180,9 @@ def calls(monkeypatch):
     counted = []
     native = cpu_attention.backward
 
-    def counting(*given):
-        counted.append(given[1].shape)
-        return native(*given)
+    def counting(*inputs):
+        counted.append(inputs[1].shape)
+        return native(*inputs)
 
     monkeypatch.setattr(cpu_attention, "backward", counting)
     return counted
@@ -203,9 +203,9 @@ def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_stil
         mean_square(amp.compile(model, dtype="bf16"), x).backward()
     assert calls == [(2, 4, 10, 8)]
     assert len(seen) == 4  # each in forward and backward
-    found, model.project.weight.grad = model.project.weight.grad, None
+    result, model.project.weight.grad = model.project.weight.grad, None
     mean_square(model, x).backward()
-    assert (found - model.project.weight.grad).norm() < 0.02 * found.norm()
+    assert (result - model.project.weight.grad).norm() < 0.02 * result.norm()
 
 
 @pytest.mark.compiles

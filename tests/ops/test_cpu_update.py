@@ -122,10 +122,10 @@ def few_sources(monkeypatch):
 @pytest.mark.usefixtures("few_sources")
 def test_the_library_is_built_once_into_the_cache(fresh_build):
     assert cpu_build.library() is not None
-    (made,) = fresh_build.iterdir()
-    stamp = made.stat().st_mtime_ns
+    (result,) = fresh_build.iterdir()
+    stamp = result.stat().st_mtime_ns
     cpu_build.library.cache_clear()
-    assert cpu_build.library() is not None and made.stat().st_mtime_ns == stamp
+    assert cpu_build.library() is not None and result.stat().st_mtime_ns == stamp
 
 
 def test_without_a_compiler_the_reason_is_logged(fresh_build, monkeypatch, caplog):
@@ -176,7 +176,7 @@ def test_of_those_that_ask_together_one_compiles(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cpu_build.subprocess, "run", compile_slowly)
     with ThreadPoolExecutor(3) as pool:
-        made = list(pool.map(lambda _: cpu_build._built(["g++"], {"a.cpp": ""}), range(3)))
-    assert len(compiled) == 1 and len(set(made)) == 1
-    assert made[0].read_text() == "library"
-    assert cpu_build._built(["g++"], {"a.cpp": "other"}) != made[0] and len(compiled) == 2
+        result = list(pool.map(lambda _: cpu_build._built(["g++"], {"a.cpp": ""}), range(3)))
+    assert len(compiled) == 1 and len(set(result)) == 1
+    assert result[0].read_text() == "library"
+    assert cpu_build._built(["g++"], {"a.cpp": "other"}) != result[0] and len(compiled) == 2

@@ -79,17 +79,17 @@ def test_a_step_is_the_recipe(format_: str, history: int) -> None:
         x, weight = (one.detach().clone() for one in model.parameters())
         result = step(gradient.float())
         left, right, incoming = (recipe(bf16(one)) for recipe, one in zip(recipes, (x, weight, gradient), strict=True))
-        made = product(left, right.T)
-        torch.testing.assert_close(result, (made.float() * gradient.float()).sum(), rtol=1e-2, atol=0.5)
+        built = product(left, right.T)
+        torch.testing.assert_close(result, (built.float() * gradient.float()).sum(), rtol=1e-2, atol=0.5)
         near((x - model.x) * 2**6, product(incoming, right))
         near((weight - model.layer.weight) * 2**6, product(incoming.T, left))
         (kept,) = step.state_dict()["amp_compiler"]["amaxes"].values()
         assert kept == [[float(one) for one in (recipe.scale, *recipe.amaxes)] for recipe in recipes]
 
 
-def near(made: torch.Tensor, wanted: torch.Tensor) -> None:
+def near(built: torch.Tensor, wanted: torch.Tensor) -> None:
     """To the last bit of BF16: FP32 sums are made in another order."""
-    torch.testing.assert_close(made, wanted.float(), rtol=2**-7, atol=1e-4 * float(wanted.abs().max()))
+    torch.testing.assert_close(built, wanted.float(), rtol=2**-7, atol=1e-4 * float(wanted.abs().max()))
 
 
 def test_a_skipped_step_leaves_what_is_kept() -> None:
@@ -108,8 +108,8 @@ def test_a_skipped_step_leaves_what_is_kept() -> None:
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 def test_a_run_goes_on_from_what_was_saved(way: str, tmp_path: Path) -> None:
     model = Product()
-    step, given = step_of(model, "fp8-delayed"), [one.float() for one in gradients(5)]
-    for gradient in given[:3]:
+    step, inputs = step_of(model, "fp8-delayed"), [one.float() for one in gradients(5)]
+    for gradient in inputs[:3]:
         step(gradient)
     again = Product()
     other = step_of(again, "fp8-delayed")
@@ -119,13 +119,13 @@ def test_a_run_goes_on_from_what_was_saved(way: str, tmp_path: Path) -> None:
     else:
         again.load_state_dict(model.state_dict())
         other.load_state_dict(step.state_dict())
-    for gradient in given[3:]:
+    for gradient in inputs[3:]:
         assert torch.equal(step(gradient), other(gradient))
     assert torch.equal(model.x, again.x)
     with pytest.raises(amp.AmpError, match="remembers 16 steps, and was given 4"):
         fewer = step_of(Product(), {"scaling": "delayed", "history": 4})
         fewer.load_state_dict(step.state_dict())
-        fewer(given[0])
+        fewer(inputs[0])
     with pytest.raises(amp.AmpError, match="saved magnitudes"):
         other.load_state_dict({**step.state_dict(), "amp_compiler": {"amaxes": {"layer:0": "many"}}})
 
@@ -144,9 +144,9 @@ class Convolutions(nn.Module):
     "backward", [None, {"math": "fp32"}, {"math": "fp8"}, {"math": {"scaling": "delayed", "history": 2}}]
 )
 def test_convolutions_and_gradients_that_are_computed_otherwise(backward: Any) -> None:
-    given = rules({"scaling": "delayed"}, **({} if backward is None else {"backward": backward}))
+    inputs = rules({"scaling": "delayed"}, **({} if backward is None else {"backward": backward}))
     model = Convolutions()
-    step = step_of(model, given)
+    step = step_of(model, inputs)
     losses = [float(step(torch.ones(4, 3, 8, 8))) for _ in range(6)]
     assert losses[-1] < losses[0]
     kept = step.state_dict()["amp_compiler"]["amaxes"]
@@ -210,11 +210,11 @@ def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: st
     assert re.fullmatch(
         rf"{start}.* in the FP8 product linear \(aten.linear, .* in layer, .*: .* steps before holds {end}", said
     )
-    given = yaml.safe_load(report.rule)
-    assert [rule["math"] for rule in given["rules"]] == [{"scaling": "tensorwise"}]
+    inputs = yaml.safe_load(report.rule)
+    assert [rule["math"] for rule in inputs["rules"]] == [{"scaling": "tensorwise"}]
     other = Product()
     other.load_state_dict(model.state_dict())
-    assert not amp.find_nonfinite(step_of(other, given), gradient * 100)
+    assert not amp.find_nonfinite(step_of(other, inputs), gradient * 100)
 
 
 def test_an_operand_of_two_products_is_named_alike_for_both() -> None:

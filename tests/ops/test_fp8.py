@@ -121,8 +121,8 @@ def test_a_layer_and_its_gradients_are_products_of_the_rounded_operands(recipe: 
     with torch.no_grad():
         model.weight.copy_(w)
         model.bias.copy_(torch.arange(48.0))
-    asked = rules(RECIPES[recipe], **({"backward": {"math": "fp32"}} if low else {}))
-    compiled = amp.compile(model, rules=asked, dtype="bf16", backend="eager")
+    requested = rules(RECIPES[recipe], **({"backward": {"math": "fp32"}} if low else {}))
+    compiled = amp.compile(model, rules=requested, dtype="bf16", backend="eager")
     result = compiled(given_x)
     result.backward(g.float())
     x_n, w_n, g_n = (one.float().numpy() for one in (x, w, g))
@@ -293,10 +293,10 @@ def test_what_overflows_in_front_of_a_product_is_named_and_not_what_is_made_of_i
 
 @pytest.mark.parametrize("own", [{}, {"math": "fp32"}])
 def test_fp8_of_gradients_alone_is_refused_at_its_rule(own: Any) -> None:
-    given = rules("fp32", backward={"math": "fp8"})
-    given["rules"][0] = {**{key: value for key, value in given["rules"][0].items() if key != "math"}, **own}
+    inputs = rules("fp32", backward={"math": "fp8"})
+    inputs["rules"][0] = {**{key: value for key, value in inputs["rules"][0].items() if key != "math"}, **own}
     with pytest.raises(RuleError, match=r"'backward\.math: fp8' needs 'math: fp8'"):
-        amp.explain(Mlp(), torch.ones(2, 64), rules=given, dtype="bf16")
+        amp.explain(Mlp(), torch.ones(2, 64), rules=inputs, dtype="bf16")
 
 
 class Heads(nn.Module):
@@ -324,6 +324,8 @@ def test_what_several_products_read_is_rounded_once(preset: str, casts: int) -> 
         )  # fmt: skip
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
         results.append([step(x), step(x), *model.parameters()])
-        made = [str(node.meta["val"].dtype) for node in step.graph_module.graph.nodes if "_to_copy" in str(node.target)]
-        assert (sum("float8" in dtype for dtype in made) == casts) == (pipeline is amp.pipelines.STEP)
+        result = [
+            str(node.meta["val"].dtype) for node in step.graph_module.graph.nodes if "_to_copy" in str(node.target)
+        ]
+        assert (sum("float8" in dtype for dtype in result) == casts) == (pipeline is amp.pipelines.STEP)
     assert all(map(torch.equal, *results))

@@ -33,42 +33,42 @@ NUMBERS = [
 needs_loops = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
 
 
-def run_by_loop(one, given):
+def run_by_loop(one, inputs):
     """Leaves the bits of the formula."""
-    expected = copies(given)
+    expected = copies(inputs)
     reference.update(one, one.bound(False, expected), exact_sqrt)
-    cpu_update.update(one, one.bound(False, given))
-    assert_same_bits(given, expected)
+    cpu_update.update(one, one.bound(False, inputs))
+    assert_same_bits(inputs, expected)
 
 
 @needs_loops
 @pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize(("one", "flags"), EVERY, ids=NAMES)
 def test_the_loop_gives_the_bits_of_the_formula(one, flags, numbers):
-    given = update_arguments(one, flags, SIZES, watched=True, **numbers)
-    before = copies(given)
+    inputs = update_arguments(one, flags, SIZES, watched=True, **numbers)
+    before = copies(inputs)
     if "skip" in numbers:
-        cpu_update.update(one, one.bound(False, given))
-        assert_same_bits(given, before)
+        cpu_update.update(one, one.bound(False, inputs))
+        assert_same_bits(inputs, before)
         return
-    run_by_loop(one, given)
-    assert not any(map(torch.equal, given[0][1:], before[0][1:]))
+    run_by_loop(one, inputs)
+    assert not any(map(torch.equal, inputs[0][1:], before[0][1:]))
 
 
 @needs_loops
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e38, 1e-42, -0.0])
 @pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
 def test_odd_values_come_out_as_of_the_formula(one, value):
-    given = update_arguments(one, {}, SIZES, more=0.1, coef=1.0, watched=True)
-    for tensor in (*given[0][1:], *given[1][1:]):
+    inputs = update_arguments(one, {}, SIZES, more=0.1, coef=1.0, watched=True)
+    for tensor in (*inputs[0][1:], *inputs[1][1:]):
         tensor[0] = value
-    run_by_loop(one, given)
+    run_by_loop(one, inputs)
 
 
 @pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
 def test_a_step_trains_as_torch_does(one):
     """Eagerly, in FP32: what differs is the square root, which is correctly rounded here."""
-    found, x = [], torch.linspace(-1, 1, 20).reshape(4, 5)
+    result, x = [], torch.linspace(-1, 1, 20).reshape(4, 5)
 
     def loss_of(module, batch):
         return module(batch).square().mean()
@@ -84,8 +84,8 @@ def test_a_step_trains_as_torch_does(one):
             step(x)
         if fused:
             assert f"amp_compiler.{one.operator(low=False)}.default" in step.stages["fuse_update"].text
-        found.append([parameter.detach() for parameter in model.parameters()])
-    for mine, theirs in zip(*found, strict=True):
+        result.append([parameter.detach() for parameter in model.parameters()])
+    for mine, theirs in zip(*result, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 

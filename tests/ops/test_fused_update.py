@@ -161,15 +161,15 @@ def test_scaling_by_a_power_of_two_changes_no_bit():
 
 def every_update(skip, bad=None):
     """Arguments for each update operator, by name, over weights of several shapes."""
-    found = {}
+    result = {}
     for one in FUSED:
         for storage in ({}, {"mode": Storage.KAHAN, "weight": torch.bfloat16}):
             flags = dict.fromkeys(one.flags, True) | {"nesterov": False, "maximize": one.name == "sgd"}
             given_ = update_arguments(one, flags, SHAPES, more=0.1, skip=skip, started=0.0, watched=True, **storage)
             if bad is not None:
                 given_[1][1][0, 0] = bad
-            found[one.operator(low=bool(storage))] = given_
-    return found
+            result[one.operator(low=bool(storage))] = given_
+    return result
 
 
 def leaves(value):

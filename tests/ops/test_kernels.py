@@ -179,5 +179,5 @@ def check_columns(ptx, columns, per_thread):
     for what, place in (("ld", 1), ("st", 2)):
         for size in (2, 4):
             whole = sum(column[0] == size for column in columns if column[place])
-            found = re.findall(rf"\b{what}\.global\.v{size}\.b32", ptx)
-            assert len(found) == whole * per_thread // 4, (what, size)
+            result = re.findall(rf"\b{what}\.global\.v{size}\.b32", ptx)
+            assert len(result) == whole * per_thread // 4, (what, size)

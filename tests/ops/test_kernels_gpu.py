@@ -95,9 +95,9 @@ def test_nothing_synchronises():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for name, given in arguments.items():
-            OPS.grad_check(given[1], scale)
-            getattr(OPS, name)(*given)
+        for name, inputs in arguments.items():
+            OPS.grad_check(inputs[1], scale)
+            getattr(OPS, name)(*inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -131,5 +131,5 @@ def test_a_captured_step_replays_as_it_ran():
 def test_exponents_are_counted_as_on_a_cpu(dtype):
     values = (torch.randn(70001, dtype=torch.float64) * 2.0 ** torch.randint(-150, 130, (70001,))).to(dtype)
     values[:3] = torch.tensor([0.0, float("inf"), float("nan")])
-    found = OPS.count_exponents([values.cuda(), values.cuda()[::2]])
-    assert torch.equal(found.cpu(), OPS.count_exponents([values, values[::2]]))
+    result = OPS.count_exponents([values.cuda(), values.cuda()[::2]])
+    assert torch.equal(result.cpu(), OPS.count_exponents([values, values[::2]]))

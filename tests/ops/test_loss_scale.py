@@ -272,8 +272,8 @@ def test_next_is_pure_and_traced_without_reads_or_host_constants(scaling: LossSc
         assert traced(*inputs) == expected and all(map(torch.equal, state, kept))
         state = after
     # a read of a meta tensor raises, and so does a mix of devices
-    given = scaling.init("meta"), torch.empty((), device="meta"), torch.empty((), device="meta")
-    after, *others = run(*given)
+    args = scaling.init("meta"), torch.empty((), device="meta"), torch.empty((), device="meta")
+    after, *others = run(*args)
     assert {value.device.type for value in (*after, *others)} == {"meta"}
     assert [(one.shape, one.dtype) for one in after] == [(one.shape, one.dtype) for one in state]
 

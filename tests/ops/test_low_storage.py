@@ -77,7 +77,7 @@ def test_what_outgrows_its_type_is_clipped_and_what_is_infinite_stays(dtype, bey
 def test_what_would_be_clipped_is_told_before():
     from amp_compiler.ops.update.operators import overflow
 
-    def told(weight, grad, buffer, dtype=torch.float16):
+    def message(weight, grad, buffer, dtype=torch.float16):
         one = torch.tensor([weight]).to(dtype), torch.tensor([grad]), torch.tensor([buffer]).to(dtype)
         arguments = [[one[0]], [one[1]], [one[2]], [], number(1), torch.tensor([0, 0]), hyper(1.0, 1.0, 0, 0, 0)]
         before = [tensor.clone() for tensor in one]
@@ -85,8 +85,8 @@ def test_what_would_be_clipped_is_told_before():
         assert all(torch.equal(now, then) for now, then in zip(one, before, strict=True))
         return bool(result)
 
-    assert not told(1.0, 10.0, 65000.0) and told(1.0, 10000.0, 65000.0)  # the momentum
-    assert not told(-65000.0, 500.0, 0.0) and told(-65000.0, 600.0, 0.0)  # the weight
-    assert not told(-65000.0, 515.0, 0.0)  # rounds to 65504
-    assert not told(-65000.0, 600.0, 0.0, torch.bfloat16)
-    assert not told(1.0, torch.inf, 0.0)
+    assert not message(1.0, 10.0, 65000.0) and message(1.0, 10000.0, 65000.0)  # the momentum
+    assert not message(-65000.0, 500.0, 0.0) and message(-65000.0, 600.0, 0.0)  # the weight
+    assert not message(-65000.0, 515.0, 0.0)  # rounds to 65504
+    assert not message(-65000.0, 600.0, 0.0, torch.bfloat16)
+    assert not message(1.0, torch.inf, 0.0)

@@ -19,9 +19,9 @@ from amp_compiler.ops.loss_scale import (
 
 def test_make_loss_scale_reads_arguments_and_rule_files() -> None:
     section = {"mode": "dynamic", "init": 1024, "growth_interval": 10, "max": None, "hysteresis": 2}
-    told = DynamicLossScale(init_scale=1024.0, growth_interval=10, hysteresis=2)
-    assert make_loss_scale(section) == make_loss_scale("dynamic", section) == make_loss_scale(told) == told
-    assert hash(make_loss_scale(section)) == hash(told)
+    message = DynamicLossScale(init_scale=1024.0, growth_interval=10, hysteresis=2)
+    assert make_loss_scale(section) == make_loss_scale("dynamic", section) == make_loss_scale(message) == message
+    assert hash(make_loss_scale(section)) == hash(message)
     assert make_loss_scale("dynamic") == make_loss_scale({}) == DynamicLossScale()
     assert make_loss_scale("norm_adaptive", section) == NormAdaptiveLossScale() != DynamicLossScale()
     assert make_loss_scale({"mode": "norm_adaptive", "init": 8, "target_norm": 64}).first == 8.0

@@ -58,8 +58,8 @@ def lstm_arguments(projected=0):
 def test_what_it_does_not_take_is_left_to_aten():
     arguments = lstm_arguments(projected=4)
     with torch.no_grad():
-        found, expected = OWN.lstm(*arguments), LSTM(*arguments)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        result, expected = OWN.lstm(*arguments), LSTM(*arguments)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NATIVE)])
@@ -143,11 +143,11 @@ def test_the_loops_are_compiled_where_there_is_a_compiler(caplog):
 
 
 def test_the_identity_for_a_cache_says_what_the_machine_has(monkeypatch):
-    found = set()
+    result = set()
     for inner in (0, 512):
         monkeypatch.setattr(cpu_update, "most_inner", lambda inner=inner: inner)
-        found |= {NativeOps(stage).identity() for stage in ("", *STAGES)}
-    assert len(found) == 5  # of the rows before autograd none asks for it
+        result |= {NativeOps(stage).identity() for stage in ("", *STAGES)}
+    assert len(result) == 5  # of the rows before autograd none asks for it
 
 
 def test_an_unknown_stage_is_an_error():

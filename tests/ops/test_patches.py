@@ -91,8 +91,8 @@ def rows_like(geometry, exact=False):
 
 
 def unfolded(x, kernel, stride, padding, dilation):
-    found = F.unfold(x.double(), kernel, dilation, padding, stride)  # [batch, elements, places]
-    return torch.cat([one.t() for one in found]).to(x.dtype)
+    result = F.unfold(x.double(), kernel, dilation, padding, stride)  # [batch, elements, places]
+    return torch.cat([one.t() for one in result]).to(x.dtype)
 
 
 def folded(rows, sizes, kernel, stride, padding, dilation):
@@ -109,10 +109,10 @@ def assert_same_bits(mine, theirs):
 def assert_folds(rows, geometry):
     """One rounding to bf16 of an FP32 sum of at most as many terms as a patch has elements."""
     sizes, kernel = geometry[0], geometry[1]
-    found, exact = fold_patches(rows, list(sizes), *geometry[1:]), folded(rows, *geometry)
+    result, exact = fold_patches(rows, list(sizes), *geometry[1:]), folded(rows, *geometry)
     summation = kernel[0] * kernel[1] * 2.0**-24 * folded(rows.abs(), *geometry)
-    assert found.dtype == BF16 and found.shape == sizes
-    assert bool(((found.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1.01 * summation).all())
+    assert result.dtype == BF16 and result.shape == sizes
+    assert bool(((result.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1.01 * summation).all())
 
 
 @QUICK
@@ -130,8 +130,8 @@ def test_patches_are_those_of_unfold_and_gradients_the_sums_in_fp32_rounded_once
 @given(geometry=geometries(), lay=layouts())
 def test_autograd_folds(geometry, lay):
     x, rows = lay(images(geometry[0])).requires_grad_(), rows_like(geometry)
-    (found,) = torch.autograd.grad(patches(x, *geometry[1:]), x, rows)
-    assert_same_bits(found, fold_patches(rows, list(geometry[0]), *geometry[1:]))
+    (result,) = torch.autograd.grad(patches(x, *geometry[1:]), x, rows)
+    assert_same_bits(result, fold_patches(rows, list(geometry[0]), *geometry[1:]))
 
 
 @pytest.mark.parametrize("lie", ["columns", "gaps", "one for all"])
@@ -151,9 +151,9 @@ def test_infinities_and_nan_reach_the_pixels_of_their_patch_alone(path):
     sizes, *options = CASES["many channels"]
     rows = torch.zeros(18, 130 * 9, dtype=BF16)
     rows[0, 5 * 9 + 4], rows[4, 7 * 9 + 4] = torch.inf, torch.nan  # the middle of the patches of (0, 0) and (1, 1)
-    found = fold_patches(rows, list(sizes), *options)
-    assert found[0, 5, 0, 0] == torch.inf and bool(found[0, 7, 1, 1].isnan())
-    assert int((found != 0).sum()) == 2
+    result = fold_patches(rows, list(sizes), *options)
+    assert result[0, 5, 0, 0] == torch.inf and bool(result[0, 7, 1, 1].isnan())
+    assert int((result != 0).sum()) == 2
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -177,8 +177,8 @@ def test_fake_results_are_like_the_real_ones(path, geometry, lay):
     with FakeTensorMode() as mode:
         fakes = mode.from_tensor(x), mode.from_tensor(rows)
         fake = patches(fakes[0], *geometry[1:]), fold_patches(fakes[1], list(geometry[0]), *geometry[1:])
-    for made, expected in zip(fake, real, strict=True):
-        assert (made.shape, made.stride(), made.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    for result, expected in zip(fake, real, strict=True):
+        assert (result.shape, result.stride(), result.dtype) == (expected.shape, expected.stride(), expected.dtype)
     assert real[1].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -196,10 +196,10 @@ def test_opcheck(case):
 def test_no_images_have_no_patches(path):
     sizes, *options = PLAIN
     x = torch.empty(0, *sizes[1:], dtype=BF16, requires_grad=True)
-    made = patches(x, *options)
-    assert made.shape == (0, 18)
-    (found,) = torch.autograd.grad(made, x, torch.ones_like(made))
-    assert found.shape == x.shape and found.dtype == BF16
+    built = patches(x, *options)
+    assert built.shape == (0, 18)
+    (result,) = torch.autograd.grad(built, x, torch.ones_like(built))
+    assert result.shape == x.shape and result.dtype == BF16
 
 
 def test_gradients_of_another_shape_are_refused(path):

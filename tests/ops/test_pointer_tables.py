@@ -34,9 +34,9 @@ class Memory:
 
     def on_device(self, words, device):
         self.asked += 1
-        made = torch.zeros(words, dtype=torch.int64)
-        self.live.add(made)
-        return made
+        result = torch.zeros(words, dtype=torch.int64)
+        self.live.add(result)
+        return result
 
 
 def grads(count=3):
@@ -60,11 +60,11 @@ def test_the_table_of_a_graph_is_filled_once_behind_the_capture():
     memory = Memory()
     cache = TableCache(memory)
     cache.groups([grads()], HERE, 4)  # the warm-up
-    given = grads()
-    tables, groups = captured(cache, memory, given)
+    inputs = grads()
+    tables, groups = captured(cache, memory, inputs)
     assert addresses(groups) == [0, 0, 0], "nothing is copied while a graph is captured"
     tables.fill()
-    assert addresses(groups) == [tensor.data_ptr() for tensor in given]
+    assert addresses(groups) == [tensor.data_ptr() for tensor in inputs]
     groups[0].rows.fill_(-1)
     tables.fill()
     assert addresses(groups) == [-1, -1, -1], "a second time nothing is copied"
@@ -108,11 +108,11 @@ def test_every_capture_finds_memory_although_none_can_be_asked_for():
             cache.groups([first], HERE, 4), cache.groups([second], HERE, 4)
         with cache.of_graph() as tables:
             memory.captures = True
-            given = grads(), grads()
-            groups = [cache.groups([one], HERE, 4) for one in given]
+            inputs = grads(), grads()
+            groups = [cache.groups([one], HERE, 4) for one in inputs]
             memory.captures = False
         tables.fill()
-        assert [addresses(one) for one in groups] == [[tensor.data_ptr() for tensor in one] for one in given]
+        assert [addresses(one) for one in groups] == [[tensor.data_ptr() for tensor in one] for one in inputs]
 
 
 def test_a_capture_by_anyone_else_gets_no_tables():

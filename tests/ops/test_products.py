@@ -56,7 +56,7 @@ def product(inner, rows, columns, layouts=("columns", "rows")):
     return Product(LAYOUTS[layouts[0]](rows, inner), LAYOUTS[layouts[1]](inner, columns))
 
 
-def made(products, transposed=False):
+def as_added(products, transposed=False):
     """The gradients as an update sees them, and the squares that it gives: SGD adds them to weights of zero."""
     weights = [torch.zeros(one.shape) for one in products]
     weights = [weight.t().contiguous().t() for weight in weights] if transposed else weights
@@ -81,7 +81,7 @@ def flushed(one):
 
 
 def assert_made(products, transposed=False):
-    gradients, squares = made(products, transposed)
+    gradients, squares = as_added(products, transposed)
     for one, gradient in zip(products, gradients, strict=True):
         assert torch.equal(gradient, gradient.bfloat16().float())
         exact, inner = one.left.double() @ one.right.double(), one.left.shape[1]
@@ -129,7 +129,7 @@ def test_products_of_several_batches_are_those_made_one_by_one():
     shapes = [(70, 33, 3000)] * 6 + [(70, 17, 8193), (2, 65, 70), (64, 9, 4100), (31, 64, 65)]
     products = [product(*shape) for shape in shapes]
     together = assert_made(products)
-    assert all(torch.equal(gradient, made([one])[0][0]) for one, gradient in zip(products, together, strict=True))
+    assert all(torch.equal(gradient, as_added([one])[0][0]) for one, gradient in zip(products, together, strict=True))
 
 
 def group(transposed):
@@ -142,8 +142,8 @@ def group(transposed):
 
 
 def update_of(one, flags, grads, weights, **numbers):
-    given = update_arguments(one, flags, weights=weights, coef=COEF, **numbers)
-    return [given[0], grads, *given[2:]]
+    inputs = update_arguments(one, flags, weights=weights, coef=COEF, **numbers)
+    return [inputs[0], grads, *inputs[2:]]
 
 
 def written(arguments):
@@ -160,12 +160,12 @@ def equal(first, second):
 def test_updates_are_the_references_of_the_gradients_made_first(case, more, started, transposed):
     weights, grads, *rest = update_of(*case, *group(transposed), more=more, started=started)
     name = case[0].operator(low=False)
-    given = [made([grad])[0][0].bfloat16() if isinstance(grad, Product) else grad for grad in grads]
-    mine, theirs = copies([weights, grads, *rest]), copies([weights, given, *rest])
+    inputs = [as_added([grad])[0][0].bfloat16() if isinstance(grad, Product) else grad for grad in grads]
+    mine, theirs = copies([weights, grads, *rest]), copies([weights, inputs, *rest])
     squares = cpu_update.FUNCTIONS[name](*mine)
     by_reference(name, theirs)
     assert equal(written(mine), written(theirs))
-    known = torch.cat([one.double().flatten() for one, grad in zip(given, grads, strict=True) if one is not grad])
+    known = torch.cat([one.double().flatten() for one, grad in zip(inputs, grads, strict=True) if one is not grad])
     assert squares == pytest.approx(float((COEF * known).square().sum()), rel=1e-5)
 
 
@@ -208,7 +208,7 @@ def test_a_factor_that_is_not_finite_is_found(side, inner):
         getattr(products[1], side)[1, 1] = bad
         norm, nonfinite, flags = cpu_update.grad_check([*products, random(5)], number(1.0))
         assert flags.tolist() == [0, 1, 0, 0] and float(nonfinite) == 1 and not norm.isfinite()
-        made([Product(torch.full((64, 96), bad).bfloat16(), products[1].right[:1].expand(96, -1))])
+        as_added([Product(torch.full((64, 96), bad).bfloat16(), products[1].right[:1].expand(96, -1))])
         assert_made([product(33, 64, 40), product(5, 64, 40)])  # nothing is left of what was there before
 
 
@@ -230,7 +230,7 @@ def test_products_near_the_end_of_the_range_are_made_to_be_checked(left, right, 
     norm, nonfinite, flags = cpu_update.grad_check([one], number(tiny))
     assert flags.tolist() == [not finite] and float(nonfinite) == (not finite)
     for transposed in (False, True):
-        (gradient,), squares = made([one], transposed)
+        (gradient,), squares = as_added([one], transposed)
         assert torch.equal(gradient, materialised(one).float()) and bool(gradient.isfinite().all()) == finite
         assert squares == 0.0  # counted already
     if finite:
@@ -242,7 +242,7 @@ def test_products_without_elements():
         one = product(inner, rows, columns)
         one.right.fill_(float("inf"))
         assert cpu_update.grad_check([one], number(1.0))[2].tolist() == [0]
-        (gradient,), squares = made([one])
+        (gradient,), squares = as_added([one])
         assert gradient.shape == (rows, columns) and not gradient.any() and squares == 0.0
 
 
@@ -268,9 +268,9 @@ def test_results_are_the_same_for_any_number_of_threads():
 def compiler_without(features: str) -> tuple[list[str], str]:
     """A command of g++ that leaves features (as g++ names them) out, and the macros that it then defines."""
     compiler = ["g++", *(f"-mno-{feature}" for feature in features.split())]
-    asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    requested = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
     try:
-        return compiler, subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        return compiler, subprocess.run(requested, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no g++ that knows these flags")
 
@@ -311,7 +311,7 @@ def test_a_gradient_is_made_as_an_update_reads_it(transposed):
     for gradient in products:
         weight = torch.randn(gradient.shape)
         weight = weight.t().contiguous().t() if transposed else weight
-        found, before = cpu_update.made_gradient(gradient, weight.clone()), weight.clone()
+        result, before = cpu_update.made_gradient(gradient, weight.clone()), weight.clone()
         options = (number(1.0), hyper(1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
         cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
-        assert torch.equal(weight, before - found) and found.stride() == weight.stride()
+        assert torch.equal(weight, before - result) and result.stride() == weight.stride()

@@ -149,10 +149,10 @@ def test_the_operators_are_as_torch_wants_them(kind):
     layer = layer_inputs(kind, 3, 64, 32, 2, torch.bfloat16)
     results = OWN.recurrent_layer(*layer, kind, True)
     first, memory = [one for one in layer[5:] if one is not None], list(results[3:])
-    given = [torch.randn_like(one) for one in results[:3]]
+    inputs = [torch.randn_like(one) for one in results[:3]]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(OWN.recurrent_layer, (*layer, kind, True), test_utils=tests)
-    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], first, memory, given, kind, True), test_utils=tests)
+    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], first, memory, inputs, kind, True), test_utils=tests)
 
 
 def test_what_the_loops_do_not_take_is_refused_by_name():
@@ -168,9 +168,9 @@ def test_dropout_between_layers_draws_what_torch_draws():
     torch.manual_seed(5)
     expected = ATEN.gru.input(x, h, layer._flat_weights, *options)[0]
     torch.manual_seed(5)
-    found = OWN.gru(x, h, layer._flat_weights, *options)[0]
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(OWN.gru(x, h, layer._flat_weights, *options)[0], found)
+    result = OWN.gru(x, h, layer._flat_weights, *options)[0]
+    assert torch.allclose(result, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(OWN.gru(x, h, layer._flat_weights, *options)[0], result)
     idle = OWN.gru(x, h, layer._flat_weights, True, 3, 0.5, False, False, False)[0]
     assert torch.allclose(idle, layer.eval()(x)[0], rtol=1e-5, atol=1e-6)
 
@@ -181,15 +181,15 @@ def test_the_native_layer_gives_the_same_bits_with_any_number_of_threads(kind):
     torch.manual_seed(0)
     low = layer_inputs(kind, 5, 64, 96, 9, torch.bfloat16, 0.2)
     leaves = [one.requires_grad_() for one in low if one is not None]
-    found = []
+    result = []
     before = torch.get_num_threads()
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
         out = OWN.recurrent_layer(*low, kind, False)
-        found.append([*out[:3], *torch.autograd.grad(out[0].float().square().sum(), leaves)])
+        result.append([*out[:3], *torch.autograd.grad(out[0].float().square().sum(), leaves)])
     torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+    for other in result[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(result[0], other, strict=True))
 
 
 @NATIVE
@@ -201,13 +201,13 @@ def test_the_native_layers_functions_hold_at_their_ends(kind):
     zeros = [torch.zeros(shape).bfloat16() for shape in ((1, batch, 32), (width, 32), (width, 32))]
     states = [torch.ones(1, batch, 32).bfloat16()] * (2 if kind == "lstm" else 1)
     layer = (*zeros, bias, torch.zeros_like(bias), *states)
-    found = OWN.recurrent_layer(*layer, *[None] * (2 - len(states)), kind, False)
+    result = OWN.recurrent_layer(*layer, *[None] * (2 - len(states)), kind, False)
     exact = [one.double() for one in layer]
     options = (True, 1, 0.0, False, False, False)
     expected = call(getattr(ATEN, kind).input, kind, exact[0], exact[5:], exact[1:5], options)
-    for mine, other in zip(found[: len(expected)], expected, strict=True):
+    for mine, other in zip(result[: len(expected)], expected, strict=True):
         assert torch.allclose(mine.double(), other, rtol=8e-3, atol=1e-6, equal_nan=True)
-    assert torch.equal(found[1][0].isnan(), found[0][0].isnan())
+    assert torch.equal(result[1][0].isnan(), result[0][0].isnan())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -230,7 +230,7 @@ def test_an_lstm_with_a_projection_keeps_its_states_in_fp32(dtype):
     wide = [one.double() for one in low]
     options = (True, 1, 0.0, True, False, False)
     expected = ATEN.lstm.input(wide[0], wide[1:3], wide[3:], *options)
-    found = OWN.lstm(low[0], low[1:3], low[3:], *options)
-    for mine, other in zip(found, expected, strict=True):
+    result = OWN.lstm(low[0], low[1:3], low[3:], *options)
+    for mine, other in zip(result, expected, strict=True):
         assert mine.dtype == dtype
         assert relative(mine, other) < torch.finfo(dtype).eps / 4

@@ -75,13 +75,13 @@ def test_the_fake_is_as_the_operator(kind, dtype):
     torch.library.opcheck(OWN.recurrent_network.default, arguments(kind, dtype), test_utils=checks)
     data, states, weights, *form = arguments(kind, dtype)
     with torch.no_grad():
-        given = [torch.randn_like(one) for one in OWN.recurrent_network(data, states, weights, *form)]
-    plain = data.detach(), states, [one.detach() for one in weights], given, *form
+        inputs = [torch.randn_like(one) for one in OWN.recurrent_network(data, states, weights, *form)]
+    plain = data.detach(), states, [one.detach() for one in weights], inputs, *form
     torch.library.opcheck(OWN.recurrent_network_backward.default, plain, test_utils=("test_schema", "test_faketensor"))
     expected = OWN.recurrent_network_backward(*plain)
     with torch.inference_mode():
-        found = OWN.recurrent_network_backward(data.detach().clone(), *plain[1:])
-    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+        result = OWN.recurrent_network_backward(data.detach().clone(), *plain[1:])
+    assert all(torch.equal(mine, other) for mine, other in zip(result, expected, strict=True))
 
 
 NETWORK = """in x: {t}[2, 64, 6]@cuda
@@ -138,9 +138,9 @@ def test_autocast_around_a_call_does_not_reach_it(kind):
     expected = by_network(kind, layer, x, states)
     theirs = torch.autograd.grad(expected[0].sum(), leaves)
     with torch.autocast("cpu", torch.bfloat16):
-        found = by_network(kind, layer, x, states)
-        ours = torch.autograd.grad(found[0].sum(), leaves)
-    assert all(torch.equal(mine, other) for mine, other in zip((*found, *ours), (*expected, *theirs), strict=True))
+        result = by_network(kind, layer, x, states)
+        ours = torch.autograd.grad(result[0].sum(), leaves)
+    assert all(torch.equal(mine, other) for mine, other in zip((*result, *ours), (*expected, *theirs), strict=True))
 
 
 def test_it_says_nothing_of_how_weights_lie(monkeypatch):
@@ -169,9 +169,9 @@ def test_a_compiled_graph_of_forward_and_backward_holds_both():
             out = recurrent_network.network("lstm", x, [h, c], leaves, *options_of(layer))[0]
         return torch.autograd.grad(out.square().sum(), leaves)
 
-    given = [x, *states, *weights]
-    expected = gradients(*given)
-    run = inductor.compile_graph(traced_graph(gradients, *given), given)
+    inputs = [x, *states, *weights]
+    expected = gradients(*inputs)
+    run = inductor.compile_graph(traced_graph(gradients, *inputs), inputs)
     with torch.no_grad():
-        found = run(*given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        result = run(*inputs)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)

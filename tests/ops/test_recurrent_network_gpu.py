@@ -78,10 +78,10 @@ def test_the_operator_is_eager_torchs_network(bias, projected):
     leaves = [x.requires_grad_(), *(one.requires_grad_() for one in states), *layer.parameters()]
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         out, last = layer(x, tuple(states))
-        found = recurrent_network.network("lstm", x, states, layer._flat_weights, bias, 2, 0.0, True, True, False)
+        result = recurrent_network.network("lstm", x, states, layer._flat_weights, bias, 2, 0.0, True, True, False)
         expected = torch.autograd.grad(out.square().sum() + last[1].sum(), leaves)
-        mine = torch.autograd.grad(found[0].square().sum() + found[2].sum(), leaves)
-    for one, other in zip([*found, *mine], [out, *last, *expected], strict=True):
+        mine = torch.autograd.grad(result[0].square().sum() + result[2].sum(), leaves)
+    for one, other in zip([*result, *mine], [out, *last, *expected], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -89,15 +89,15 @@ def test_the_operator_is_eager_torchs_network(bias, projected):
 @pytest.mark.parametrize("dtype", list(TYPES))
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_a_step_is_replayed_and_learns_as_eager_torch_does(kind, dtype, dropout):
-    given = data(40)
+    inputs = data(40)
     model = Net(kind, num_layers=2, dropout=dropout).cuda()
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(one.parameters(), 1e-3) for one in (model, eager)]
     step = amp.training_step(model, square, optimizers[0], dtype=dtype, loss_scale=None if dtype == "bf16" else 1024.0)
-    mine = torch.stack([step(x) for x in given])
+    mine = torch.stack([step(x) for x in inputs])
     assert step.execution == "as one graph, replayed as a CUDA graph"
     theirs = []
-    for x in given:
+    for x in inputs:
         with torch.autocast("cuda", dtype=TYPES[dtype]):
             loss = square(eager, x)
         optimizers[1].zero_grad()

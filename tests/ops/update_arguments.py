@@ -66,7 +66,7 @@ def update_arguments(
     for copy in low_weights[1::2] if watched else []:
         (copy[3::7] if copy.dim() else copy).fill_(0.5)  # written since
     values = [numbers.get(name, read(group)) for name, read in one.hyper.items()]
-    given = {
+    inputs = {
         "masters": weights,
         "weights": weights,
         "grads": [torch.randn(w.shape).to(dtype) for w, dtype in zip(weights, itertools.cycle(FLOATS), strict=False)],
@@ -84,7 +84,7 @@ def update_arguments(
         **states,
         **flags,
     }
-    return [given[parameter.name] for parameter in one.parameters(low=mode is not None)]
+    return [inputs[parameter.name] for parameter in one.parameters(low=mode is not None)]
 
 
 def number(value: float) -> torch.Tensor:

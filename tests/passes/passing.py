@@ -22,23 +22,23 @@ def run_checked(run: Pass[Any], text: str) -> tuple[str, PassResult[Any]]:
     keep their names and places; what the pass adds stands behind them. An exact pass gives the same numbers to the bit,
     and one that says so changes nothing when it runs again.
     """
-    given = parse_fx(text)
-    assert format_fx(given) == text, "the text does not read back as itself"
-    kept = copy_graph(given)
-    names = [node.name for node in given.graph.find_nodes(op="placeholder")]
-    result = run(given)
-    found = format_fx(result.subject)
-    assert format_fx(parse_fx(found)) == found, "the result does not read back as itself"
+    inputs = parse_fx(text)
+    assert format_fx(inputs) == text, "the text does not read back as itself"
+    kept = copy_graph(inputs)
+    names = [node.name for node in inputs.graph.find_nodes(op="placeholder")]
+    result = run(inputs)
+    matches = format_fx(result.subject)
+    assert format_fx(parse_fx(matches)) == matches, "the result does not read back as itself"
     if isinstance(run, FunctionalPass):
-        assert format_fx(given) == text
+        assert format_fx(inputs) == text
     after = [node.name for node in result.subject.graph.find_nodes(op="placeholder")]
     assert [name for name in after if name in names] == [name for name in names if name in after]
     if run.exact:
         _check_same_numbers(kept, result.subject)
     if run.idempotent:
         again = run(result.subject)
-        assert not again.modified and format_fx(again.subject) == found
-    return found, result
+        assert not again.modified and format_fx(again.subject) == matches
+    return matches, result
 
 
 def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -63,10 +63,10 @@ def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) 
     with unset_fake_temporarily():
         if value.dtype.is_floating_point or value.dtype.is_complex:
             wide = torch.complex64 if value.dtype.is_complex else torch.float32
-            made = torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
+            result = torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
         else:
-            made = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(made)
+            result = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(result)
 
 
 def _given(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,8 +78,8 @@ def _given(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _run(graph_module: fx.GraphModule, inputs: dict[str, Tensor]) -> list[Any]:
     places = graph_module.graph.find_nodes(op="placeholder")
-    given = [_given(inputs[node.name], node.meta["val"].dtype) for node in places]
+    args = [_given(inputs[node.name], node.meta["val"].dtype) for node in places]
     torch.manual_seed(0)
-    made = fx.Interpreter(graph_module).run(*given)
-    assert len(results_of(graph_module.graph)) == len(made)
-    return list(made)
+    result = fx.Interpreter(graph_module).run(*args)
+    assert len(results_of(graph_module.graph)) == len(result)
+    return list(result)

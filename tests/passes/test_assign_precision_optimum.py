@@ -22,8 +22,8 @@ AS_TORCH_RUNS = Execution()
 class Oracle:
     """Costs by definition. It shares no code with the passes."""
 
-    def __init__(self, graph: PrecisionGraph, asked: dict[str, str], start: int = 0) -> None:
-        self.graph, self.asked, self.start = graph, asked, start
+    def __init__(self, graph: PrecisionGraph, requested: dict[str, str], start: int = 0) -> None:
+        self.graph, self.asked, self.start = graph, requested, start
         self.sem: dict[str, DType] = {v.name: v.dtype for v in graph.values.values() if graph.producer(v.name) is None}
         self.fixed: dict[str, str] = {}
         self.free: list[str] = []
@@ -36,14 +36,14 @@ class Oracle:
     def _settle(self, node: Node) -> None:
         captured = self.graph.values[node.outputs[0]].dtype
         widest = FP32 if any(self.sem[node.inputs[i].value] is FP32 for i in self.data(node)) else FP16
-        asked = self.asked[node.name]
+        requested = self.asked[node.name]
         if not self.data(node):
             self.fixed[node.name], sem = "keep", captured
-        elif asked == "follow" or (asked == "widest" and widest is FP16 and self._is_behind_free(node)):
+        elif requested == "follow" or (requested == "widest" and widest is FP16 and self._is_behind_free(node)):
             self.free.append(node.name)
             sem = widest
         else:
-            label = asked if asked != "widest" else "fp32" if widest is FP32 else "low"
+            label = requested if requested != "widest" else "fp32" if widest is FP32 else "low"
             self.fixed[node.name], sem = label, FP32 if label == "fp32" else FP16
         for out in node.outputs:
             self.sem[out] = sem
@@ -127,9 +127,11 @@ class Oracle:
         total = 0
         for node in map(self.graph.nodes.__getitem__, self.free):
             if OPS.info(node.op).family != "view":
-                made = [out for out in node.outputs if self.graph.values[out].dtype.is_float]
+                result = [out for out in node.outputs if self.graph.values[out].dtype.is_float]
                 width = 4 if labels[node.name] == "fp32" else 2
-                total += width * sum(self.graph.values[value].numel for value in [o.value for o in node.inputs] + made)
+                total += width * sum(
+                    self.graph.values[value].numel for value in [o.value for o in node.inputs] + result
+                )
         return total
 
     def _is_rounded(self, name: str, labels: dict[str, str]) -> bool:
@@ -137,16 +139,16 @@ class Oracle:
 
     def best(self) -> tuple[int, dict[str, str]]:
         """The least cost, and of the labellings that have it the one with the fewest fp32."""
-        found: tuple[int, int, dict[str, str]] | None = None
+        result: tuple[int, int, dict[str, str]] | None = None
         for chosen in itertools.product(("low", "fp32"), repeat=len(self.free)):
             labels = {**self.fixed, **dict(zip(self.free, chosen, strict=True))}
             if any(labels[name] == "low" and self.needs_bits(name) and not self._has_float(name) for name in self.free):
                 continue
             cost = self.cost(labels)
-            if cost is not None and (found is None or (cost, chosen.count("fp32")) < found[:2]):
-                found = (cost, chosen.count("fp32"), labels)
-        assert found is not None
-        return found[0], found[2]
+            if cost is not None and (result is None or (cost, chosen.count("fp32")) < result[:2]):
+                result = (cost, chosen.count("fp32"), labels)
+        assert result is not None
+        return result[0], result[2]
 
     def _has_float(self, name: str) -> bool:
         return any(self.graph.values[out].dtype.is_float for out in self.graph.nodes[name].outputs)

@@ -60,7 +60,7 @@ def test_result_and_modified_both_ways() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "given", "says"),
+    ("run", "inputs", "says"),
     [
         (Append(), (1, 2, 3), "before pass 'append': the list is full"),
         (Append(number=-1), (), "after pass 'append': the number is negative"),
@@ -68,9 +68,9 @@ def test_result_and_modified_both_ways() -> None:
         (Append(says_modified=False), (), "nothing was modified, and it returned another object"),
     ],
 )
-def test_broken_promises_are_errors(run: Append, given: tuple[int, ...], says: str) -> None:
+def test_broken_promises_are_errors(run: Append, inputs: tuple[int, ...], says: str) -> None:
     with pytest.raises(PassError, match=says):
-        run(Numbers(given))
+        run(Numbers(inputs))
 
 
 @pytest.mark.parametrize("method", ["requires", "remember", "ensures"])
@@ -149,10 +149,10 @@ def test_a_functional_pass_must_leave_its_input(field: str) -> None:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_table_of_passes(name: str) -> None:
-    found = find_pass(name)
-    assert found.name == name
-    assert issubclass(found, (InPlacePass, FunctionalPass)) and isinstance(found.exact, bool)
-    doc = found.__doc__ or ""
+    result = find_pass(name)
+    assert result.name == name
+    assert issubclass(result, (InPlacePass, FunctionalPass)) and isinstance(result.exact, bool)
+    doc = result.__doc__ or ""
     assert "Before" in doc and "After" in doc, "show a before and an after"
     assert "Left alone" in doc or "Not changed" in doc or "No casts" in doc, "and a case that it leaves alone"
 

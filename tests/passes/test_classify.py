@@ -36,9 +36,9 @@ def classify(*nodes, **options):
 def test_rules_of_a_file_are_named_by_its_path(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text("version: 1\nextends: default\ndeny: [aten.linear]\n")
-    found = classify(node("aten.linear"), rules=path)["y"]
-    assert (found.precision, found.rule) == (Precision.FP32, f"{path}:3")
-    assert found.reason == "'aten.linear' is on the deny list"
+    result = classify(node("aten.linear"), rules=path)["y"]
+    assert (result.precision, result.rule) == (Precision.FP32, f"{path}:3")
+    assert result.reason == "'aten.linear' is on the deny list"
 
 
 def test_bf16_holds_what_fp16_does_not():

@@ -56,7 +56,7 @@ def sample(target, kind):
     return args, kwargs
 
 
-def graph_of(target, given, args, kwargs):
+def graph_of(target, inputs, args, kwargs):
     """A graph that changes a copy of what it is given, and returns what the operator gives."""
     graph, mode = fx.Graph(), FakeTensorMode()
 
@@ -67,7 +67,7 @@ def graph_of(target, given, args, kwargs):
         node.meta["val"] = mode.from_tensor(value)
         return node
 
-    places = [placed(given), *map(placed, args)], {name: placed(value) for name, value in kwargs.items()}
+    places = [placed(inputs), *map(placed, args)], {name: placed(value) for name, value in kwargs.items()}
     copy = graph.call_function(aten.clone.default, (places[0][0],))
     changed = graph.call_function(target, (copy, *places[0][1:]), places[1])
     graph.output((changed,))
@@ -78,21 +78,21 @@ def graph_of(target, given, args, kwargs):
 
 def checked(target, kind) -> tuple[bool, bool]:
     """Whether a sample could be run, and whether it became functional."""
-    made = sample(target, kind)
-    if made is None:
+    built = sample(target, kind)
+    if built is None:
         return False, False
-    args, kwargs = made
-    given = INPUTS[kind].clone()
+    args, kwargs = built
+    inputs = INPUTS[kind].clone()
     try:
         torch.manual_seed(0)
-        expected = target(given.clone(), *args, **kwargs)
-        graph_module, node = graph_of(target, given, args, kwargs)
+        expected = target(inputs.clone(), *args, **kwargs)
+        graph_module, node = graph_of(target, inputs, args, kwargs)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, AssertionError, amp.AmpError):
         return False, False  # it takes no such tensors
     Functionalize().run(graph_module)
     functional = not node.target._schema.is_mutable
     torch.manual_seed(0)
-    tensors = [one for one in [given, *args, *kwargs.values()] if isinstance(one, torch.Tensor)]
+    tensors = [one for one in [inputs, *args, *kwargs.values()] if isinstance(one, torch.Tensor)]
     (result,) = graph_module(*tensors)
     assert result.dtype == expected.dtype, target
     assert torch.equal(torch.nan_to_num(result), torch.nan_to_num(expected)), target
@@ -100,7 +100,7 @@ def checked(target, kind) -> tuple[bool, bool]:
 
 
 def test_the_functional_form_takes_the_same_types():
-    found = {}
+    result = {}
     for target in IN_PLACE:
         variant = _functional_variant(fx.Graph().call_function(target))
         if variant is not None:
@@ -108,9 +108,9 @@ def test_the_functional_form_takes_the_same_types():
                 (one.name, str(one.type)) for one in target._schema.arguments
             ], target
             assert not variant._schema.is_mutable
-            found[target] = variant
-    assert found[aten.pow_.Scalar] is aten.pow.Tensor_Scalar and found[aten.add_.Tensor] is aten.add.Tensor
-    assert len(found) > 200
+            result[target] = variant
+    assert result[aten.pow_.Scalar] is aten.pow.Tensor_Scalar and result[aten.add_.Tensor] is aten.add.Tensor
+    assert len(result) > 200
 
 
 def test_every_in_place_operator_gives_its_own_numbers():

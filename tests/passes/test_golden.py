@@ -207,10 +207,10 @@ def pin(name: str, text: str) -> str:
         options = {"target": load_target(provider), "versions": dict.fromkeys(draft.graph.nodes, int(opset))}
     cls = find_pass(name)
     run = cls(**{key: value for key, value in options.items() if key in cls.__dataclass_fields__})
-    found = run(draft).subject
-    again = run(found)
-    assert not again.modified and again.subject is found
-    return found.to_text()
+    result = run(draft).subject
+    again = run(result)
+    assert not again.modified and again.subject is result
+    return result.to_text()
 
 
 RUNNERS: dict[str, Callable[[str], str]] = {
@@ -236,17 +236,17 @@ def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_golden(path: Path) -> None:
-    given, _, expected = path.read_text(encoding="utf-8").rpartition(MARK)
+    inputs, _, expected = path.read_text(encoding="utf-8").rpartition(MARK)
     name = path.parent.name
     if name in RUNNERS:
-        found = RUNNERS[name](given)
+        matches = RUNNERS[name](inputs)
     else:
-        found, result = run_checked(pass_of(f"{name}/{path.stem}", given), given)
-        assert result.modified is (found != given)
+        matches, result = run_checked(pass_of(f"{name}/{path.stem}", inputs), inputs)
+        assert result.modified is (matches != inputs)
     if os.environ.get("AMP_REGENERATE"):
-        path.write_text(given + MARK + found, encoding="utf-8")
+        path.write_text(inputs + MARK + matches, encoding="utf-8")
         return
-    assert found == expected
+    assert matches == expected
 
 
 def test_every_pass_has_golden_files() -> None:
@@ -256,7 +256,7 @@ def test_every_pass_has_golden_files() -> None:
 @pytest.mark.parametrize("name", sorted(set(PASSES) - {"classify", "assign_precision", "place_casts"}))
 def test_every_pass_has_a_case_that_changes_and_one_that_is_left_alone(name: str) -> None:
     texts = [path.read_text(encoding="utf-8").rpartition(MARK) for path in FILES if path.parent.name == name]
-    changes = {given.partition(TARGET)[0].partition(RANGES)[0] != expected for given, _, expected in texts}
+    changes = {inputs.partition(TARGET)[0].partition(RANGES)[0] != expected for inputs, _, expected in texts}
     assert True in changes
     assert False in changes or name in ("differentiate", "fuse_update")  # these two always add something
 
@@ -267,7 +267,7 @@ def test_a_row_that_a_mask_hides_whole_is_zeros() -> None:
     graph = pass_of(case, text)(parse_fx(text)).subject
     q, mask = torch.rand(1, 2, 4, 16), torch.ones(1, 1, 4, 4, dtype=torch.bool)
     mask[0, 0, 2] = False
-    (made,) = graph(q, q, q, mask)
-    assert torch.equal(made, parse_fx(text)(q, q, q, mask)[0].nan_to_num())
-    assert not made[0, :, 2].any() and made[0, :, 1].all()
+    (result,) = graph(q, q, q, mask)
+    assert torch.equal(result, parse_fx(text)(q, q, q, mask)[0].nan_to_num())
+    assert not result[0, :, 2].any() and result[0, :, 1].all()
     assert complaint(graph, SPECS["ONNX_CAPTURE"]) is None and ONNX_CAPTURE.names == ("zero_hidden_rows",)

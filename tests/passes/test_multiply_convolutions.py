@@ -63,9 +63,9 @@ def test_new_nodes_say_where_they_come_from():
     (node,) = subject.graph.find_nodes(op="call_function", target=aten.conv2d.default)
     node.meta["amp_phase"], trace = "forward", node.meta["stack_trace"]
     MULTIPLY(subject)
-    made = [one for one in subject.graph.nodes if one.op == "call_function"][1:]
-    assert len(made) >= 6  # a permutation, two reshapes, the product, and back
-    for one in made:
+    result = [one for one in subject.graph.nodes if one.op == "call_function"][1:]
+    assert len(result) >= 6  # a permutation, two reshapes, the product, and back
+    for one in result:
         assert module_of(one) == ("1", "Conv2d")
         assert one.meta["stack_trace"] == trace and one.meta["amp_phase"] == "forward"
         assert isinstance(one.meta["val"], torch.Tensor) and one.meta["val"].dtype == BF16
@@ -101,8 +101,8 @@ class Read(nn.Module):
 def test_readers_that_know_how_memory_lies_read_what_they_did(name):
     model, x = Read(READERS[name]).to(BF16), tensor(2, 8, 4, 4)
     subject = MULTIPLY(exported(model, x)).subject
-    found = subject(*(parameter.detach() for parameter in model.parameters()), x)[0]
-    torch.testing.assert_close(found, model(x).detach(), rtol=2**-7, atol=2**-7)
+    result = subject(*(parameter.detach() for parameter in model.parameters()), x)[0]
+    torch.testing.assert_close(result, model(x).detach(), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.compiles
@@ -110,9 +110,9 @@ def test_readers_that_know_how_memory_lies_read_what_they_did(name):
 def test_a_result_lies_in_compiled_memory_as_it_did(name):
     model, x = Read(READERS[name]), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():
-        found, expected = (amp.compile(model, dtype="bf16", backend=backend)(x) for backend in ("inductor", "eager"))
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
-    assert found.stride() == expected.stride()
+        result, expected = (amp.compile(model, dtype="bf16", backend=backend)(x) for backend in ("inductor", "eager"))
+    torch.testing.assert_close(result, expected, rtol=2**-7, atol=2**-7)
+    assert result.stride() == expected.stride()
 
 
 @st.composite
@@ -132,12 +132,12 @@ def convolutions(draw):
 def results(run, inputs, seed):
     """The result, and the gradients of all inputs, in FP64."""
     leaves = [one.detach().clone().requires_grad_() for one in inputs]
-    made = run(*leaves)
-    return [one.detach().double() for one in (made, *torch.autograd.grad(made, leaves, seed.to(made.dtype)))]
+    result = run(*leaves)
+    return [one.detach().double() for one in (result, *torch.autograd.grad(result, leaves, seed.to(result.dtype)))]
 
 
-def error(found, exact):
-    return float((found - exact).norm() / exact.norm()) if float(exact.norm()) else float(found.norm())
+def error(matches, exact):
+    return float((matches - exact).norm() / exact.norm()) if float(exact.norm()) else float(matches.norm())
 
 
 @pytest.mark.long
@@ -154,10 +154,10 @@ def test_values_and_gradients_are_as_exact_as_the_convolutions(case, last, numbe
         return F.conv2d(operands[0], operands[1], operands[2] if biased else None, *numbers)
 
     subject = traced(lambda *operands: (run(*operands),), *inputs)
-    made = run(*inputs)
-    few = made.shape[0] * made[0, 0].numel() <= 2 * weight[0]
+    result = run(*inputs)
+    few = result.shape[0] * result[0, 0].numel() <= 2 * weight[0]
     assert MULTIPLY(subject).modified is (few or (weight[2:] == (1, 1) and numbers[1] == [0, 0]))
-    seed = tensor(*made.shape, seed=number + 3)
+    seed = tensor(*result.shape, seed=number + 3)
     exact = results(run, [one.double() for one in inputs], seed)
     products = results(lambda *operands: subject(*operands)[0], inputs, seed)
     for product, convolution, reference in zip(products, results(run, inputs, seed), exact, strict=True):

@@ -122,8 +122,8 @@ def test_late_options_see_the_graph_as_it_is_then() -> None:
     graph = parse_fx("in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)  # at=model.a:B\nreturn neg\n")
     seen: list[str] = []
 
-    def root(given: Any) -> str:
-        seen.append(given.graph.find_nodes(op="placeholder")[0].name)
+    def root(inputs: Any) -> str:
+        seen.append(inputs.graph.find_nodes(op="placeholder")[0].name)
         return "model"
 
     Pipeline("CAPTURE", ("name_modules",)).run(graph, {"root": Late(root)})

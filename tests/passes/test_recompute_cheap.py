@@ -29,7 +29,7 @@ VALUE = 16 * 8 * 2  # bytes of a 16-bit value
 def kept(graph_module):
     """The values of the forward that later nodes read, views aside."""
     forward = {node for node in graph_module.graph.nodes if node.meta.get(Key.PHASE) == "forward"}
-    found = {}
+    result = {}
     for node in graph_module.graph.nodes:
         if node not in forward and node.op != "output":
             todo = [one for one in node.all_input_nodes if one in forward]
@@ -38,8 +38,8 @@ def kept(graph_module):
                 sources = [] if one.target is operator.getitem else alias_sources(one)
                 todo += [source for source in sources if source in forward]
                 if not sources:
-                    found[one.name] = one.meta["val"].nbytes
-    return found
+                    result[one.name] = one.meta["val"].nbytes
+    return result
 
 
 def after(text, run=EVERYTHING):
@@ -112,10 +112,10 @@ def test_a_step_gives_the_same_bits(name, dtype):
     inputs = [_filled(node.meta["val"], generator) for node in before.graph.find_nodes(op="placeholder")]
     runs = []
     for graph_module in (before, changed):
-        given = [value.clone() for value in inputs]
+        args = [value.clone() for value in inputs]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)  # of the dropout
-            runs.append([*graph_module(*given), *given])  # what it writes in place too
+            runs.append([*graph_module(*args), *args])  # what it writes in place too
     for one, other in zip(*runs, strict=True):
         if isinstance(one, torch.Tensor):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

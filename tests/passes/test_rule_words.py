@@ -100,15 +100,15 @@ def by_hand(op: str, words: Words, dtype: str, small: float, given_low: bool = F
     weight, bias = (low(weight), low(bias)) if given_low else (weight, bias)
     reads = low if words.precision == "low" else same
     x, weight, bias = reads(x), reads(weight), reads(bias)
-    found = {"result": (low if given_low else reads)(forward(op, x, weight, bias))}
+    result = {"result": (low if given_low else reads)(forward(op, x, weight, bias))}
     gradient = low if (words.backward or words.precision) == "low" else same
     wide = words.backward_math or (words.math and words.precision == "low")
     g = gradient(GRADIENT[op] * small)
-    made = backward(op, gradient(x), gradient(weight), g, same if wide else gradient)
-    found |= {name: gradient(value) for name, value in made.items()}
+    built = backward(op, gradient(x), gradient(weight), g, same if wide else gradient)
+    result |= {name: gradient(value) for name, value in built.items()}
     if words.before:
-        found["x"] = -(low(found["x"]) if words.before == "low" else found["x"])
-    return found
+        result["x"] = -(low(result["x"]) if words.before == "low" else result["x"])
+    return result
 
 
 # ---- the same by the compiler
@@ -149,8 +149,8 @@ class Cases(nn.Module):
         super().__init__()
         self.cases = nn.ModuleList(Case(op, words.before) for words in several)
 
-    def forward(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        return [case(x) for case, x in zip(self.cases, given, strict=True)]
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [case(x) for case, x in zip(self.cases, inputs, strict=True)]
 
 
 def rules(several: list[Words], **more: Any) -> dict[str, Any]:
@@ -168,17 +168,17 @@ def batch_of(op: str, small: float, number: int, dtype: torch.dtype = torch.floa
     return [coefficients, *[torch.tensor(X[op], dtype=dtype).requires_grad_() for _ in range(number)]]
 
 
-def loss_fn(model: nn.Module, coefficients: torch.Tensor, *given: torch.Tensor) -> Any:
-    results = model(*given)
+def loss_fn(model: nn.Module, coefficients: torch.Tensor, *inputs: torch.Tensor) -> Any:
+    results = model(*inputs)
     return sum((one.float() * coefficients).sum() for one in results), [one.detach() for one in results]
 
 
 def check(
-    op: str, dtype: str, small: float, found: dict[Words, dict[str, torch.Tensor]], given_low: bool = False
+    op: str, dtype: str, small: float, matches: dict[Words, dict[str, torch.Tensor]], given_low: bool = False
 ) -> list[str]:
     """What is not as by hand."""
     wrong = []
-    for words, numbers in found.items():
+    for words, numbers in matches.items():
         expected = by_hand(op, words, dtype, small, given_low)
         for name, value in numbers.items():
             if not np.array_equal(value.double().numpy(), expected[name]):
@@ -203,32 +203,32 @@ def looped(op: str, dtype: str, several: list[Words], backend: str) -> None:
         batch = batch_of(op, small, len(several))
         total, results = loss_fn(compiled, *batch)
         total.backward()
-        found = {
+        matches = {
             words: {"result": result, "x": x.grad} | {name: one.grad for name, one in case.op.named_parameters()}
             for words, case, result, x in zip(several, model.cases, results, batch[1:], strict=True)
         }
-        wrong += check(op, dtype, small, found)
+        wrong += check(op, dtype, small, matches)
     assert not wrong, "\n".join(wrong)
 
 
 def stepped(op: str, dtype: str, storage: str, several: list[Words], backend: str) -> None:
     weights, low = STORAGE[storage]
     model, wrong = Cases(op, several), []
-    given = TORCH[dtype] if low else torch.float32
-    model.to(given)
+    inputs = TORCH[dtype] if low else torch.float32
+    model.to(inputs)
     step = amp.training_step(
         model, loss_fn, torch.optim.SGD(model.parameters(), 0.0), rules=rules(several, weights=weights),
         dtype=dtype, loss_scale=None, backend=backend,
     )  # fmt: skip
     for small in (1.0, SMALL):
-        _, results = step(*batch_of(op, small, len(several), given))
+        _, results = step(*batch_of(op, small, len(several), inputs))
         gradients = step.gradients()
-        found = {
+        result = {
             words: {"result": results[place]}
             | {name: gradients[f"cases.{place}.op.{name}"] for name, _ in model.cases[place].op.named_parameters()}
             for place, words in enumerate(several)
         }
-        wrong += check(op, dtype, small, found, low)
+        wrong += check(op, dtype, small, result, low)
     assert not wrong, "\n".join(wrong)
 
 

@@ -26,8 +26,8 @@ Y = torch.randint(0, 5, (32,), generator=GENERATOR)
 
 
 def rules(backward: Any, *, precision: str | None = None, extends: str = "default", **match: Any) -> dict[str, Any]:
-    asked = {"match": match or {"family": "matmul"}, "backward": backward}
-    return {"version": 1, "extends": extends, "rules": [asked | ({"precision": precision} if precision else {})]}
+    requested = {"match": match or {"family": "matmul"}, "backward": backward}
+    return {"version": 1, "extends": extends, "rules": [requested | ({"precision": precision} if precision else {})]}
 
 
 WIDE = rules({"precision": "fp32"})
@@ -162,14 +162,14 @@ def test_no_typed_node_where_no_gradient_can_be_asked_for() -> None:
 
 
 def test_an_ambient_autocast_takes_no_part() -> None:
-    found = []
+    result = []
     for ambient in (False, True):
         model = Net()
         loss = loss_fn(amp.compile(model, rules=WIDE, dtype="bf16", backend="eager"), X, Y)
         with torch.autocast("cpu", dtype=BF16, enabled=ambient):
             loss.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
+        result.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *result))
 
 
 # ---- operators of every kind: kernels with state, lists, random numbers
@@ -195,7 +195,7 @@ EVERYTHING = {
 def test_every_kind_of_gradient_in_fp32(name: str) -> None:
     """With everything but the forward in FP32, gradients are those of FP32 autograd at the rounded values."""
     net = Net(MODULES[name])
-    found = gradients(copy.deepcopy(net), EVERYTHING)
+    result = gradients(copy.deepcopy(net), EVERYTHING)
     x = X.to(BF16)
     with torch.no_grad():
         low = copy.deepcopy(net).to(BF16)
@@ -212,7 +212,7 @@ def test_every_kind_of_gradient_in_fp32(name: str) -> None:
         between = low.between.float().train()
         (gh,) = torch.autograd.grad(between(hidden), hidden, gr)
     wanted = {"b.weight": g.t() @ r.float(), "b.bias": g.sum(0), "a.weight": gh.t() @ x.float(), "a.bias": gh.sum(0)}
-    check({key: found[key] for key in wanted}, wanted, 2e-6)
+    check({key: result[key] for key in wanted}, wanted, 2e-6)
 
 
 def test_batch_norm_changes_its_statistics_once() -> None:
@@ -230,7 +230,7 @@ def test_batch_norm_changes_its_statistics_once() -> None:
 def test_dropout_draws_once(make: Any) -> None:
     model = Net(nn.Dropout(0.5))
     torch.manual_seed(7)
-    found = make(model, EVERYTHING)
+    result = make(model, EVERYTHING)
     torch.manual_seed(7)
     mask = torch.ops.aten.native_dropout.default(torch.ones(32, 16, dtype=BF16), 0.5, True)[1]
     low = copy.deepcopy(model).to(BF16)
@@ -239,7 +239,7 @@ def test_dropout_draws_once(make: Any) -> None:
         logits = low.b(r).float()
     (g,) = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), Y), logits)
     gh = (g @ low.b.weight.float()) * mask * 2
-    check({"w": found["b.weight"], "a": found["a.bias"]}, {"w": g.t() @ r.float(), "a": gh.sum(0)}, 2e-6)
+    check({"w": result["b.weight"], "a": result["a.bias"]}, {"w": g.t() @ r.float(), "a": gh.sum(0)}, 2e-6)
 
 
 def test_random_operators_are_refused_by_name() -> None:
@@ -281,9 +281,9 @@ class Tied(nn.Module):
 def test_lists_kernels_with_state_and_shared_weights(make: Any, between: Any, rule: Any) -> None:
     torch.manual_seed(5)
     net = Net(between())
-    found = make(copy.deepcopy(net), rule)
+    result = make(copy.deepcopy(net), rule)
     loss_fn(net, X, Y).backward()
     for name, parameter in net.named_parameters():
-        error = float((found[name].float() - parameter.grad).norm() / parameter.grad.norm())
+        error = float((result[name].float() - parameter.grad).norm() / parameter.grad.norm())
         assert error < 0.02, name
-    assert rule is WIDE or all(found[name].dtype is F32 for name in found)
+    assert rule is WIDE or all(result[name].dtype is F32 for name in result)

@@ -76,28 +76,28 @@ class Several(nn.Module):
         super().__init__()
         self.names, self.ops = names, nn.ModuleList(Op(*OPS[name]) for name in names)
 
-    def forward(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        return [op(x) for op, x in zip(self.ops, given, strict=True)]
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x) for op, x in zip(self.ops, inputs, strict=True)]
 
 
 def numbers(model: Several, run: Callable[..., Any]) -> list[list[torch.Tensor]]:
     """Of each op the result, and the gradients of the input and the weight."""
     generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in model.names]
-    found = []
-    for name, op, x, made in zip(model.names, model.ops, given, run(*given), strict=True):
-        coefficients = torch.randn(made.shape, generator=torch.Generator().manual_seed(2)).to(BF16).float()
+    inputs = [torch.randn(SHAPE, generator=generator).requires_grad_() for _ in model.names]
+    result = []
+    for name, op, x, built in zip(model.names, model.ops, inputs, run(*inputs), strict=True):
+        coefficients = torch.randn(built.shape, generator=torch.Generator().manual_seed(2)).to(BF16).float()
         wanted = [x] if name != "embedding" else []
         wanted += [op.weight] if op.weight is not None else []
-        found.append([made.detach(), *torch.autograd.grad((made * coefficients).sum(), wanted, retain_graph=True)])
-    return found
+        result.append([built.detach(), *torch.autograd.grad((built * coefficients).sum(), wanted, retain_graph=True)])
+    return result
 
 
 def computed(model: Several, low: torch.dtype) -> list[list[torch.Tensor]]:
     """The same by hand."""
 
-    def run(*given: torch.Tensor) -> list[torch.Tensor]:
-        return [by_hand(*one, low) for one in zip(model.names, given, [op.weight for op in model.ops], strict=True)]
+    def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [by_hand(*one, low) for one in zip(model.names, inputs, [op.weight for op in model.ops], strict=True)]
 
     return numbers(model, run)
 
@@ -105,8 +105,8 @@ def computed(model: Several, low: torch.dtype) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eager_computes_in_fp32_to_the_bit(dtype: str) -> None:
     model = Several(SINGLE)
-    found = numbers(model, amp.compile(model, rules=rules(), dtype=dtype, backend="eager"))
-    for name, mine, expected in zip(SINGLE, found, computed(model, DTYPES[dtype]), strict=True):
+    result = numbers(model, amp.compile(model, rules=rules(), dtype=dtype, backend="eager"))
+    for name, mine, expected in zip(SINGLE, result, computed(model, DTYPES[dtype]), strict=True):
         assert all(map(torch.equal, mine, expected)), name
 
 
@@ -115,9 +115,9 @@ def test_eager_computes_in_fp32_to_the_bit(dtype: str) -> None:
 def test_inductor_computes_in_fp32(name: str) -> None:
     """What compiled code sums in another order may be rounded to the neighbour: one unit in the last place of BF16."""
     model = Several([name])
-    (found,) = numbers(model, amp.compile(model, rules=rules(), dtype="bf16", backend="inductor"))
+    (result,) = numbers(model, amp.compile(model, rules=rules(), dtype="bf16", backend="inductor"))
     (expected,) = computed(model, BF16)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(result, expected, strict=True):
         assert torch.equal(one, one.to(BF16).float()), "a 16-bit number, inside and outside"
         assert float((one == other).float().mean()) > 0.98
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
@@ -133,8 +133,8 @@ class Chain(nn.Module):
         return self.head(F.gelu(self.norm(self.linear(x).view(-1, 16))))
 
 
-def graph_of(model: nn.Module, asked: Any, *inputs: torch.Tensor, **options: Any) -> Any:
-    compiled = amp.compile(model, rules=asked, backend="eager", **({"dtype": "bf16"} | options))
+def graph_of(model: nn.Module, requested: Any, *inputs: torch.Tensor, **options: Any) -> Any:
+    compiled = amp.compile(model, rules=requested, backend="eager", **({"dtype": "bf16"} | options))
     compiled(*inputs)
     return compiled.graph_module.graph
 
@@ -180,10 +180,10 @@ def test_what_legalize_will_widen_is_left_to_it() -> None:
 def test_backward_math_alone() -> None:
     """The forward is what the 16-bit kernel gives; the gradients are computed in FP32 and rounded as they leave."""
     model = Several(["softmax", "gelu"])
-    asked = rules(math="fp32")
-    asked["rules"][0] = {"match": {}, "precision": "low", "backward": {"precision": "low", "math": "fp32"}}
-    found = numbers(model, amp.compile(model, rules=asked, dtype="bf16", backend="eager"))
-    for mine, expected in zip(found, computed(model, BF16), strict=True):
+    requested = rules(math="fp32")
+    requested["rules"][0] = {"match": {}, "precision": "low", "backward": {"precision": "low", "math": "fp32"}}
+    result = numbers(model, amp.compile(model, rules=requested, dtype="bf16", backend="eager"))
+    for mine, expected in zip(result, computed(model, BF16), strict=True):
         assert all(map(torch.equal, mine[1:], expected[1:]))
 
 
@@ -196,7 +196,7 @@ def test_a_training_step_of_nvcaffe() -> None:
         dtype="bf16", loss_scale=None, backend="eager",
     )  # fmt: skip
     step(x, y)
-    found = {name: gradient.clone().float() for name, gradient in step.gradients().items()}
+    result = {name: gradient.clone().float() for name, gradient in step.gradients().items()}
 
     def low(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(BF16)
@@ -208,7 +208,7 @@ def test_a_training_step_of_nvcaffe() -> None:
     F.cross_entropy(h.float(), y).backward()
     for name, parameter in twin.named_parameters():
         scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(found[name], parameter.grad, rtol=2**-7, atol=2**-8 * scale, msg=name)
+        torch.testing.assert_close(result[name], parameter.grad, rtol=2**-7, atol=2**-8 * scale, msg=name)
 
 
 # ---- what cannot be carried out
@@ -237,9 +237,9 @@ def test_arithmetic_that_no_kernel_has_is_refused_at_its_rule(rule: Any, dtype: 
 
 
 def test_a_refinement_of_an_fp32_node_is_refused_where_it_narrows() -> None:
-    asked = {"version": 1, "extends": "safe", "rules": [{"match": {"op": "aten.gelu"}, "math": "bf16"}]}
+    requested = {"version": 1, "extends": "safe", "rules": [{"match": {"op": "aten.gelu"}, "math": "bf16"}]}
     with pytest.raises(RuleError, match=r"narrower than its data.*rules\.0") as caught:
-        amp.explain(nn.GELU(), (torch.randn(3),), rules=asked, dtype="bf16")
+        amp.explain(nn.GELU(), (torch.randn(3),), rules=requested, dtype="bf16")
     assert caught.value.file == "<dict>"
 
 

@@ -53,14 +53,14 @@ def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = toy.step(amp)
     torch.manual_seed(1)
     batch = toy.batch()
-    found = []
+    result = []
     for _ in range(toy.options.get("accumulate", 1)):
         step(*batch)
-        found.append(written(step.stages))
+        result.append(written(step.stages))
     path = Path(__file__).with_name(f"{name}.txt")
     if os.environ.get("AMP_REGENERATE"):
-        path.write_text("".join(found), encoding="utf-8")
-    assert "".join(found) == path.read_text(encoding="utf-8")
+        path.write_text("".join(result), encoding="utf-8")
+    assert "".join(result) == path.read_text(encoding="utf-8")
 
 
 def test_every_pass_stands_in_a_pipeline() -> None:

@@ -34,8 +34,8 @@ def draft_of(kinds: list[str], edges: list[tuple[int, int]]) -> tuple[Draft, dic
         name = f"{kind}{place}"
         graph.add_node(Node(name, "aten.op", operands, (name,)), [Value(name, DType.FLOAT32)])
     rules = RuleSet("test", (), OpTable({}, {}))
-    asked = {f"{kind}{place}": Decision(WORDS[kind], reason="asked") for place, kind in enumerate(kinds)}
-    return Draft(graph, rules, Context(DType.FLOAT16)), asked
+    requested = {f"{kind}{place}": Decision(WORDS[kind], reason="asked") for place, kind in enumerate(kinds)}
+    return Draft(graph, rules, Context(DType.FLOAT16)), requested
 
 
 def low_in(kinds: list[str], edges: list[tuple[int, int]]) -> set[str]:
@@ -73,11 +73,11 @@ def as_tensorflow_does(kinds: list[str], edges: list[tuple[int, int]]) -> set[st
     def reached(starts, inside, graph):
         """What paths from `starts` reach, all of whose further nodes are `inside`."""
         kept = graph.subgraph(inside | starts)
-        found = set()
+        result = set()
         for start in starts:
             walk = nx.DiGraph((one, other) for one, other in kept.edges if other in inside)
-            found |= nx.descendants(walk, start) if start in walk else set()
-        return found
+            result |= nx.descendants(walk, start) if start in walk else set()
+        return result
 
     back = whole.reverse()
     wary = of["deny"] | of["infer"] | reached(of["deny"] | of["infer"], of["clear"], back)
@@ -116,8 +116,8 @@ class Gates(torch.nn.Module):
 
 def test_a_gate_between_layers_runs_low_and_the_last_activation_does_not():
     plan = amp.explain(Gates(), (torch.randn(2, 8),), rules="tensorflow", dtype="fp16")
-    found = {node.op: node.precision for node in plan.nodes}
-    assert found.pop("aten.leaky_relu") == "fp32"
-    assert set(found.values()) == {"low"}, found
+    result = {node.op: node.precision for node in plan.nodes}
+    assert result.pop("aten.leaky_relu") == "fp32"
+    assert set(result.values()) == {"low"}, result
     assert "between nodes that run low" in next(node.reason for node in plan.nodes if node.op == "aten.silu")
     assert "nothing below it runs low" in next(node.reason for node in plan.nodes if node.op == "aten.leaky_relu")

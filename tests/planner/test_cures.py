@@ -55,13 +55,13 @@ class Runs:
         return Trial(plan_of(fp32, self.names), () if self.needed <= fp32 else (self.shown(fp32),))
 
 
-def found(needed, shown, names=("a", "b", "c", "d")):
+def cure_of(needed, shown, names=("a", "b", "c", "d")):
     runs = Runs(needed, shown, names)
     return find_cure(RULES, runs(RULES), runs), runs
 
 
 def test_one_node_that_overflows_is_enough():
-    cure, runs = found({"b"}, lambda fp32: broken("b", rounding=True))
+    cure, runs = cure_of({"b"}, lambda fp32: broken("b", rounding=True))
     assert 'node: "^b$"' in cure.rule and cure.rule.count("match") == 1 and "1 node in FP32 fixes it" in cure.message
     assert runs.tried == [set(), {"b"}]
 
@@ -70,26 +70,26 @@ def test_fp32_spreads_down_to_readers_of_what_does_not_fit():
     def shown(fp32):
         return broken("b" if "c" not in fp32 else "c", rounding=True)
 
-    cure, runs = found({"b", "c", "d"}, shown)
+    cure, runs = cure_of({"b", "c", "d"}, shown)
     assert cure.rule.count("match") == 3 and {"b", "c"} in runs.tried and runs.tried[-1] == {"b", "c", "d"}
 
 
 def test_fp32_spreads_up_to_makers_of_what_is_too_small():
-    cure, runs = found({"b", "c"}, lambda fp32: broken("c"))
+    cure, runs = cure_of({"b", "c"}, lambda fp32: broken("c"))
     assert cure.rule.count("match") == 2 and runs.tried[-1] == {"b", "c"}
-    cure, runs = found({"a", "b"}, lambda fp32: broken("b", rounding=True, phase="backward"))
+    cure, runs = cure_of({"a", "b"}, lambda fp32: broken("b", rounding=True, phase="backward"))
     assert runs.tried[-1] == {"a", "b"}
 
 
 def test_where_fp32_makes_it_too_two_trials_tell():
-    cure, runs = found({"nothing"}, lambda fp32: broken("b"))
+    cure, runs = cure_of({"nothing"}, lambda fp32: broken("b"))
     assert cure.rule == "" and "FP32 makes it too" in cure.message and len(runs.tried) == 3
 
 
 def test_the_search_ends():
     names = tuple(f"n{number}" for number in range(3 * MOST_NODES))
     needed = set(names[5:])
-    cure, runs = found(needed, lambda fp32: broken(max((*fp32, "n5"), key=names.index), rounding=True), names)
+    cure, runs = cure_of(needed, lambda fp32: broken(max((*fp32, "n5"), key=names.index), rounding=True), names)
     assert (
         cure.rule == "" and "with FP32 everywhere it is finite" in cure.message and len(runs.tried) <= MOST_TRIALS + 2
     )
@@ -115,13 +115,13 @@ def test_rules_of_a_file_are_extended_wherever_the_new_file_lies(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     entry = {"match": {"node": "^a$"}, "precision": "fp32", "why": 'it says "inf": so'}
     (tmp_path / "other" / "more.yaml").write_text(rules_text(load_rules("mine.yaml"), [entry]))
-    made = load_rules(tmp_path / "other" / "more.yaml")
-    assert len(made.rules) == len(load_rules("mine.yaml").rules) + 1 and made.rules[-1].why == entry["why"]
+    result = load_rules(tmp_path / "other" / "more.yaml")
+    assert len(result.rules) == len(load_rules("mine.yaml").rules) + 1 and result.rules[-1].why == entry["why"]
 
 
 def test_inputs_that_are_not_finite_themselves():
     data = NonfiniteNode("x", INPUT, "", "forward", output=ValueRange(1.0, 2.0, 1, 3, "fp32"))
     copy = NonfiniteNode("w_low", INPUT, "", "forward", planned="w", rounding=True)
     assert spoilt_inputs([copy], {}) is None
-    told = spoilt_inputs([copy, data], {"x": "the batch"})
-    assert told is not None and told.message == "the batch holds 1 infinite, 3 NaN: no precision fixes that"
+    message = spoilt_inputs([copy, data], {"x": "the batch"})
+    assert message is not None and message.message == "the batch holds 1 infinite, 3 NaN: no precision fixes that"

@@ -20,18 +20,18 @@ return
 """
 
 
-def found(graph, **keep):
+def kept_and_widest(graph, **keep):
     """Names of the nodes that are kept, and of those that run in the widest type."""
     numbers = find_numbers(parse_graph(graph), load_rules({"version": 1, "extends": "default", "keep": keep}))
     return sorted(numbers.kept), sorted(numbers.widest)
 
 
 def test_each_part_has_a_switch():
-    assert found(BOTH, angles=False) == (["a"], [])
-    assert found(BOTH, sizes=False) == (["b", "s"], [])
+    assert kept_and_widest(BOTH, angles=False) == (["a"], [])
+    assert kept_and_widest(BOTH, sizes=False) == (["b", "s"], [])
     graph = GOLDEN.read_text(encoding="utf-8").partition("--- graph\n")[2].partition("---\n")[0]
-    kept, widest = found(graph)
-    assert kept and widest and found(graph, sizes=False, angles=False) == ([], [])
+    kept, widest = kept_and_widest(graph)
+    assert kept and widest and kept_and_widest(graph, sizes=False, angles=False) == ([], [])
 
 
 @pytest.mark.parametrize(("kind", "little"), [("param", False), ("buffer", True)])

@@ -20,14 +20,14 @@ from amp_compiler.policy.rules import Context
 NAMES = ("/lm_head/MatMul", "/blocks.0/attn/MatMul", "/blocks.1/attn/MatMul", "/blocks.1/mlp/Gemm", "head")
 
 
-def asked(path, ranges=None, magnitude=None):
+def requests(path, ranges=None, magnitude=None):
     """What an imported file asks of each of a few products."""
-    made = import_rules(path)
+    built = import_rules(path)
     rules = path.with_suffix(".rules.yaml")
-    rules.write_text(made.to_text(), encoding="utf-8")
+    rules.write_text(built.to_text(), encoding="utf-8")
     loaded = load_rules(str(rules))
     assert loaded.rules == load_rules(str(rules)).rules
-    found = {}
+    result = {}
     for name in NAMES:
         op = name.rpartition("/")[2] if "/" in name else "Conv"
         inputs = "input x: fp32[2, 8]\nparam w: fp32[8, 3]"
@@ -35,8 +35,8 @@ def asked(path, ranges=None, magnitude=None):
         graph.stored_numbers = lambda value: None if magnitude is None else StoredNumbers(most=magnitude)
         matcher = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {})
         decision = matcher.decide(graph.nodes[name])
-        found[name] = decision.precision.value
-    return {name for name, precision in found.items() if precision == "fp32"}
+        result[name] = decision.precision.value
+    return {name for name, precision in result.items() if precision == "fp32"}
 
 
 def written(tmp_path, name, content):
@@ -67,26 +67,26 @@ def written(tmp_path, name, content):
     ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
 def test_what_a_list_keeps_is_kept(name, content, wide, tmp_path):
-    assert asked(written(tmp_path, name, content)) == wide
+    assert requests(written(tmp_path, name, content)) == wide
 
 
 def test_numbers_become_matchers(tmp_path):
     path = written(tmp_path, "a.json", {"data_max": 512, "init_max": 100.5, "max_depth_of_reduction": 4096})
-    assert not asked(path)
-    assert asked(path, ranges={"y": 513.0}) == set(NAMES) == asked(path, magnitude=101.0)
+    assert not requests(path)
+    assert requests(path, ranges={"y": 513.0}) == set(NAMES) == requests(path, magnitude=101.0)
     assert "reduction_size: '> 4096'" in import_rules(path).to_text()
 
 
 def test_options_that_are_no_rules_are_told(tmp_path):
-    made = import_rules(
+    result = import_rules(
         written(tmp_path, "a.json", {"nodes_to_exclude": ["a"], "low_precision_type": "bf16", "opset": None})
     )
-    assert made.notes == ["low_precision_type is no rule: see the option --dtype of amp-compiler convert"]
-    assert "\n# low_precision_type is no rule" in made.to_text()
+    assert result.notes == ["low_precision_type is no rule: see the option --dtype of amp-compiler convert"]
+    assert "\n# low_precision_type is no rule" in result.to_text()
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("a.json", {"nodes_to_exlude": ["a"]}, "'nodes_to_exlude' is no option.*did you mean 'nodes_to_exclude'"),
         ("a.json", {"op_types_to_exclude": ["Sofmax"]}, "no ONNX op 'Sofmax'.*Softmax"),
@@ -100,8 +100,8 @@ def test_options_that_are_no_rules_are_told(tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_refused(name, content, told, tmp_path):
-    with pytest.raises(RuleError, match=told) as raised:
+def test_what_cannot_be_read_is_refused(name, content, message, tmp_path):
+    with pytest.raises(RuleError, match=message) as raised:
         import_rules(written(tmp_path, name, content))
     assert "a." in raised.value.where and raised.value.hint
 

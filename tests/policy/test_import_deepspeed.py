@@ -43,14 +43,14 @@ def test_the_preset_and_the_reader_are_held_to_the_facts():
     ],
 )  # fmt: skip
 def test_the_section_fp16_is_a_loss_scale(fp16, stage, expected, tmp_path):
-    rules, made = imported(tmp_path, {"fp16": ON | fp16, "zero_optimization": {"stage": stage}})
+    rules, result = imported(tmp_path, {"fp16": ON | fp16, "zero_optimization": {"stage": stage}})
     assert rules.loss_scale == expected
-    assert 'the step takes: dtype="fp16"' in made.notes
-    assert any("know no hysteresis" in note for note in made.notes) == (stage == 0)
+    assert 'the step takes: dtype="fp16"' in result.notes
+    assert any("know no hysteresis" in note for note in result.notes) == (stage == 0)
 
 
 @pytest.mark.parametrize(
-    ("bf16", "stage", "checks", "told"),
+    ("bf16", "stage", "checks", "message"),
     [
         ({}, 2, True, "not given: true as from DeepSpeed 0.19.3 on"),
         ({"check_grad_overflow": False}, 2, False, ""),
@@ -59,11 +59,11 @@ def test_the_section_fp16_is_a_loss_scale(fp16, stage, expected, tmp_path):
         ({"check_grad_overflow": True}, 0, False, "looks for no overflow"),
     ],
 )
-def test_the_section_bf16_says_whether_gradients_are_looked_at(bf16, stage, checks, told, tmp_path):
-    rules, made = imported(tmp_path, {"bf16": ON | bf16, "zero_optimization": {"stage": stage}})
+def test_the_section_bf16_says_whether_gradients_are_looked_at(bf16, stage, checks, message, tmp_path):
+    rules, result = imported(tmp_path, {"bf16": ON | bf16, "zero_optimization": {"stage": stage}})
     assert rules.loss_scale == {"mode": "none", "check_finite": checks}
-    notes = "\n".join(made.notes)
-    assert told in notes and bool(told) == ("bf16" in notes.replace('dtype="bf16"', ""))
+    notes = "\n".join(result.notes)
+    assert message in notes and bool(message) == ("bf16" in notes.replace('dtype="bf16"', ""))
 
 
 def test_masters_in_16_bits_and_what_stands_beside_the_sections(tmp_path):
@@ -73,24 +73,24 @@ def test_masters_in_16_bits_and_what_stands_beside_the_sections(tmp_path):
         "optimizer": {"type": "AdamW", "params": {}}, "data_types": {"grad_accum_dtype": "bf16"}, "scheduler": {},
         "train_batch_sise": 4,
     }  # fmt: skip
-    rules, made = imported(tmp_path, config)
+    rules, result = imported(tmp_path, config)
     assert (rules.weights["master"], rules.weights["rounding"]) == ("low", "nearest")
-    notes = "\n".join(made.notes)
+    notes = "\n".join(result.notes)
     assert 'the step takes: dtype="bf16", clip_norm=0.5, accumulate=8' in notes
     for word in ("bf16_optimizer_states", "AdamW", "grad_accum_dtype", "stage 1"):
         assert word in notes
     assert "'train_batch_sise' (line 20)" in notes and "did you mean 'train_batch_size'" in notes
-    assert all(f"# {note}" in made.to_text() for note in made.notes)
+    assert all(f"# {note}" in result.to_text() for note in result.notes)
 
 
 def test_extends_stands_in_the_place_of_the_preset(tmp_path):
-    _, made = imported(tmp_path, {"fp16": ON}, extends="fast")
-    assert made.rules["extends"] == "fast"
+    _, result = imported(tmp_path, {"fp16": ON}, extends="fast")
+    assert result.rules["extends"] == "fast"
 
 
 def test_of_both_names_of_bf16_deepspeed_reads_the_new_one(tmp_path):
-    rules, made = imported(tmp_path, {"bf16": ON, "bfloat16": {"enabled": False}})
-    assert rules.loss_scale["mode"] == "none" and any("'bfloat16' (line 5)" in note for note in made.notes)
+    rules, result = imported(tmp_path, {"bf16": ON, "bfloat16": {"enabled": False}})
+    assert rules.loss_scale["mode"] == "none" and any("'bfloat16' (line 5)" in note for note in result.notes)
     with pytest.raises(RuleError, match="no mixed precision"):
         imported(tmp_path, {"bf16": {"enabled": False}, "bfloat16": ON})
     rules, _ = imported(tmp_path, {"bf16": None, "bfloat16": ON})
@@ -99,17 +99,17 @@ def test_of_both_names_of_bf16_deepspeed_reads_the_new_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["torch_autocast", "amp"])
 def test_what_is_asked_for_beside_the_sections_is_told(name, tmp_path):
-    _, made = imported(tmp_path, {"fp16": ON, name: ON})
-    (note,) = [note for note in made.notes if note.startswith(name)]
+    _, result = imported(tmp_path, {"fp16": ON, name: ON})
+    (note,) = [note for note in result.notes if note.startswith(name)]
     assert "(line 5)" in note and "beside fp16" in note
-    _, made = imported(tmp_path, {"fp16": ON, name: {"enabled": False}})
-    assert not any(name in note for note in made.notes)
+    _, result = imported(tmp_path, {"fp16": ON, name: {"enabled": False}})
+    assert not any(name in note for note in result.notes)
 
 
 def test_a_scale_that_begins_below_its_minimum_is_told(tmp_path):
     fp16 = ON | {"initial_scale_power": 1, "min_loss_scale": 8}
-    _, made = imported(tmp_path, {"fp16": fp16, "zero_optimization": {"stage": 1}})
-    assert "2**1 is below min_loss_scale: the scale begins at 8" in "\n".join(made.notes)
+    _, result = imported(tmp_path, {"fp16": fp16, "zero_optimization": {"stage": 1}})
+    assert "2**1 is below min_loss_scale: the scale begins at 8" in "\n".join(result.notes)
 
 
 def test_tabs_between_values_are_json(tmp_path):
@@ -118,7 +118,7 @@ def test_tabs_between_values_are_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"fp16": {"enabled": "auto"}}, r":3:.*'auto' is for the Trainer.*fp16\.enabled.*false"),
         ({"fp16": ON | {"loss_scal": 0}}, r":4:.*no fp16 option 'loss_scal'.*did you mean 'loss_scale'"),
@@ -139,7 +139,7 @@ def test_tabs_between_values_are_json(tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused(config, told, tmp_path):
-    with pytest.raises(RuleError, match=told) as raised:
+def test_what_cannot_be_read_is_refused(config, message, tmp_path):
+    with pytest.raises(RuleError, match=message) as raised:
         imported(tmp_path, config)
     assert raised.value.hint and "ds_config.json" in raised.value.where

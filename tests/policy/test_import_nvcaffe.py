@@ -47,12 +47,12 @@ layer { name: "top" type: "Accuracy" include { phase: TEST } forward_type: FLOAT
 def imported(tmp_path, text, name="net.prototxt", **options):
     path, rules = tmp_path / name, tmp_path / "rules.yaml"
     path.write_text(text, encoding="utf-8")
-    made = import_file(path, **options)
-    rules.write_text(made.to_text(), encoding="utf-8")
-    return load_rules(str(rules)), made
+    result = import_file(path, **options)
+    rules.write_text(result.to_text(), encoding="utf-8")
+    return load_rules(str(rules)), result
 
 
-def asked(rules, module, op="aten.linear"):
+def decided(rules, module, op="aten.linear"):
     """Forward and backward precision and the line of the prototxt that says so."""
     graph = parse_graph(f'graph fx\ninput x: fp32[2, 8]\ny = {op}(input=x) -> fp32[2, 8] module="{module}"')
     decision = RuleMatcher(rules, graph, Context(DType.FLOAT16, "cuda"), {}).decide(graph.nodes["y"])
@@ -61,35 +61,37 @@ def asked(rules, module, op="aten.linear"):
 
 
 def test_a_net_says_the_types_of_its_layers(tmp_path):
-    rules, made = imported(tmp_path, NET)
-    assert asked(rules, "conv1", "aten.conv2d")[:2] == ("low", "low")
+    rules, result = imported(tmp_path, NET)
+    assert decided(rules, "conv1", "aten.conv2d")[:2] == ("low", "low")
     assert (
-        asked(rules, "anything")[2].count("net.prototxt:2") == asked(rules, "anything")[2].count("net.prototxt:3") == 1
+        decided(rules, "anything")[2].count("net.prototxt:2")
+        == decided(rules, "anything")[2].count("net.prototxt:3")
+        == 1
     )
-    assert asked(rules, "res2.1.bn", "aten.batch_norm")[:2] == ("fp32", "fp32")
-    assert asked(rules, "wrapped.res2.1.bn", "aten.batch_norm")[:2] == ("fp32", "fp32")
-    assert asked(rules, "res2x1.bn", "aten.batch_norm")[:2] == ("low", "low")
-    assert asked(rules, "fc[1]")[:2] == ("low", "fp32") and asked(rules, "fc1")[:2] == ("low", "low")
-    assert "net.prototxt:15" in asked(rules, "res2.1.bn")[2]
+    assert decided(rules, "res2.1.bn", "aten.batch_norm")[:2] == ("fp32", "fp32")
+    assert decided(rules, "wrapped.res2.1.bn", "aten.batch_norm")[:2] == ("fp32", "fp32")
+    assert decided(rules, "res2x1.bn", "aten.batch_norm")[:2] == ("low", "low")
+    assert decided(rules, "fc[1]")[:2] == ("low", "fp32") and decided(rules, "fc1")[:2] == ("low", "low")
+    assert "net.prototxt:15" in decided(rules, "res2.1.bn")[2]
     for module in ("loss", "<loss_fn>"):
-        assert asked(rules, module, "aten.cross_entropy_loss")[:2] == ("fp32", "fp32")
-    assert asked(rules, "conv1", "aten.to")[0] == "keep" and asked(rules, "conv1", "mylib.op")[0] == "fp32"
+        assert decided(rules, module, "aten.cross_entropy_loss")[:2] == ("fp32", "fp32")
+    assert decided(rules, "conv1", "aten.to")[0] == "keep" and decided(rules, "conv1", "mylib.op")[0] == "fp32"
     assert rules.loss_scale == {"mode": "static", "init": 1000}
-    notes = "\n".join(made.notes)
+    notes = "\n".join(result.notes)
     assert "layer 'data' makes the batch" in notes and "forward_type: FLOAT16 (net.prototxt:6)" in notes
     assert (
         "layer 'relu' (net.prototxt:19): 'Sigmiod' is no layer type of NVCaffe's own (did you mean 'Sigmoid'?)" in notes
     )
-    assert "layer 'top' is for tests alone" in notes and len(made.notes) == 3
+    assert "layer 'top' is for tests alone" in notes and len(result.notes) == 3
 
 
 def test_float_is_the_default_as_in_nvcaffe(tmp_path):
-    rules, made = imported(tmp_path, 'layer { name: "a" type: "Convolution" forward_type: 2 backward_type: FLOAT16 }')
-    assert asked(rules, "a", "aten.conv2d")[:2] == ("low", "low")
-    assert asked(rules, "b", "aten.conv2d")[:2] == ("fp32", "fp32") and not made.notes
+    rules, result = imported(tmp_path, 'layer { name: "a" type: "Convolution" forward_type: 2 backward_type: FLOAT16 }')
+    assert decided(rules, "a", "aten.conv2d")[:2] == ("low", "low")
+    assert decided(rules, "b", "aten.conv2d")[:2] == ("fp32", "fp32") and not result.notes
     assert rules.loss_scale == {"mode": "none"} and FACTS["defaults"]["forward_type"] == "FLOAT"
     rules, _ = imported(tmp_path, "default_forward_type: FLOAT16\n")
-    assert asked(rules, "a")[:2] == ("low", "fp32")
+    assert decided(rules, "a")[:2] == ("low", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -106,19 +108,19 @@ def test_float_is_the_default_as_in_nvcaffe(tmp_path):
 )
 def test_a_layer_that_is_not_trained_is_no_rule(rule, trained, tmp_path):
     layer = f'layer {{ name: "a" type: "Scale" forward_type: FLOAT {rule} }}'
-    rules, made = imported(tmp_path, HALF + layer)
-    assert asked(rules, "a")[0] == ("fp32" if trained else "low")
-    assert any("for tests alone" in note for note in made.notes) == (not trained)
+    rules, result = imported(tmp_path, HALF + layer)
+    assert decided(rules, "a")[0] == ("fp32" if trained else "low")
+    assert any("for tests alone" in note for note in result.notes) == (not trained)
     # A layer of the same name that is trained keeps its types, whatever those of the other are.
     other = f'layer {{ name: "a" type: "Scale" backward_type: FLOAT include {{ phase: TRAIN }} }}{layer}'
     if not trained:
-        assert asked(imported(tmp_path, HALF + other)[0], "a")[:2] == ("low", "fp32")
+        assert decided(imported(tmp_path, HALF + other)[0], "a")[:2] == ("low", "fp32")
 
 
 def test_layers_of_one_name_and_the_same_types_have_one_rule(tmp_path):
     layer = 'layer { name: "a" type: "Scale" forward_type: FLOAT }\n'
-    _, made = imported(tmp_path, HALF + 2 * layer)
-    assert sum(rule["match"].get("module") == ["a", "*.a"] for rule in made.rules["rules"]) == 1
+    _, result = imported(tmp_path, HALF + 2 * layer)
+    assert sum(rule["match"].get("module") == ["a", "*.a"] for rule in result.rules["rules"]) == 1
 
 
 def test_what_layers_say_of_the_loss_and_of_rates_is_told(tmp_path):
@@ -142,17 +144,19 @@ def test_what_layers_say_of_the_loss_and_of_rates_is_told(tmp_path):
 def test_losses_that_differ_leave_the_loss_function_to_the_user(tmp_path):
     first, second = (f'layer {{ name: "{name}" type: "L1Loss" {types} }}' for name, types in
                      (("a", "forward_type: FLOAT"), ("b", "backward_type: FLOAT")))  # fmt: skip
-    rules, made = imported(tmp_path, HALF + first + second)
-    assert asked(rules, "a")[:2] == ("fp32", "low") and asked(rules, "b")[:2] == ("low", "fp32")
-    assert asked(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in made.notes[0]
-    rules, made = imported(tmp_path, HALF + first + 'layer { name: "c" type: "SoftmaxWithLoss" }')  # as the net has it
-    assert asked(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in made.notes[0]
+    rules, result = imported(tmp_path, HALF + first + second)
+    assert decided(rules, "a")[:2] == ("fp32", "low") and decided(rules, "b")[:2] == ("low", "fp32")
+    assert decided(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in result.notes[0]
+    rules, result = imported(
+        tmp_path, HALF + first + 'layer { name: "c" type: "SoftmaxWithLoss" }'
+    )  # as the net has it
+    assert decided(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in result.notes[0]
 
 
 def test_an_adaptive_scale_has_the_formula_of_the_last_versions(tmp_path):
-    rules, made = imported(tmp_path, HALF + "global_grad_scale: 32 global_grad_scale_adaptive: true")
+    rules, result = imported(tmp_path, HALF + "global_grad_scale: 32 global_grad_scale_adaptive: true")
     assert rules.loss_scale == {"mode": "nvcaffe", "coefficient": 32, "formula": "max"}
-    assert FACTS["adaptive"]["max"]["versions"][0] in made.notes[0] and "formula: l2" in made.notes[0]
+    assert FACTS["adaptive"]["max"]["versions"][0] in result.notes[0] and "formula: l2" in result.notes[0]
 
 
 def test_a_solver_says_the_type_of_the_weights(tmp_path):
@@ -161,28 +165,28 @@ def test_a_solver_says_the_type_of_the_weights(tmp_path):
     solver = 'net: "models/net.prototxt"\nbase_lr: 0.1 momentum: 0.9 weight_decay: 5e-4\nlr_policy: "poly"\n'
     more = 'iter_size: 4 clip_gradients: 2.5 regularization_type: "L1" solver_data_type: FLOAT16 type: "SGD"'
     for folder in (".", "models"):  # Caffe looks from where it is called
-        rules, made = imported(tmp_path, solver + more, f"{folder}/solver.prototxt")
+        rules, result = imported(tmp_path, solver + more, f"{folder}/solver.prototxt")
         assert (rules.weights["master"], rules.weights["overflow"]) == ("low", "clip")
-        assert asked(rules, "res2.1.bn")[:2] == ("fp32", "fp32") and rules.loss_scale["init"] == 1000
-    notes = "\n".join(made.notes)
-    for told in ("base_lr: 0.1", "momentum: 0.9", "iter_size: 4", "clip_gradients: 2.5", "regularization_type: L1",
+        assert decided(rules, "res2.1.bn")[:2] == ("fp32", "fp32") and rules.loss_scale["init"] == 1000
+    notes = "\n".join(result.notes)
+    for message in ("base_lr: 0.1", "momentum: 0.9", "iter_size: 4", "clip_gradients: 2.5", "regularization_type: L1",
                  "lr_policy: poly (solver.prototxt:3)"):  # fmt: skip
-        assert told in notes
-    rules, made = imported(tmp_path, solver.replace("net.proto", "none.proto"), "solver.prototxt")
-    assert rules.weights["master"] == "fp32" and "none.prototxt is not there" in made.notes[0]
+        assert message in notes
+    rules, result = imported(tmp_path, solver.replace("net.proto", "none.proto"), "solver.prototxt")
+    assert rules.weights["master"] == "fp32" and "none.prototxt is not there" in result.notes[0]
     sag = f'base_lr: 1 type: "SAG" momentum: 0.9 larc: true regularization_type: "WD" net_param {{ {NET} }}'
-    rules, made = imported(tmp_path, sag, "solver.prototxt")
-    assert asked(rules, "fc[1]")[:2] == ("low", "fp32")
-    assert "type: SAG (solver.prototxt:1)" in made.notes[0] and "larc: true" in made.notes[0]
+    rules, result = imported(tmp_path, sag, "solver.prototxt")
+    assert decided(rules, "fc[1]")[:2] == ("low", "fp32")
+    assert "type: SAG (solver.prototxt:1)" in result.notes[0] and "larc: true" in result.notes[0]
 
 
 def test_extends_stands_below(tmp_path):
-    _, made = imported(tmp_path, HALF, extends="fast")
-    assert list(made.rules)[:2] == ["version", "extends"] and made.rules["extends"] == "fast"
+    _, result = imported(tmp_path, HALF, extends="fast")
+    assert list(result.rules)[:2] == ["version", "extends"] and result.rules["extends"] == "fast"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (HALF + "default_forward_math: FLOAT16", r":3:.*arithmetic in 16 bits.*default_forward_math.*write FLOAT"),
         ("default_forward_type: DOUBLE", r":1:.*no rule asks for DOUBLE.*write FLOAT or FLOAT16"),
@@ -202,8 +206,8 @@ def test_extends_stands_below(tmp_path):
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_refused_by_line(text, told, tmp_path):
-    with pytest.raises(RuleError, match=f"(?s){told}") as raised:
+def test_what_cannot_be_read_is_refused_by_line(text, message, tmp_path):
+    with pytest.raises(RuleError, match=f"(?s){message}") as raised:
         imported(tmp_path, text)
     assert raised.value.hint and "net.prototxt" in raised.value.where
 

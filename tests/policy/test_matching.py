@@ -131,10 +131,10 @@ def decision_of(rules, op="aten.linear"):
 
 
 def test_the_last_match_wins_and_is_named():
-    found = decision_of(
+    result = decision_of(
         {"rules": [{"match": {}, "precision": "low", "why": "one"}, {"match": {}, "precision": "fp32", "why": "two"}]}
     )
-    assert (found.precision, found.rule, found.reason) == (Precision.FP32, "<dict>:rules.1", "two")
+    assert (result.precision, result.rule, result.reason) == (Precision.FP32, "<dict>:rules.1", "two")
 
 
 def test_rules_beat_lists_and_ops_beat_families():
@@ -147,10 +147,10 @@ def test_rules_beat_lists_and_ops_beat_families():
 def test_arithmetic_is_refined_by_later_rules_and_replaced_with_the_precision():
     first = {"match": {}, "precision": "low", "math": "fp32", "backward": {"precision": "fp32"}}
     refine = {"match": {"op": "aten.linear"}, "math": "bf16", "backward": {"math": "fp32"}}
-    found = decision_of({"rules": [first, refine]})
-    assert (found.precision, found.math) == (Precision.LOW, BF16)
-    assert (found.backward, found.backward_math) == (Precision.FP32, F32)
-    assert found.rule == "<dict>:rules.0" and found.reason.endswith("refined by <dict>:rules.1")
+    result = decision_of({"rules": [first, refine]})
+    assert (result.precision, result.math) == (Precision.LOW, BF16)
+    assert (result.backward, result.backward_math) == (Precision.FP32, F32)
+    assert result.rule == "<dict>:rules.0" and result.reason.endswith("refined by <dict>:rules.1")
     anew = decision_of({"rules": [first, refine, {"match": {}, "precision": "fp32"}]})
     assert (anew.math, anew.backward, anew.backward_math) == (None, None, None)
 
@@ -208,17 +208,17 @@ def test_reduction_sizes(op, inputs, attrs, output, size):
 def test_depthwise_is_one_group_a_channel(op, attribute, channels, groups, wanted, batch):
     shapes = {"input": (*batch, channels, 4, 4), "weight": (channels, channels // groups, 3, 3)}
     graph, node = graph_of(op, shapes, attrs={attribute: groups} if groups > 1 else {})
-    for asked in (True, False):
-        rules = load_rules({"version": 1, "rules": [{"match": {"depthwise": asked}, "precision": "fp32"}]})
+    for requested in (True, False):
+        rules = load_rules({"version": 1, "rules": [{"match": {"depthwise": requested}, "precision": "fp32"}]})
         decision = RuleMatcher(rules, graph, Context(DType.FLOAT16)).decide(node)
-        assert (decision is not None) == (asked == wanted)
+        assert (decision is not None) == (requested == wanted)
 
 
 def test_output_is_what_the_graph_returns():
     graph, node = graph_of("aten.relu", {"self": (2, 3)})
-    for outputs, asked, matches in ((["y"], True, True), (["self"], True, False), (["self"], False, True)):
+    for outputs, requested, matches in ((["y"], True, True), (["self"], True, False), (["self"], False, True)):
         graph.outputs = outputs
-        rules = load_rules({"version": 1, "rules": [{"match": {"output": asked}, "precision": "fp32"}]})
+        rules = load_rules({"version": 1, "rules": [{"match": {"output": requested}, "precision": "fp32"}]})
         decision = RuleMatcher(rules, graph, Context(DType.FLOAT16)).decide(node)
         assert (decision is not None) == matches
 

@@ -22,12 +22,12 @@ X = torch.linspace(-2.0, 3.0, 24).reshape(2, 3, 4)
 
 def schemas():
     """ATen schemas by canonical name."""
-    found = collections.defaultdict(list)
+    result = collections.defaultdict(list)
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("aten::"):
             name = schema.name.removeprefix("aten::")
-            found[name[:-1] if name.endswith("_") and not name.endswith("__") else name].append(schema)
-    return found
+            result[name[:-1] if name.endswith("_") and not name.endswith("__") else name].append(schema)
+    return result
 
 
 SCHEMAS = schemas()
@@ -117,8 +117,8 @@ PROMOTING = sorted(name.removeprefix("aten.") for name, info in TABLE.ops.items(
 
 
 def call(name, first, second):
-    made = CALLS[name] if name in CALLS else getattr(torch.ops.aten, name)
-    return made(first, second)
+    result = CALLS[name] if name in CALLS else getattr(torch.ops.aten, name)
+    return result(first, second)
 
 
 @pytest.mark.parametrize("name", PROMOTING)
@@ -126,10 +126,10 @@ def call(name, first, second):
 def test_promoting_ops_take_mixed_types(name, low):
     first, second = X.abs() + 0.5, X.flip(0).abs() + 1.0
     for mixed, wide in (((first.to(low), second), (first.to(low).float(), second)), ((first, second.to(low)), None)):
-        found = call(name, *mixed)
-        assert found.dtype in (torch.float32, torch.bool)
+        result = call(name, *mixed)
+        assert result.dtype in (torch.float32, torch.bool)
         if wide is not None:
-            torch.testing.assert_close(found, call(name, *wide), rtol=0, atol=0)
+            torch.testing.assert_close(result, call(name, *wide), rtol=0, atol=0)
 
 
 def test_ops_that_do_not_promote_are_not_marked():
@@ -149,10 +149,10 @@ def test_rounding_commutes_with_exact_ops(low):
         exact = any(TABLE.info(f"aten.{name}").exact for name in names) and low in op.supported_dtypes("cpu")
         skipped = not exact or op.name == "as_strided" or "empty" in op.name  # which has no values
         for sample in () if skipped else islice(op.sample_inputs("cpu", torch.float32), 4):
-            given = sample.input, sample.args, sample.kwargs
-            first, others, named = tree_map(lambda one: one.to(low) if is_fp32(one) else one, given)
-            found, wanted = op(first, *others, **named), op(given[0], *given[1], **given[2])
-            for one, other in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
+            inputs = sample.input, sample.args, sample.kwargs
+            first, others, named = tree_map(lambda one: one.to(low) if is_fp32(one) else one, inputs)
+            result, wanted = op(first, *others, **named), op(inputs[0], *inputs[1], **inputs[2])
+            for one, other in zip(tree_leaves(result), tree_leaves(wanted), strict=True):
                 if is_fp32(other):
                     torch.testing.assert_close(one, other.to(low), rtol=0, atol=0, equal_nan=True, msg=op.name)
             seen.add(op.name)
@@ -218,9 +218,9 @@ def test_what_accumulates_is_fp32_arithmetic_to_the_bit_both_ways(name, low):
 
     def numbers(wide):
         leaves = [tensor.clone().requires_grad_() for tensor in (x, y)]
-        made = ONCE[name](*[leaf.float() if wide else leaf for leaf in leaves]).to(low)
-        weights = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(low)
-        return made, *torch.autograd.grad(made, leaves, weights, allow_unused=True)
+        result = ONCE[name](*[leaf.float() if wide else leaf for leaf in leaves]).to(low)
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(low)
+        return result, *torch.autograd.grad(result, leaves, weights, allow_unused=True)
 
     for one, other in zip(numbers(wide=False), numbers(wide=True), strict=True):
         assert (one is None and other is None) or torch.equal(one, other)

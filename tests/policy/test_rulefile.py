@@ -118,10 +118,10 @@ def test_presets_load_by_name_and_paths_by_path(write):
     ],
 )
 def test_every_setting_of_a_loss_scale_can_stand_in_a_rule_file(section):
-    made = make_loss_scale(load_rules({"version": 1, "loss_scale": section}).loss_scale)
-    assert made.mode == section["mode"] and made.patience == section.get("patience", 20)
+    result = make_loss_scale(load_rules({"version": 1, "loss_scale": section}).loss_scale)
+    assert result.mode == section["mode"] and result.patience == section.get("patience", 20)
     names = {"init": "scale"}
-    assert all(getattr(made, names.get(key, key)) == value for key, value in section.items())
+    assert all(getattr(result, names.get(key, key)) == value for key, value in section.items())
 
 
 def test_loss_scale_of_the_same_mode_is_merged():

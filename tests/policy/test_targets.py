@@ -22,7 +22,7 @@ def test_there_is_a_table_for_every_target_and_each_names_its_source():
 
 
 @pytest.mark.parametrize(
-    ("target", "op", "opset", "dtype", "found"),
+    ("target", "op", "opset", "dtype", "matches"),
     [
         ("cpu", "onnx.MatMul", 17, FP16, False),
         ("cpu", "onnx.MatMul", 17, FP32, True),
@@ -39,8 +39,8 @@ def test_there_is_a_table_for_every_target_and_each_names_its_source():
         ("cuda", "com.microsoft.BiasGelu", 1, FP16, True),
     ],
 )
-def test_what_a_table_says(target, op, opset, dtype, found):
-    assert load_target(target).tables[0].has(op, opset, dtype) is found
+def test_what_a_table_says(target, op, opset, dtype, matches):
+    assert load_target(target).tables[0].has(op, opset, dtype) is matches
 
 
 def test_why_a_node_must_not_have_a_type_names_the_line_of_the_table():

@@ -34,8 +34,8 @@ def unused(rules: Any, low: DType = DType.BFLOAT16) -> tuple[UnusedRule, ...]:
 
 
 def only(**match: Any) -> UnusedRule | None:
-    found = unused({"version": 1, "extends": "default", "rules": [{"match": match, "precision": "low"}]})
-    return found[0] if found else None
+    result = unused({"version": 1, "extends": "default", "rules": [{"match": match, "precision": "low"}]})
+    return result[0] if result else None
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def only(**match: Any) -> UnusedRule | None:
     ],
 )
 def test_what_is_told(match: dict[str, Any], condition: str, nearest: str) -> None:
-    found = only(**match)
-    assert found is not None
-    assert (found.rule, found.condition, found.nearest) == ("<dict>:rules.0", condition, nearest)
+    result = only(**match)
+    assert result is not None
+    assert (result.rule, result.condition, result.nearest) == ("<dict>:rules.0", condition, nearest)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_presets_are_general_and_own_files_are_not(tmp_path: Any) -> None:
         "version: 1\nextends: base.yaml\nallow: [matmul, aten.bmm]\nrules:\n"
         "  - match: {module: decodr, attr: {flag: true, dims: [0, 1]}}\n    precision: fp32\n    why: a reason\n"
     )
-    found = unused(own)
-    assert [rule.rule for rule in found] == [f"{base}:3", f"{own}:3", f"{own}:5"]
-    assert [rule.text for rule in found] == [
+    result = unused(own)
+    assert [rule.rule for rule in result] == [f"{base}:3", f"{own}:3", f"{own}:5"]
+    assert [rule.text for rule in result] == [
         "deny: convolution",
         "allow: aten.bmm",
         "{match: {module: decodr, attr: {flag: true, dims: [0, 1]}}, precision: fp32}",
@@ -164,8 +164,8 @@ def test_a_model_in_subgraphs_uses_a_rule_that_one_subgraph_uses(caplog: Any) ->
             torch._dynamo.graph_break()
             return torch.softmax(self.second(x) * (1.0 if x.sum().item() > 0 else 2.0), -1)
 
-    asked = {"version": 1, "extends": "default", "deny": ["softmax", "convolution"]}
-    model = amp.compile(Broken(), rules=asked, dtype="bf16", backend="eager")
+    requested = {"version": 1, "extends": "default", "deny": ["softmax", "convolution"]}
+    model = amp.compile(Broken(), rules=requested, dtype="bf16", backend="eager")
     model(torch.ones(2, 4))
     assert model.execution != "as one graph"
     assert [rule.text for rule in model.plan.unused_rules] == ["deny: convolution"]

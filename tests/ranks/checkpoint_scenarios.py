@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_harness import CASES, Case, Place, rows, scenario, told, weights_of
+from rank_harness import CASES, Case, Place, error_of, rows, scenario, weights_of
 from shard_scenarios import BF16, SPLIT, masters_of, moments_of, odd, rules
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ READ: Readers = {
 CASE = replace(SPLIT["fp16"], batches=lambda: rows(6))
 
 
-def made(place: Place, seed: int, form: str, case: Case = CASE) -> tuple[nn.Module, amp.TrainingStep]:
+def prepared(place: Place, seed: int, form: str, case: Case = CASE) -> tuple[nn.Module, amp.TrainingStep]:
     """A step of the place's ranks; a single one gathers the parts of two."""
     options = {"process_group": place.group} if place.size > 1 else {"process_group": place.alone, "accumulate": 2}
     return case.made(seed, rules=FORMS[form], **options)
@@ -65,30 +65,30 @@ def resharded(place: Place) -> dict[str, Any]:
     """Two ranks, whose update is split or whole, and one process write; four, two and one read, and go on."""
     batches = CASE.batches()
     places = {size: one for size, one in {1: place.first(1), 2: place.first(2), 4: place}.items() if place.rank < size}
-    folder, found = place.folder / "resharded", {}
+    folder, result = place.folder / "resharded", {}
     for form, size in (("split", 2), ("whole", 2), ("one process", 1)):
         if size in places:
             at = places[size]
-            model, step = made(at, place.rank, "whole" if form == "one process" else form)
+            model, step = prepared(at, place.rank, "whole" if form == "one process" else form)
             step._optimizers[0].param_groups[0]["lr"] = 0.005
             train(at, step, batches[:3])
             amp.save_checkpoint(step, folder / form, 3, extra={"rank": place.rank})
-            found[form] = {"saved": state_of(model, step), "low": weights_of(model)[0].dtype}
+            result[form] = {"saved": state_of(model, step), "low": weights_of(model)[0].dtype}
             train(at, step, batches[3:])
-            found[form]["went on"] = state_of(model, step)
+            result[form]["went on"] = state_of(model, step)
     dist.barrier(place.group)
     for writer, readers in READ.items():
         for form, size, begun in readers:
             if size in places:
                 at = places[size]
-                model, step = made(at, 7, form)
+                model, step = prepared(at, 7, form)
                 if begun:
                     train(at, step, batches[:1])
                 extra = amp.load_checkpoint(step, folder / writer)
-                found[writer, form, size] = {"loaded": state_of(model, step), "extra": extra.extra}
+                result[writer, form, size] = {"loaded": state_of(model, step), "extra": extra.extra}
                 train(at, step, batches[3:])
-                found[writer, form, size] |= {"went on": state_of(model, step), "low": weights_of(model)}
-    return found
+                result[writer, form, size] |= {"went on": state_of(model, step), "low": weights_of(model)}
+    return result
 
 
 def noisy() -> nn.Module:
@@ -101,40 +101,40 @@ def of_each_rank(place: Place) -> dict[str, Any]:
     """Random state and statistics, on as many ranks; and read by another number of them."""
     options = {**BF16, "broadcast_buffers": False}
     case = replace(CASES["adamw"], model=noisy, options=options)
-    batches, found, at = rows(6), {}, place.first(2)
+    batches, result, at = rows(6), {}, place.first(2)
     if place.rank < 2:
-        model, step = made(at, place.rank, "split", case)
+        model, step = prepared(at, place.rank, "split", case)
         torch.manual_seed(place.rank)
         train(at, step, batches[:3])
         amp.save_checkpoint(step, place.folder / "own", 3)
-        found["statistics"] = [buffer.clone() for buffer in model.buffers()]
+        result["statistics"] = [buffer.clone() for buffer in model.buffers()]
         train(at, step, batches[3:])
-        found["went on"] = {**state_of(model, step), "buffers": list(model.buffers())}
-        again, resumed = made(at, 7, "split", case)
+        result["went on"] = {**state_of(model, step), "buffers": list(model.buffers())}
+        again, resumed = prepared(at, 7, "split", case)
         torch.manual_seed(7)
         amp.load_checkpoint(resumed, place.folder / "own")
         train(at, resumed, batches[3:])
-        found["resumed"] = {**state_of(again, resumed), "buffers": list(again.buffers())}
+        result["resumed"] = {**state_of(again, resumed), "buffers": list(again.buffers())}
     dist.barrier(place.group)
     if place.rank == 0:
         again, resumed = case.made(7, **{**options, "broadcast_buffers": True}, process_group=place.alone)
         amp.load_checkpoint(resumed, place.folder / "own")
-        found["alone"] = list(again.buffers())
-    return found
+        result["alone"] = list(again.buffers())
+    return result
 
 
 @scenario
 def what_goes_wrong(place: Place) -> dict[str, Any]:
     """Each with what a rank was told; of four ranks the first two."""
-    at, folder, second, found = place.first(2), place.folder / "wrong", place.rank == 1, {}
+    at, folder, second, result = place.first(2), place.folder / "wrong", place.rank == 1, {}
     if place.rank > 1:
-        return found
-    model, step = made(at, 0, "split", replace(CASE, model=odd))
+        return result
+    model, step = prepared(at, 0, "split", replace(CASE, model=odd))
     batch = next(calls(at, rows(1)))
     step(*batch)
 
     def wrong(name: str, run: Callable[[], Any]) -> None:
-        found[name] = told(run)
+        result[name] = error_of(run)
 
     for number in (1, 2):
         amp.save_checkpoint(step, folder, number)
@@ -153,8 +153,8 @@ def what_goes_wrong(place: Place) -> dict[str, Any]:
 
     with mock.patch.object(torch, "save", full) if second else mock.MagicMock():
         wrong("a full disk", lambda: amp.save_checkpoint(step, folder, 3))
-    found["names"] = sorted(one.name for one in folder.iterdir())
-    other = made(at, 0, "split", replace(CASE, model=lambda: odd(10)))[1]
+    result["names"] = sorted(one.name for one in folder.iterdir())
+    other = prepared(at, 0, "split", replace(CASE, model=lambda: odd(10)))[1]
     wrong("another model", lambda: amp.load_checkpoint(other, folder))
     dist.barrier(at.group)
     if second:
@@ -162,11 +162,11 @@ def what_goes_wrong(place: Place) -> dict[str, Any]:
         file.write_bytes(file.read_bytes()[:-100])
     dist.barrier(at.group)
     wrong("a truncated file", lambda: amp.load_checkpoint(step, folder))
-    found["same"] = str(before) == str(state_of(model, step))
+    result["same"] = str(before) == str(state_of(model, step))
     loaded = amp.load_checkpoint(step, folder, 1)
     step(*batch)
-    found["after"] = (loaded.number, amp.save_checkpoint(step, folder, 3).name, state_of(model, step))
-    return found
+    result["after"] = (loaded.number, amp.save_checkpoint(step, folder, 3).name, state_of(model, step))
+    return result
 
 
 def example() -> str:
@@ -179,9 +179,9 @@ def example() -> str:
 @scenario
 def the_example_of_the_docs(place: Place) -> dict[str, Any]:
     """To its end, and another time stopped and started again; in the processes that there are, two of them."""
-    at, found = place.first(2), {}
+    at, result = place.first(2), {}
     if place.rank > 1:
-        return found
+        return result
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         for name, last, folder in (("undisturbed", 20, "a"), ("stopped", 12, "b"), ("started again", 20, "b")):
             script = example().replace("range(start, 20)", f"range(start, {last})")
@@ -190,7 +190,7 @@ def the_example_of_the_docs(place: Place) -> dict[str, Any]:
             )
             names: dict[str, Any] = {"GROUP": at.group}
             exec(compile(script.replace('"checkpoints"', repr(str(place.folder / folder))), "ranks.md", "exec"), names)
-            found[name] = {"start": names["start"], "weights": weights_of(names["model"])}
+            result[name] = {"start": names["start"], "weights": weights_of(names["model"])}
             dist.barrier(at.group)
-    found["kept"] = sorted(int(one.name) for one in (place.folder / "b").iterdir())
-    return found
+    result["kept"] = sorted(int(one.name) for one in (place.folder / "b").iterdir())
+    return result

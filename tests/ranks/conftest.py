@@ -12,9 +12,9 @@ from rank_harness import RankProcesses
 def _running(size: int) -> Iterator[RankProcesses]:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("this torch has no gloo")
-    found = RankProcesses(size)
-    yield found
-    found.close()
+    result = RankProcesses(size)
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,13 @@ from rank_harness import (
     Place,
     adamw,
     dense,
+    error_of,
     rows,
     same_everywhere,
     scenario,
     sgd,
     squares,
     step_of,
-    told,
     trained_together,
     weights_of,
 )
@@ -55,29 +55,29 @@ def of_any_kind(model: Any, batch: Any) -> Tensor:
 @scenario
 def batches_of_other_kinds(place: Place) -> dict[str, Any]:
     """Batches in containers and classes, the same kind on all ranks, and another one on the second."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     case = replace(CASES["sgd"], options={"dtype": "bf16"}, batches=lambda: rows(4))
-    found["tensors"] = weights_of(trained_together(place, case)[0])
+    result["tensors"] = weights_of(trained_together(place, case)[0])
     other = replace(case, loss=of_any_kind)
     kinds = {name: (name, name) for name in BATCHES}
     kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
-    for name, given in kinds.items():
+    for name, inputs in kinds.items():
         model, step = other.made(place.rank, process_group=place.group)
 
-        def run(step: Any = step, make: Any = BATCHES[given[place.rank]]) -> None:
+        def run(step: Any = step, make: Any = BATCHES[inputs[place.rank]]) -> None:
             for batch in case.batches():
                 step(make(*map(place.part, batch)))
 
-        found[name] = {"told": told(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
+        result[name] = {"told": error_of(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
     for name, make in BATCHES.items():
         model, step = other.made(place.rank, process_group=place.group)
         x, y = map(place.part, case.batches()[0])
         end = 4 - place.rank
-        uneven = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
+        uneven = error_of(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
         step(make(x, y))
-        again = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023
-        found[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
-    return found
+        again = error_of(lambda: step(make(x[:end], y[:end])))  # noqa: B023
+        result[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
+    return result
 
 
 # What goes wrong: each returns what this rank was told, by what it was.
@@ -88,31 +88,31 @@ def differences(place: Place) -> dict[str, Any]:
     """The second rank has something else, from the beginning."""
     case, odd = CASES["sgd"], place.rank == 1
 
-    def made(**options: Any) -> str:
-        return told(lambda: case.made(0, process_group=place.group, **{"dtype": "bf16", **options}))
+    def built(**options: Any) -> str:
+        return error_of(lambda: case.made(0, process_group=place.group, **{"dtype": "bf16", **options}))
 
-    found = {
-        "rules": made(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
-        "enabled": made(enabled=not odd),
-        "dtype": made(dtype="fp16" if odd else "bf16"),
-        "fails": made(backend="nonsense" if odd else "eager"),
+    result = {
+        "rules": built(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
+        "enabled": built(enabled=not odd),
+        "dtype": built(dtype="fp16" if odd else "bf16"),
+        "fails": built(backend="nonsense" if odd else "eager"),
     }
     other = replace(case, model=lambda: dense(17 if odd else 16))
-    found["shapes"] = told(lambda: other.made(0, process_group=place.group))
+    result["shapes"] = error_of(lambda: other.made(0, process_group=place.group))
     other = replace(case, model=lambda: nn.Sequential(*dense(), nn.Tanh() if odd else nn.Sigmoid()))
-    found["modules"] = told(lambda: other.made(0, process_group=place.group))
+    result["modules"] = error_of(lambda: other.made(0, process_group=place.group))
     other = replace(case, optimizer=adamw if odd else sgd)
-    found["optimizers"] = told(lambda: other.made(0, process_group=place.group))
+    result["optimizers"] = error_of(lambda: other.made(0, process_group=place.group))
     version = torch.__version__
     if odd:
         torch.__version__ = "2.0.1"
-    found["torch"] = made()
+    result["torch"] = built()
     torch.__version__ = version
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + int(odd))
-    found["threads"] = made()
+    result["threads"] = built()
     torch.set_num_threads(threads)
-    return found
+    return result
 
 
 @scenario
@@ -122,56 +122,56 @@ def differences_later(place: Place) -> dict[str, Any]:
     model, step = case.made(0, process_group=place.group, dtype="bf16")
     batches = case.batches()
     x, y = map(place.part, batches[0])
-    found = {"first shape": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
+    result = {"first shape": error_of(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
     step(x, y)
-    found["later shape"] = told(lambda: step(x[: 2 if odd else 4], y[: 2 if odd else 4]))
+    result["later shape"] = error_of(lambda: step(x[: 2 if odd else 4], y[: 2 if odd else 4]))
     (optimizer,) = step._optimizers
     optimizer.param_groups[0]["lr"] = 0.5 if odd else 0.05
-    found["rate"] = told(lambda: step(x, y))
+    result["rate"] = error_of(lambda: step(x, y))
     optimizer.param_groups[0]["lr"] = 0.05
-    found["fails"] = told(lambda: step({"x": x}, y) if odd else step(x, y))
+    result["fails"] = error_of(lambda: step({"x": x}, y) if odd else step(x, y))
     step.model.train(not odd)
     step.model.train()
     step(x, y)
-    return {**found, "same": same_everywhere(step, model)}
+    return {**result, "same": same_everywhere(step, model)}
 
 
 @scenario
 def loaded_later(place: Place) -> dict[str, Any]:
     """Behind a call, something is loaded or written on one rank alone, or otherwise on each; then the hint is done."""
-    odd, found = place.rank == 1, dict[str, Any]()
+    odd, result = place.rank == 1, dict[str, Any]()
     x, y = map(place.part, rows(1)[0])
 
-    def made(name: str) -> tuple[nn.Module, amp.TrainingStep]:
+    def built(name: str) -> tuple[nn.Module, amp.TrainingStep]:
         model, step = CASES[name].made(0, process_group=place.group, dtype="bf16")
         step(x, y)
         return model, step
 
-    model, step = made("sgd")
+    model, step = built("sgd")
     before = copy.deepcopy(model.state_dict())
     if odd:
         model.load_state_dict(CASES["sgd"].model().state_dict())
-    found["weights"] = [told(lambda: step(x, y)) for _ in range(4)]
+    result["weights"] = [error_of(lambda: step(x, y)) for _ in range(4)]
     model.load_state_dict(before)
-    found["fixed"] = told(lambda: step(x, y)), same_everywhere(step, model)
+    result["fixed"] = error_of(lambda: step(x, y)), same_everywhere(step, model)
     torch.manual_seed(place.rank)
     model.load_state_dict(CASES["sgd"].model().state_dict())
-    found["of each its own"] = [told(lambda: step(x, y)) for _ in range(4)]
+    result["of each its own"] = [error_of(lambda: step(x, y)) for _ in range(4)]
 
-    model, step = made("complex")
+    model, step = built("complex")
     with torch.no_grad():
         model.turns.imag.add_(int(odd))
-    found["imaginary part"] = told(lambda: step(x, y))
+    result["imaginary part"] = error_of(lambda: step(x, y))
 
-    model, step = made("sgd")
+    model, step = built("sgd")
     if odd:  # other weights for a while, as where one rank evaluates
         kept = weights_of(model)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), kept, strict=True):
                 parameter.zero_()
                 parameter.copy_(value)
-    found["for a while"] = told(lambda: step(x, y)), same_everywhere(step, model)
-    return found
+    result["for a while"] = error_of(lambda: step(x, y)), same_everywhere(step, model)
+    return result
 
 
 @scenario
@@ -208,7 +208,7 @@ def what_is_refused(place: Place) -> dict[str, Any]:
     batch = list(map(place.part, rows(1)[0]))
 
     def said(model: nn.Module, loss: Any = squares) -> str:
-        return told(lambda: step_of(place, model, sgd, loss)(*batch))
+        return error_of(lambda: step_of(place, model, sgd, loss)(*batch))
 
     def in_ddp(model: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, process_group=group)
@@ -234,11 +234,11 @@ def what_is_refused(place: Place) -> dict[str, Any]:
         "FSDP": said(fully_shard(dense(), mesh=mesh)),
         "FSDP inside": said(nn.Sequential(inner, nn.Linear(16, 4))),
         "FSDP1": said(in_fsdp()),
-        "FSDP1 compiled": told(lambda: amp.compile(in_fsdp(), backend="eager")(batch[0])),
+        "FSDP1 compiled": error_of(lambda: amp.compile(in_fsdp(), backend="eager")(batch[0])),
         "DTensor": said(halved()),
         "DTensor buffer": said(with_buffer()),
-        "DTensor buffer compiled": told(lambda: amp.compile(with_buffer(), backend="eager")(batch[0])),
-        "DTensor compiled": told(lambda: amp.compile(halved(), backend="eager")(batch[0])),
+        "DTensor buffer compiled": error_of(lambda: amp.compile(with_buffer(), backend="eager")(batch[0])),
+        "DTensor compiled": error_of(lambda: amp.compile(halved(), backend="eager")(batch[0])),
     }
 
 
@@ -249,4 +249,4 @@ def a_rank_that_never_comes(place: Place) -> dict[str, Any]:
     _, step = case.made(0, process_group=place.group, dtype="bf16")
     x, y = map(place.part, case.batches()[0])
     step(x, y)
-    return {"told": "" if place.rank == 1 else told(lambda: step(x, y))}
+    return {"told": "" if place.rank == 1 else error_of(lambda: step(x, y))}

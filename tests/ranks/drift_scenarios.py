@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_harness import Place, adamw, dense, rows, same_everywhere, scenario, sgd, squares, step_of, told, weights_of
+from rank_harness import (
+    Place,
+    adamw,
+    dense,
+    error_of,
+    rows,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    step_of,
+    weights_of,
+)
 from torch import Tensor, nn
 
 import amp_compiler as amp
@@ -99,7 +111,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], Change]] 
 @scenario
 def set_on_one_rank(place: Place) -> dict[str, Any]:
     """Behind two calls the second rank alone changes something; what each is told, and where it stays."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     x, y = map(place.part, rows(1)[0])
     for name, (make, optimize, options, change) in CHANGES.items():
         torch.manual_seed(0)
@@ -111,15 +123,15 @@ def set_on_one_rank(place: Place) -> dict[str, Any]:
         if place.rank == 1:
             change(model, optimizer, step)
             before = weights_of(model)
-        found[name] = {"told": [told(lambda: step(x, y)) for _ in range(2)]}  # noqa: B023  # called at once
-        found[name] |= {"weights": weights_of(model), "before": before}
-    return found
+        result[name] = {"told": [error_of(lambda: step(x, y)) for _ in range(2)]}  # noqa: B023  # called at once
+        result[name] |= {"weights": weights_of(model), "before": before}
+    return result
 
 
 @scenario
 def written_past_the_counters(place: Place) -> dict[str, list[str]]:
     """The second rank alone writes behind three calls what no version counter tells of, and all go on for five more."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     x, y = map(place.part, rows(1)[0])
     for name, optimize, write in (
         ("norm", sgd, lambda model, state: model[1].weight.data.mul_(2)),
@@ -133,8 +145,8 @@ def written_past_the_counters(place: Place) -> dict[str, list[str]]:
         step(x, y), step(x, y), step(x, y)
         if place.rank == 1:
             write(model, optimizer.state)
-        found[name] = [told(lambda: step(x, y)) for _ in range(5)]  # noqa: B023  # called at once
-    return found
+        result[name] = [error_of(lambda: step(x, y)) for _ in range(5)]  # noqa: B023  # called at once
+    return result
 
 
 @scenario
@@ -147,7 +159,7 @@ def set_again(place: Place) -> dict[str, Any]:
     told_of = []
     for number in range(6):
         step.loss_scale = 2.0 ** (number + place.rank * (2 <= number < 4))
-        told_of.append(told(lambda: step(x, y)))
+        told_of.append(error_of(lambda: step(x, y)))
     return {"told": told_of, "same": same_everywhere(step, model)}
 
 
@@ -160,7 +172,7 @@ def one_scale_of_two_steps(place: Place) -> dict[str, Any]:
     first(x, y), second(x, y)
     if place.rank == 1:
         first.loss_scale = 64
-    return {"told": told(lambda: second(x, y))}
+    return {"told": error_of(lambda: second(x, y))}
 
 
 @scenario
@@ -172,12 +184,12 @@ def buffers_of_each_rank(place: Place) -> dict[str, Any]:
     step(x, y)
     if place.rank == 0:
         model(x)
-    found = {"told": told(lambda: step(x, y)), "same": same_everywhere(step, model)}
+    result = {"told": error_of(lambda: step(x, y)), "same": same_everywhere(step, model)}
     own = Counting()
     step = step_of(place, own, **BF16, broadcast_buffers=False)
     step(x, y)
     own.table.mul_(place.rank + 1)
-    return found | {"told of its own": told(lambda: step(x, y)), "weights": [p.detach() for p in own.parameters()]}
+    return result | {"told of its own": error_of(lambda: step(x, y)), "weights": [p.detach() for p in own.parameters()]}
 
 
 # What is read off a step, beside DistributedDataParallel, GradScaler and clip_grad_norm_.
@@ -229,26 +241,26 @@ def _ours(place: Place, scale: str, clip: float | None, accumulate: int, split: 
     dist.barrier(place.group)
     log = [amp.callbacks.JSONLines(path)]
     step = step_of(place, model, clip_norm=clip, accumulate=accumulate, callbacks=log, **options)
-    found = []
+    result = []
     for gathers, x, y in _batches(place, scale, accumulate):
         loss = float(step(x, y))
         report = () if gathers else step.nonfinite_report(cure=False).parameters
-        found.append({
+        result.append({
             "loss": loss, "norm": float(step.grad_norm), "skipped": int(step.skipped_steps),
             "scale": float(step.loss_scale), "bad": sorted(report), "updated": not gathers,
         })  # fmt: skip
     lines = [json.loads(line) for line in path.read_text().splitlines()] if place.rank == 0 else []
-    return {"read": found, "log": lines, "events": step.nonfinite_events()}
+    return {"read": result, "log": lines, "events": step.nonfinite_events()}
 
 
 def _theirs(place: Place, scale: str, clip: float | None, accumulate: int, split: bool) -> list[dict[str, Any]]:
     options = SCALES[scale]
     dtype = torch.float16 if options["dtype"] == "fp16" else torch.bfloat16
     ddp = nn.parallel.DistributedDataParallel(_net(), process_group=place.group)
-    optimizer, given = sgd(ddp.parameters()), options.get("loss_scale")
-    fixed = given if isinstance(given, float) else None
-    scaler = torch.amp.GradScaler("cpu", fixed or 2.0**16, enabled=given is not None)
-    found, skipped = [], 0
+    optimizer, inputs = sgd(ddp.parameters()), options.get("loss_scale")
+    fixed = inputs if isinstance(inputs, float) else None
+    scaler = torch.amp.GradScaler("cpu", fixed or 2.0**16, enabled=inputs is not None)
+    result, skipped = [], 0
     for gathers, x, y in _batches(place, scale, accumulate):
         ddp.require_backward_grad_sync = not gathers
         with torch.autocast("cpu", dtype):
@@ -266,8 +278,8 @@ def _theirs(place: Place, scale: str, clip: float | None, accumulate: int, split
             scaler.update(fixed)
             skipped += bool(bad)
             optimizer.zero_grad()
-        found.append({
+        result.append({
             "loss": float(loss.detach()), "norm": float(norm), "skipped": skipped, "scale": float(scaler.get_scale()),
             "bad": bad, "updated": not gathers,
         })  # fmt: skip
-    return found
+    return result

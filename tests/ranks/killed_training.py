@@ -28,7 +28,7 @@ SCALE = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 4}  # the first 
 FORMS: dict[str, dict[str, Any]] = {"split": {"shard": "update"}, "plain": {}}
 
 
-def made() -> tuple[dict[str, nn.Module], dict[str, amp.TrainingStep]]:
+def prepared() -> tuple[dict[str, nn.Module], dict[str, amp.TrainingStep]]:
     torch.manual_seed(dist.get_rank())
     models = {name: nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, 4)) for name in FORMS}
     steps = {
@@ -70,9 +70,9 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    models, steps = made()
-    found = amp.load_checkpoint(steps, folder / "checkpoints")
-    first = found.number if found else 0
+    models, steps = prepared()
+    result = amp.load_checkpoint(steps, folder / "checkpoints")
+    first = result.number if result else 0
     (folder / f"start {start} of rank {rank}").write_text(str(first))
     for number in range(first, STEPS):
         train(steps)
@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
             with mock.patch.object(Path, "rename", kill) if stops else mock.MagicMock():
                 amp.save_checkpoint(steps, folder / "checkpoints", number + 1)
     ended = everything(models, steps)
-    models, steps = made()
+    models, steps = prepared()
     for _ in range(STEPS):
         train(steps)
     same = [torch.equal(a, b) for a, b in zip(ended, everything(models, steps), strict=True)]

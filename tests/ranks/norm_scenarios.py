@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rank_harness import (
     Case,
     Place,
+    error_of,
     rows,
     rules,
     same_everywhere,
@@ -18,7 +19,6 @@ from rank_harness import (
     sgd,
     squares,
     step_of,
-    told,
     trained_together,
     weights_of,
 )
@@ -69,13 +69,13 @@ def messages(step: amp.TrainingStep) -> list[str]:
 @scenario
 def synchronized_norms(place: Place) -> dict[str, Any]:
     """As `BatchNorm` of one process is on whole batches in FP32."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, make in MODELS.items():
         model, step = trained_together(place, case_of(make), enabled=False)
-        found[name] = {"same": same_everywhere(step, model), "messages": messages(step), "weights": weights_of(model)}
+        result[name] = {"same": same_everywhere(step, model), "messages": messages(step), "weights": weights_of(model)}
         torch.manual_seed(0)
-        found[name]["jointly"] = by_torch(make(PLAIN), squares, rows(STEPS))
-    return found
+        result[name]["jointly"] = by_torch(make(PLAIN), squares, rows(STEPS))
+    return result
 
 
 @scenario
@@ -83,39 +83,39 @@ def synchronized_in_16_bits(place: Place) -> dict[str, Any]:
     """Whole, and with the update split over the ranks; with gradients in another type than the data's."""
     typed = {"match": {"family": "batch_norm"}, "backward": {"precision": "fp32"}}
     wide = {"version": 1, "extends": "default", "rules": [typed]}
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, options in {
         "whole": {"dtype": "bf16"},
         "split": {"dtype": "bf16", "rules": rules(shard="update")},
         "backward in FP32": {"dtype": "fp16", "loss_scale": 128.0, "rules": wide},
     }.items():
         model, step = trained_together(place, case_of(of_rows), **options)
-        found[name] = {"weights": weights_of(model), "messages": messages(step)}
+        result[name] = {"weights": weights_of(model), "messages": messages(step)}
     torch.manual_seed(0)
-    found["jointly in FP32"] = by_torch(of_rows(PLAIN), squares, rows(STEPS))
-    return found
+    result["jointly in FP32"] = by_torch(of_rows(PLAIN), squares, rows(STEPS))
+    return result
 
 
 @scenario
 def synchronized_otherwise(place: Place) -> dict[str, Any]:
     """Gathered batches, evaluation, an overflow and its report."""
-    case, found = case_of(of_rows), dict[str, Any]()
+    case, result = case_of(of_rows), dict[str, Any]()
     model, step = trained_together(place, case, enabled=False, accumulate=2)
-    found["gathered"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
+    result["gathered"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
     pairs = zip(rows(STEPS)[::2], rows(STEPS)[1::2], strict=True)
     torch.manual_seed(0)
-    found["gathered"]["jointly"] = by_torch(of_rows(PLAIN), _mean_of_both, pairs)
+    result["gathered"]["jointly"] = by_torch(of_rows(PLAIN), _mean_of_both, pairs)
 
     model, step = case.made(0, process_group=place.group, dtype="fp16", loss_scale="dynamic")
     x, y = map(place.part, rows(1)[0])
     before = weights_of(model)
     step(x * (float("inf") if place.rank == 1 else 1), y)
-    found["overflow"] = {"skipped": int(step.skipped_steps), "before": before, "weights": weights_of(model)}
-    found["overflow"]["report"] = str(step.nonfinite_report(cure=False)) if place.rank == 1 else ""
+    result["overflow"] = {"skipped": int(step.skipped_steps), "before": before, "weights": weights_of(model)}
+    result["overflow"]["report"] = str(step.nonfinite_report(cure=False)) if place.rank == 1 else ""
     model.eval()
     step(x, y)
-    found["evaluated"] = {"messages": messages(step), "same": same_everywhere(step, model), "before": before}
-    return found
+    result["evaluated"] = {"messages": messages(step), "same": same_everywhere(step, model), "before": before}
+    return result
 
 
 def _mean_of_both(model: nn.Module, one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
@@ -154,7 +154,7 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
     batch = list(map(place.part, rows(1)[0]))
 
     def said(model: nn.Module) -> str:
-        return told(lambda: step_of(place, model, dtype="bf16")(*batch))
+        return error_of(lambda: step_of(place, model, dtype="bf16")(*batch))
 
     apart = nn.Sequential(nn.SyncBatchNorm(8, process_group=place.alone if place.rank == 0 else None), nn.Linear(8, 4))
     return {
@@ -162,7 +162,7 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
         "subgraphs": said(Twice(1, looks=True)),
         "groups": said(apart),
         "region": said(InRegion()),
-        "one row": told(lambda: _one_row(place)),
+        "one row": error_of(lambda: _one_row(place)),
     }
 
 
@@ -197,9 +197,9 @@ def synchronized_in_halves(place: Place) -> dict[str, Any]:
 @scenario
 def compiled_norms(place: Place) -> dict[str, Any]:
     """By Inductor and node by node, in FP32 and in BF16, whose sums more than two ranks round."""
-    case, found = case_of(of_rows), dict[str, Any]()
+    case, result = case_of(of_rows), dict[str, Any]()
     for name, options in (("fp32", {"enabled": False}), ("bf16", {"dtype": "bf16"})):
         for backend in ("inductor", "eager"):
             model, step = trained_together(place, case, backend=backend, **options)
-            found[f"{name} {backend}"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
-    return found
+            result[f"{name} {backend}"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
+    return result

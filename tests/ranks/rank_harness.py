@@ -114,24 +114,24 @@ def _run(rank: int, size: int, names: list[Any], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     while (name := names[rank].get()) is not None:
-        found: dict[str, Any]
+        result: dict[str, Any]
         seconds = 3 if name in WAITING else 60
         group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=seconds))
         try:
-            found = SCENARIOS[name](Place(rank, size, group, Path(folder)))
+            result = SCENARIOS[name](Place(rank, size, group, Path(folder)))
         except Exception as error:  # noqa: BLE001  # the test of this scenario shows it
-            found = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
+            result = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
         dist.barrier()
         path = Path(folder) / f"{name} {rank}"
-        torch.save(found, path)
+        torch.save(result, path)
         path.rename(path.with_suffix(".pt"))  # which is there once it is whole
     dist.destroy_process_group()
 
 
-def of(found: RankProcesses, name: str, ranks: int | None = None) -> list[dict[str, Any]]:
+def of(matches: RankProcesses, name: str, ranks: int | None = None) -> list[dict[str, Any]]:
     """What the first ranks (else all) returned of a scenario, which failed on none of them."""
-    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
-    return found[name][:ranks]
+    assert [one.get("error") for one in matches[name]] == [None] * len(matches[name])
+    return matches[name][:ranks]
 
 
 def equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
@@ -294,9 +294,9 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
 
 def step_of(place: Place, model: nn.Module, optimizer: Any = sgd, loss: Any = squares, **options: Any) -> Any:
     """A step of the place's ranks, node by node."""
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
+    result = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(model.parameters())
     options = {"backend": "eager", "process_group": place.group, **options}
-    return amp.training_step(model, loss, made, **options)
+    return amp.training_step(model, loss, result, **options)
 
 
 def rules(**section: Any) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def rules(**section: Any) -> dict[str, Any]:
     return {"version": 1, "extends": "default", "reduce": section}
 
 
-def told(run: Callable[[], Any]) -> str:
+def error_of(run: Callable[[], Any]) -> str:
     try:
         run()
     except amp.AmpError as error:

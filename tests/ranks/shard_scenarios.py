@@ -15,11 +15,11 @@ from rank_harness import (
     CASES,
     Case,
     Place,
+    error_of,
     rows,
     scenario,
     squares,
     step_of,
-    told,
     trained_together,
     weights_of,
 )
@@ -49,8 +49,8 @@ def plain() -> nn.Module:
 
 
 def two_groups(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    given = list(parameters)
-    decayed, others = [p for p in given if p.dim() > 1], [p for p in given if p.dim() <= 1]
+    inputs = list(parameters)
+    decayed, others = [p for p in inputs if p.dim() > 1], [p for p in inputs if p.dim() <= 1]
     return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-2}], 1e-2)
 
 
@@ -79,9 +79,9 @@ def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:
     """The whole FP32 value of every parameter, which all ranks ask for."""
     (optimizer,) = step._optimizers
     states = optimizer.state_dict()["state"]
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {id(p): states.get(number, {}).get("master", p).detach().clone() for number, p in enumerate(given)}
-    return [found[id(p)] for p in model.parameters()]
+    inputs = [p for group in optimizer.param_groups for p in group["params"]]
+    result = {id(p): states.get(number, {}).get("master", p).detach().clone() for number, p in enumerate(inputs)}
+    return [result[id(p)] for p in model.parameters()]
 
 
 def moments_of(step: amp.TrainingStep) -> list[Tensor]:
@@ -102,14 +102,14 @@ def everything(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
 @scenario
 def parts(place: Place) -> dict[str, Any]:
     """Each of those cases, with the update split and whole."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in PARTS:
         whole = trained_together(place, SPLIT[name], rules=rules(bucket_mb=REDUCE["bucket_mb"]))
         split = trained_together(place, SPLIT[name], rules=rules(**REDUCE))
         state = split[1]._optimizers[0].state[next(split[0].parameters())]
         held = {key: tuple(value.shape) for key, value in state.items()}
-        found[name] = {"whole": everything(*whole), "split": everything(*split), "held": held}
-    return found
+        result[name] = {"whole": everything(*whole), "split": everything(*split), "held": held}
+    return result
 
 
 class Messages(TorchDispatchMode):
@@ -120,13 +120,13 @@ class Messages(TorchDispatchMode):
         self.size, self.sent = size, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         share = {"all_reduce": 2.0, "reduce_scatter_tensor": 1.0, "all_gather_into_tensor": self.size}
         name = func._schema.name.rpartition("::")[2]
         if name in share:
             sent = share[name] * (self.size - 1) / self.size * args[0].numel() * args[0].element_size()
             self.sent[name] = self.sent.get(name, 0.0) + sent
-        return made
+        return result
 
 
 @scenario
@@ -161,7 +161,7 @@ def live_bytes() -> int:
 @scenario
 def memory_between_steps(place: Place) -> dict[str, Any]:
     """Bytes that live behind a step beside its batch, and the plan, of weights that fill most of them."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     x, y = torch.randn(1, 128), torch.randn(1, 64)
     for name, section, loss in (
         ("whole", {"shard": "none"}, squares),
@@ -173,12 +173,12 @@ def memory_between_steps(place: Place) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters())
         step = step_of(place, model, optimizer, loss, rules=rules(**section), **BF16)
         step(x, y), step(x, y)
-        found[name] = {"live": live_bytes() - before, "plan": str(step.plan), "by": step.execution}
-        found["elements"] = sum(p.numel() for p in model.parameters())
+        result[name] = {"live": live_bytes() - before, "plan": str(step.plan), "by": step.execution}
+        result["elements"] = sum(p.numel() for p in model.parameters())
         if name == "split":  # whose parts of gradients a profile counts
-            found["counted"] = str(amp.profile(step, [(x, y)]))
+            result["counted"] = str(amp.profile(step, [(x, y)]))
         del model, optimizer, step
-    return found
+    return result
 
 
 def copied(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
@@ -216,14 +216,14 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
         step(*map(place.part, batch))
     saved = copied(model, step)
     went_on(step, together)
-    found: dict[str, Any] = {"saved": saved, "split": everything(model, step), "from one": {}}
+    result: dict[str, Any] = {"saved": saved, "split": everything(model, step), "from one": {}}
     alone: dict[str, Any] = {"process_group": place.alone, "accumulate": place.size, "rules": whole}
     low = replace(case, model=lambda: odd().half())
     for name, other in (("one process", case), ("a 16-bit model", low)):
         again, resumed = other.made(7, **alone)
         load(saved, again, resumed)
         went_on(resumed, one_by_one)
-        found[name] = everything(again, resumed)
+        result[name] = everything(again, resumed)
     first, single = case.made(0, **alone)
     for batch in batches[:3]:
         for part in zip(*map(one_by_one, batch), strict=True):
@@ -237,11 +237,11 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
                 saved["optimizer"]["state"][number]["master"] = parameter.detach()
         load(saved, again, resumed)
         went_on(resumed, together)
-        found["from one"][name] = everything(again, resumed)
-        found["from one"][name]["masters"] = masters_of(again, resumed)
+        result["from one"][name] = everything(again, resumed)
+        result["from one"][name]["masters"] = masters_of(again, resumed)
     went_on(single, one_by_one)
-    found["from one"]["itself"] = everything(first, single)
-    return found
+    result["from one"]["itself"] = everything(first, single)
+    return result
 
 
 @scenario
@@ -251,7 +251,7 @@ def saved_on_one_rank(place: Place) -> dict[str, Any]:
     batch = list(map(place.part, rows(1)[0]))
     step(*batch)
     (optimizer,) = step._optimizers
-    said = told(lambda: optimizer.state_dict() if place.rank == 0 else step(*batch))
+    said = error_of(lambda: optimizer.state_dict() if place.rank == 0 else step(*batch))
     step(*batch)
     return {"told": said, "after": everything(model, step)}
 
@@ -259,7 +259,7 @@ def saved_on_one_rank(place: Place) -> dict[str, Any]:
 @scenario
 def written_between(place: Place) -> dict[str, Any]:
     """Weights that are written between two steps: masters follow, but for what is as it was."""
-    found = {}
+    result = {}
     for name, section in (("whole", {}), ("split", REDUCE)):
         model, step = SPLIT["sgd"].made(place.rank, process_group=place.group, rules=rules(**section))
         for number, batch in enumerate(few()):
@@ -268,8 +268,8 @@ def written_between(place: Place) -> dict[str, Any]:
                     model[0].weight[2:5] = 0.25
                     model[3].bias.fill_(-1.0)
             step(*map(place.part, batch))
-        found[name] = everything(model, step)
-    return found
+        result[name] = everything(model, step)
+    return result
 
 
 @scenario
@@ -278,15 +278,15 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
     batch = list(map(place.part, rows(1)[0]))
 
     def run(case: Case, then: Callable[[amp.TrainingStep], Any] = lambda step: None, **options: Any) -> str:
-        def made() -> None:
+        def built() -> None:
             _, step = case.made(0, process_group=place.group, **{"rules": rules(**REDUCE), **BF16, **options})
             step(*batch)
             then(step)
 
-        return told(made)
+        return error_of(built)
 
     low = {**rules(**REDUCE), "weights": {"master": "low"}}
-    damped = replace(CASES["sgd"], optimizer=lambda given: torch.optim.SGD(given, 0.1, momentum=0.9, dampening=0.5))
+    damped = replace(CASES["sgd"], optimizer=lambda inputs: torch.optim.SGD(inputs, 0.1, momentum=0.9, dampening=0.5))
 
     def whole_after_parts() -> None:
         model = plain()
@@ -295,7 +295,7 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
             step_of(place, model, optimizer, rules=rules(**section), **BF16)(*batch)
 
     return {
-        "whole": told(whole_after_parts),
+        "whole": error_of(whole_after_parts),
         "traced": run(CASES["traced"]),
         "low": run(CASES["sgd"], rules=low),
         "dampening": run(damped),
@@ -309,10 +309,10 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
 def compiled_parts(place: Place) -> dict[str, Any]:
     """By Inductor, with the kernels of the CPU, and without them."""
     case = replace(SPLIT["clipping"], batches=few)
-    found = {"eager": everything(*trained_together(place, case, rules=rules(**REDUCE)))}
+    result = {"eager": everything(*trained_together(place, case, rules=rules(**REDUCE)))}
     model, step = trained_together(place, case, rules=rules(**REDUCE), backend="inductor")
-    found["compiled"] = everything(model, step)
-    found["cut"] = step.stages["cut_step"].text
+    result["compiled"] = everything(model, step)
+    result["cut"] = step.stages["cut_step"].text
     with mock.patch.object(cpu_update, "available", lambda: False):
-        found["opened"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
-    return found
+        result["opened"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
+    return result

@@ -19,7 +19,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 4))
 
 
-def made(seed, model: Callable[[], nn.Module] = net, optimizer=adamw, **options):
+def prepared(seed, model: Callable[[], nn.Module] = net, optimizer=adamw, **options):
     torch.manual_seed(seed)
     trained = model()
     options = {"dtype": "bf16", "backend": "eager", **options}
@@ -46,14 +46,16 @@ STEPS = {
     "a 16-bit model": {"model": lambda: net().bfloat16()},
     "stochastic rounding": {"optimizer": sgd, "rules": LOW},
     "kahan": {"rules": KAHAN},
-    "traced": {"optimizer": lambda given: torch.optim.NAdam(given, 1e-2)},
+    "traced": {"optimizer": lambda inputs: torch.optim.NAdam(inputs, 1e-2)},
     "dropout and statistics": {
         "model": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     },
     "gathered batches": {"accumulate": 3, "dtype": "fp16", "clip_norm": 1.0},
     "fp32": {"enabled": False},
     "two groups": {
-        "optimizer": lambda given: torch.optim.AdamW([{"params": [p], "lr": 0.01 * n} for n, p in enumerate(given, 1)])
+        "optimizer": lambda inputs: torch.optim.AdamW(
+            [{"params": [p], "lr": 0.01 * n} for n, p in enumerate(inputs, 1)]
+        )
     },
 }
 
@@ -61,7 +63,7 @@ STEPS = {
 @pytest.mark.sweep(5)
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_goes_on_to_the_bit(case, tmp_path):
-    model, step = made(0, **STEPS[case])
+    model, step = prepared(0, **STEPS[case])
     for batch in rows(6)[:3]:
         step(*batch)
     amp.save_checkpoint(step, tmp_path, 3)
@@ -69,12 +71,12 @@ def test_a_step_goes_on_to_the_bit(case, tmp_path):
     for batch in rows(6)[3:]:
         step(*batch)
     for trained_before in (False, True):
-        again, resumed = made(7, **STEPS[case])
+        again, resumed = prepared(7, **STEPS[case])
         if trained_before:
             resumed(*rows(6)[0])
             resumed._optimizers[0].param_groups[0]["lr"] = 10.0
-        found = amp.load_checkpoint(resumed, tmp_path)
-        assert found == amp.Checkpoint(3, tmp_path / "3", None)
+        result = amp.load_checkpoint(resumed, tmp_path)
+        assert result == amp.Checkpoint(3, tmp_path / "3", None)
         if trained_before:
             assert equal(everything(again, resumed), saved)
         for batch in rows(6)[3:]:
@@ -83,16 +85,16 @@ def test_a_step_goes_on_to_the_bit(case, tmp_path):
 
 
 def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
-    model, step = made(0)
+    model, step = prepared(0)
     amp.save_checkpoint(step, tmp_path, 0, extra={"epoch": 3})
-    again, resumed = made(7)
-    found = amp.load_checkpoint(resumed, tmp_path)
-    assert found is not None and found.extra == {"epoch": 3}
+    again, resumed = prepared(7)
+    result = amp.load_checkpoint(resumed, tmp_path)
+    assert result is not None and result.extra == {"epoch": 3}
     assert equal(everything(again, resumed), everything(model, step))
 
 
 def test_plain_torch_reads_it(tmp_path):
-    model, step = made(0, model=lambda: net().bfloat16())
+    model, step = prepared(0, model=lambda: net().bfloat16())
     for batch in rows(6):
         step(*batch)
     path = amp.save_checkpoint(step, tmp_path, 6)
@@ -148,7 +150,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("where", ["mkdir", "save", "rename"])
 def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
     """Killed behind the making of the folder, when its file is to be written, and in front of the last name."""
-    model, step = made(0)
+    model, step = prepared(0)
     step(*rows(6)[0])
     amp.save_checkpoint(step, tmp_path, 1)
     before = everything(model, step)
@@ -166,8 +168,8 @@ def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
         amp.save_checkpoint(step, tmp_path, 2)
     monkeypatch.undo()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2.partial"]
-    found = amp.load_checkpoint(step, tmp_path)
-    assert found is not None and found.number == 1
+    result = amp.load_checkpoint(step, tmp_path)
+    assert result is not None and result.number == 1
     assert equal(everything(model, step), before)
     with pytest.raises(amp.AmpError, match=r"there is no checkpoint 2; pass one of: 1"):
         amp.load_checkpoint(step, tmp_path, 2)
@@ -176,13 +178,13 @@ def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
 
 
 def test_so_many_are_kept_and_none_is_overwritten(tmp_path):
-    _, step = made(0)
+    _, step = prepared(0)
     for number in (1, 2, 10):
         amp.save_checkpoint(step, tmp_path, number)
     amp.save_checkpoint(step, tmp_path, 5, keep=2)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["10", "2", "5"]
-    found = amp.load_checkpoint(step, tmp_path)
-    assert found is not None and found.number == 10
+    result = amp.load_checkpoint(step, tmp_path)
+    assert result is not None and result.number == 10
     with pytest.raises(amp.AmpError, match="10: there is a checkpoint already; delete it, or pass another number"):
         amp.save_checkpoint(step, tmp_path, 10)
 
@@ -201,10 +203,10 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["truncated", "changed", "deleted"])
 @pytest.mark.parametrize("file", ["rank-0.pt", "checkpoint.json"])
 def test_a_damaged_file_is_named_and_changes_nothing(file, how, tmp_path):
-    _, step = made(0)
+    _, step = prepared(0)
     path = amp.save_checkpoint(step, tmp_path, 1)
     damaged(path / file, how)
-    again, other = made(7)
+    again, other = prepared(7)
     before = everything(again, other)
     with pytest.raises(amp.AmpError, match=rf"1/{file}: .*delete the folder: the checkpoint before it"):
         amp.load_checkpoint(other, tmp_path)
@@ -215,11 +217,11 @@ def frozen(dtype: torch.dtype) -> dict:
     """A step whose first layer is in a type and not trained."""
 
     def model() -> nn.Module:
-        made = net()
-        made[0].to(dtype).requires_grad_(False)
-        return made
+        result = net()
+        result[0].to(dtype).requires_grad_(False)
+        return result
 
-    return {"model": model, "optimizer": lambda given: sgd([p for p in given if p.requires_grad])}
+    return {"model": model, "optimizer": lambda inputs: sgd([p for p in inputs if p.requires_grad])}
 
 
 MISFITS: dict[str, tuple[dict, str]] = {
@@ -233,7 +235,7 @@ MISFITS: dict[str, tuple[dict, str]] = {
     ),
     "another optimizer": ({"optimizer": sgd}, "holds the state of AdamW, and the step has SGD"),
     "other groups": (
-        {"optimizer": lambda given: torch.optim.AdamW([{"params": [p]} for p in given])},
+        {"optimizer": lambda inputs: torch.optim.AdamW([{"params": [p]} for p in inputs])},
         "the parameters stand in other groups",
     ),
     "without masters": (
@@ -250,13 +252,13 @@ MISFITS: dict[str, tuple[dict, str]] = {
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
-    _, step = made(0, **(frozen(torch.float32) if "frozen" in case else {}))
+    _, step = prepared(0, **(frozen(torch.float32) if "frozen" in case else {}))
     step(*rows(6)[0])
     amp.save_checkpoint(step, tmp_path, 1)
-    options, told = MISFITS[case]
-    other, misfit = made(7, **options)
+    options, message = MISFITS[case]
+    other, misfit = prepared(7, **options)
     before = everything(other, misfit)
-    with pytest.raises(amp.AmpError, match=told) as caught:
+    with pytest.raises(amp.AmpError, match=message) as caught:
         amp.load_checkpoint(misfit, tmp_path)
     assert caught.value.where == str(tmp_path / "1")
     assert caught.value.hint == "give the step the model, optimizer, dtype and rules that it was saved with"
@@ -264,9 +266,9 @@ def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
 
 
 def test_a_loss_scale_that_cannot_be_taken_over_changes_nothing(tmp_path):
-    _, step = made(0, dtype="fp16", loss_scale=amp.DynamicLossScale(backoff_factor=0.3))
+    _, step = prepared(0, dtype="fp16", loss_scale=amp.DynamicLossScale(backoff_factor=0.3))
     amp.save_checkpoint(step, tmp_path, 1)
-    again, other = made(7, dtype="fp16", loss_scale=amp.NormAdaptiveLossScale())
+    again, other = prepared(7, dtype="fp16", loss_scale=amp.NormAdaptiveLossScale())
     before = everything(again, other)
     with pytest.raises(amp.AmpError, match="backoff_factor must be a power of two"):
         amp.load_checkpoint(other, tmp_path)
@@ -279,20 +281,20 @@ class Branching(nn.Module):
         self.net = net()
 
     def forward(self, x):
-        made = self.net(x)
-        return made if made.sum() > 0 else made * 2
+        result = self.net(x)
+        return result if result.sum() > 0 else result * 2
 
 
 @pytest.mark.parametrize("model", [net, Branching])
 def test_a_step_is_saved_behind_the_last_gathered_batch(model, tmp_path):
     """And begins to gather anew where it is loaded."""
-    make, (model, step) = model, made(0, model=model, accumulate=2)
+    make, (model, step) = model, prepared(0, model=model, accumulate=2)
     step(*rows(6)[0])
     with pytest.raises(amp.AmpError, match=r"1 of 2 batches were gathered, .* behind step\.flush"):
         amp.save_checkpoint(step, tmp_path, 1)
     step(*rows(6)[1])
     amp.save_checkpoint(step, tmp_path, 2)
-    again, resumed = made(7, model=make, accumulate=2)
+    again, resumed = prepared(7, model=make, accumulate=2)
     resumed(*rows(6)[0])
     amp.load_checkpoint(resumed, tmp_path)
     for batch in rows(6)[2:]:
@@ -315,23 +317,23 @@ def test_extra_state_of_another_kind_is_loaded_and_a_view_is_saved_alone(tmp_pat
         def set_extra_state(self, state):
             self.seen = state
 
-    def made():
+    def built():
         model = Seen()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         return model, amp.training_step(model, lambda m, x: m(x).mean(), optimizer, dtype="bf16", backend="eager")
 
-    model, step = made()
+    model, step = built()
     step(torch.ones(2, 4))
     model.seen = {"batches": 1}
     folder = amp.save_checkpoint(step, tmp_path, 1)
     assert sum(one.stat().st_size for one in folder.iterdir()) < 100_000
-    other, loaded = made()
+    other, loaded = built()
     amp.load_checkpoint(loaded, tmp_path)
     assert other.seen == {"batches": 1} and torch.equal(other.few, model.few)
 
 
 def test_what_cannot_be_pickled_is_named_and_leaves_no_checkpoint(tmp_path):
-    _, step = made(0)
+    _, step = prepared(0)
     with pytest.raises(amp.AmpError, match=r"pass as `extra`.*what can be pickled"):
         amp.save_checkpoint(step, tmp_path, 1, extra=lambda: None)
     assert amp.load_checkpoint(step, tmp_path) is None
@@ -340,7 +342,7 @@ def test_what_cannot_be_pickled_is_named_and_leaves_no_checkpoint(tmp_path):
 
 
 def test_a_full_disk_is_named_and_leaves_no_checkpoint(tmp_path):
-    _, step = made(0)
+    _, step = prepared(0)
     amp.save_checkpoint(step, tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes of a file, as if there were no more room
@@ -354,7 +356,7 @@ def test_a_full_disk_is_named_and_leaves_no_checkpoint(tmp_path):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    _, step = made(0)
+    _, step = prepared(0)
     wrong = {
         "number=-1": lambda: amp.save_checkpoint(step, tmp_path, -1),
         "number=True": lambda: amp.save_checkpoint(step, tmp_path, True),
@@ -363,8 +365,8 @@ def test_wrong_arguments_are_named(tmp_path):
         "was given a dict": lambda: amp.load_checkpoint({}, tmp_path),
         "the steps need names": lambda: amp.load_checkpoint({"": step}, tmp_path),
     }
-    for told, call in wrong.items():
-        with pytest.raises(amp.AmpError, match=told):
+    for message, call in wrong.items():
+        with pytest.raises(amp.AmpError, match=message):
             call()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")

@@ -16,33 +16,33 @@ TURNED = [*range(63, -1, -1)], [1, 0, *range(2, 64)]
 
 
 def values(dtype, count=64):
-    made = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 100
-    made[:2] = torch.tensor([-50.0, 20.0])  # which differ in every type
-    return (made > 0) if dtype is torch.bool else made.abs().to(dtype) if dtype is torch.uint8 else made.to(dtype)
+    result = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 100
+    result[:2] = torch.tensor([-50.0, 20.0])  # which differ in every type
+    return (result > 0) if dtype is torch.bool else result.abs().to(dtype) if dtype is torch.uint8 else result.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_every_bit_and_every_place_counts(dtype):
-    given = values(dtype)
-    raw = given.view(torch.uint8)
+    inputs = values(dtype)
+    raw = inputs.view(torch.uint8)
     others = [raw.view(64, -1)[order].view(-1).view(dtype) for order in TURNED]
     for place in (0, 1, len(raw) // 2, len(raw) - 1):
         for bit in (0,) if dtype is torch.bool else (0, 7):
             changed = raw.clone()
             changed[place] ^= 1 << bit
             others.append(changed.view(dtype))
-    sums = checksums([given, given.clone(), *others])
+    sums = checksums([inputs, inputs.clone(), *others])
     assert sums[0] == sums[1] and len({*sums}) == len(others) + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_a_plain_sum_misses_is_seen(dtype):
-    given = values(dtype)
-    signs = given.clone()
+    inputs = values(dtype)
+    signs = inputs.clone()
     signs[[3, 9]] *= -1
-    swapped = given[[1, 0, *range(2, 64)]]
+    swapped = inputs[[1, 0, *range(2, 64)]]
     mirrored = swapped[[*range(62), 63, 62]]
-    assert len({*checksums([given, signs, swapped, mirrored, -given])}) == 5
+    assert len({*checksums([inputs, signs, swapped, mirrored, -inputs])}) == 5
 
 
 def test_chunks_and_strides_are_one_row_of_elements():

@@ -11,5 +11,5 @@ from amp_compiler.ranks.checksum import _CHUNK, checksums
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_gpu_gives_the_same(dtype):
-    given = values(dtype, 2 * _CHUNK + 3)
-    assert checksums([given.cuda()]) == checksums([given])
+    inputs = values(dtype, 2 * _CHUNK + 3)
+    assert checksums([inputs.cuda()]) == checksums([inputs])

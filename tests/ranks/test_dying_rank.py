@@ -90,10 +90,10 @@ def test_the_other_ranks_are_told(when, shard, size, tmp_path):
     said = [one.communicate(timeout=600) for one in ranks]
     hangs = when.startswith("hangs")
     assert ranks[1].returncode == (0 if hangs else 1 if when == "by an error" else -9), said
-    for rank, (told, problems) in enumerate(said):
+    for rank, (message, problems) in enumerate(said):
         if rank == 1 and not hangs:
             continue
-        kind, text, kept, seconds = (one.strip() for one in told.split("|"))
+        kind, text, kept, seconds = (one.strip() for one in message.split("|"))
         assert kind == "RankError" and f"rank {rank} of {size} lost the others" in text, problems
         assert float(seconds) < (60 if rank == 1 else 25)  # that one hangs for 30
         assert kept == "kept"

@@ -155,10 +155,10 @@ def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(two, optimizer
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(ranks, request):
     """What else a training has (clipping, a GAN …) by medians: Adam takes a whole step where a sign changes."""
-    found, *_ = of(request.getfixturevalue(ranks), "low_types_of_seeds")
+    result, *_ = of(request.getfixturevalue(ranks), "low_types_of_seeds")
     medians = []
-    for (low, name, way), distances in found.items():
-        pairs = zip(distances, found[low, name, "theirs"], strict=True)
+    for (low, name, way), distances in result.items():
+        pairs = zip(distances, result[low, name, "theirs"], strict=True)
         ratios = [ours / theirs for ours, theirs in pairs]
         error = statistics.stdev(ratios) / math.sqrt(len(ratios))
         print(f"{low} {name:11} {way:7} {statistics.mean(distances):.2e} {statistics.mean(ratios):.3f} {error:.3f}")
@@ -301,8 +301,8 @@ def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_
         "imaginary part": r"the ranks differ in weights: rank 1 has turns with the checksum",
     }
     for name, pattern in expected.items():
-        told = [first[name]] if name == "imaginary part" else first[name]
-        assert all(re.search(pattern, one) for one in told), told
+        message = [first[name]] if name == "imaginary part" else first[name]
+        assert all(re.search(pattern, one) for one in message), message
         assert first[name] == second[name]
     for name in ("fixed", "for a while"):
         assert first[name][0] == second[name][0] == ""

@@ -49,15 +49,15 @@ JOINTLY = ("clipping", "complex")  # AdamW; two ranks do every case, and four in
 @scenario
 def in_fp32(place: Place) -> dict[str, Any]:
     """The weights of ranks, of one process on whole batches and, where there are two ranks, of one on their parts."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in IN_FP32 if place.size == 2 else JOINTLY:
         ours, step = trained_together(place, CASES[name], enabled=False)
-        found[name] = {"together": weights_of(ours), "norm": step.grad_norm.clone(), "gradients": step.gradients()}
+        result[name] = {"together": weights_of(ours), "norm": step.grad_norm.clone(), "gradients": step.gradients()}
         if place.rank == 0:
-            found[name]["jointly"] = weights_of(trained_jointly(place, CASES[name], enabled=False))
+            result[name]["jointly"] = weights_of(trained_jointly(place, CASES[name], enabled=False))
             if place.size == 2:
-                found[name]["alone"] = weights_of(trained_alone(place, CASES[name], enabled=False)[0])
-    return found
+                result[name]["alone"] = weights_of(trained_alone(place, CASES[name], enabled=False)[0])
+    return result
 
 
 @scenario
@@ -65,14 +65,14 @@ def seeds(place: Place) -> dict[str, Any]:
     """Dropout of two ranks on the same batch, and what one process draws from the seed of each."""
     case = replace(CASES["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)))
     (batch,) = rows(1)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, group in {"together": place.group, "alone": place.alone}.items():
         model, step = case.made(0, process_group=group, dtype="bf16")
         torch.manual_seed(100 + place.rank)
         losses = [step(*batch).clone() for _ in range(3)]
-        found[name] = {"losses": losses, "drawn": torch.get_rng_state()}
-        found["same"] = found.get("same", same_everywhere(step, model))
-    return found
+        result[name] = {"losses": losses, "drawn": torch.get_rng_state()}
+        result["same"] = result.get("same", same_everywhere(step, model))
+    return result
 
 
 class Checksummed(nn.Linear):
@@ -116,12 +116,12 @@ def accumulated(place: Place) -> dict[str, Any]:
     model, step = trained_together(place, replace(case, batches=lambda: rows(6)), dtype="fp16")
     texts = [program.report.graph_module.print_readable(print_output=False) for program in programs_of(step)]
     messages = sorted(text.count("all_reduce.default(") for text in texts)
-    found = {"same": same_everywhere(step, model), "messages": messages}
+    result = {"same": same_everywhere(step, model), "messages": messages}
     exact, _ = trained_together(place, case, enabled=False)
     if place.rank == 0:
         alone, _ = trained_alone(place, case, enabled=False, accumulate=2 * place.size)
-        found |= {"together": weights_of(exact), "alone": weights_of(alone)}
-    return found
+        result |= {"together": weights_of(exact), "alone": weights_of(alone)}
+    return result
 
 
 @scenario
@@ -130,7 +130,7 @@ def overflows(place: Place) -> dict[str, Any]:
 
     Where it is split, that rank does in a part of the gradient that the other one updates.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for way, section, of_one, of_the_sum in (("whole", {}, 2, 1), ("split", {"shard": "update"}, 0, 3)):
         model = nn.Linear(4, 1, bias=False)
         nn.init.ones_(model.weight)
@@ -139,7 +139,7 @@ def overflows(place: Place) -> dict[str, Any]:
         step = step_of(
             place, model, optimizer, lambda m, x: m(x).sum(), dtype="fp16", loss_scale=scale, rules=rules(**section)
         )
-        seen = found[way] = {"weights": [], "skipped": [], "scales": []}
+        seen = result[way] = {"weights": [], "skipped": [], "scales": []}
         for number, x in enumerate(overflowing(place, of_one, of_the_sum)):
             step(x)
             seen["weights"].append(model.weight.detach().clone())
@@ -149,7 +149,7 @@ def overflows(place: Place) -> dict[str, Any]:
                 seen["report"] = step.nonfinite_report(cure=False).parameters
         seen["events"] = [(one.step, one.parameters) for one in step.nonfinite_events()]
         seen["same"] = weights_of(model) if way == "split" else same_everywhere(step, model)
-    return found
+    return result
 
 
 class Gan:
@@ -169,8 +169,8 @@ class Gan:
         }
 
         def judged(nets: Any, real: Tensor, noise: Tensor) -> Tensor:
-            made = nets["generator"](noise).detach()
-            return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](made)).mean()
+            result = nets["generator"](noise).detach()
+            return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](result)).mean()
 
         def fooled(nets: Any, noise: Tensor) -> Tensor:
             return F.softplus(-nets["judge"](nets["generator"](noise))).mean()
@@ -196,21 +196,21 @@ class Gan:
 def a_gan(place: Place) -> dict[str, Any]:
     """In FP16, with BatchNorm; and in FP32 without, as one process trains it on whole batches."""
     gan = Gan(place.rank, nn.BatchNorm1d, dtype="fp16", process_group=place.group)
-    found: dict[str, Any] = {"losses": gan.trained(place.part, 10)}
-    found["batches"] = int(gan.nets["generator"][1].num_batches_tracked)
-    found["same"] = [*same_everywhere(gan.judge, *gan.nets.values()), *same_everywhere(gan.generator)]
+    result: dict[str, Any] = {"losses": gan.trained(place.part, 10)}
+    result["batches"] = int(gan.nets["generator"][1].num_batches_tracked)
+    result["same"] = [*same_everywhere(gan.judge, *gan.nets.values()), *same_everywhere(gan.generator)]
     exact = Gan(place.rank, nn.LayerNorm, enabled=False, process_group=place.group)
-    found["exact"] = exact.trained(place.part)
+    result["exact"] = exact.trained(place.part)
     alone = Gan(0, nn.LayerNorm, enabled=False, process_group=place.alone)
     if place.rank == 0:
         alone.trained(lambda batch: batch)
-    return {**found, "together": exact.weights(), "jointly": alone.weights()}
+    return {**result, "together": exact.weights(), "jointly": alone.weights()}
 
 
 @scenario
 def buffers(place: Place) -> dict[str, Any]:
     """BatchNorm's statistics: those of the first rank, or each rank's own."""
-    found = {}
+    result = {}
     for name, broadcast in (("broadcast", True), ("local", False)):
         torch.manual_seed(place.rank)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
@@ -223,8 +223,8 @@ def buffers(place: Place) -> dict[str, Any]:
             mean = 0.9 * mean + 0.1 * (x @ weight.t() + bias).float().mean(0)
             step(*map(place.part, batch))
         parameters = [p.detach().clone() for p in model.parameters()]
-        found[name] = {"weights": parameters, "buffers": [b.clone() for b in model.buffers()], "own": mean}
-    return found
+        result[name] = {"weights": parameters, "buffers": [b.clone() for b in model.buffers()], "own": mean}
+    return result
 
 
 @scenario
@@ -239,26 +239,26 @@ def delayed_scales(place: Place) -> dict[str, Any]:
 @scenario
 def low_types(place: Place) -> dict[str, Any]:
     """How far 16-bit types lead from FP32, of one seed, and what the ranks of a step have alike and send."""
-    found: dict[str, Any] = {"off": {}, "same": {}, "sent": {}}
+    result: dict[str, Any] = {"off": {}, "same": {}, "sent": {}}
     for name, low in LOW_TYPES if place.size == 2 else LOW_TYPES[1:]:
-        found["off"] |= _off(place, name, low, 0, but=("split",))
+        result["off"] |= _off(place, name, low, 0, but=("split",))
         case = replace(CASES[name], options=_scaled(low), batches=lambda: rows(3))
         model, step = trained_together(place, case)
-        found["same"][low, name] = same_everywhere(step, model)
+        result["same"][low, name] = same_everywhere(step, model)
         graphs = [one.report.graph_module.graph for one in programs_of(step)]
-        found["sent"][low, name] = [traffic_of(graph, place.size, ()).sent for graph in graphs]
-    return found
+        result["sent"][low, name] = [traffic_of(graph, place.size, ()).sent for graph in graphs]
+    return result
 
 
 @scenario
 def low_types_of_seeds(place: Place) -> dict[str, Any]:
     """As `low_types`, of the weights and batches of several seeds, and of what else a training has."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for seed, name, low in itertools.product(range(SEEDS), ("sgd", "adamw", *OTHERS), ("bf16", "fp16")):
         if (name not in OTHERS or seed < SEEDS_OF_CASES) and (name, low) != ("overflow", "bf16"):  # it has FP32's range
             for key, distance in _off(place, name, low, seed).items():
-                found.setdefault(key, []).append(distance)
-    return found
+                result.setdefault(key, []).append(distance)
+    return result
 
 
 def _scaled(low: str) -> dict[str, Any]:
@@ -354,13 +354,13 @@ OTHERS: dict[str, Case | None] = {
 
 
 def _batches_of(name: str, seed: int) -> Callable[[], list[tuple[Tensor, ...]]]:
-    def made() -> list[tuple[Tensor, ...]]:
-        found = rows(100 if name == "accumulated" else 50, 1000 + seed)
+    def built() -> list[tuple[Tensor, ...]]:
+        result = rows(100 if name == "accumulated" else 50, 1000 + seed)
         if name == "tied":  # places of the largest as words
-            return [(torch.cat([x, y], 1).argmax(1), x.argmax(1)) for x, y in found]
-        return found
+            return [(torch.cat([x, y], 1).argmax(1), x.argmax(1)) for x, y in result]
+        return result
 
-    return made
+    return built
 
 
 def _overflows_on_one_rank(place: Place, batches: list[tuple[Tensor, ...]]) -> Any:
@@ -405,9 +405,9 @@ class Forked(nn.Module):
 @scenario
 def missing_gradients(place: Place) -> dict[str, Any]:
     """A rank that runs another head; then both run one; then they exchange them, and all freeze a weight."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for way, section in (("whole", {}), ("split", {"shard": "update"})):
-        seen = found[way] = {"weights": []}
+        seen = result[way] = {"weights": []}
         torch.manual_seed(place.rank)
         model = Forked()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -423,7 +423,7 @@ def missing_gradients(place: Place) -> dict[str, Any]:
         states = sorted(optimizer.state_dict()["state"].items())
         seen["steps"] = [float(state["step"]) for _, state in states]
         seen["moments"] = [state[key].clone() for _, state in states for key in ("exp_avg", "exp_avg_sq")]
-    return found
+    return result
 
 
 @scenario
@@ -455,12 +455,12 @@ def a_mesh(place: Place) -> dict[str, Any]:
     square = init_device_mesh("cpu", (1, place.size), mesh_dim_names=("pp", "dp"))
     try:
         case.made(place.rank, mesh=square)
-        told = ""
+        message = ""
     except amp.AmpError as error:
-        told = str(error)
+        message = str(error)
     other, again = case.made(place.rank, mesh=square["dp"], dtype="bf16")
     again(*map(place.part, case.batches()[0]))
-    return {"line": weights_of(model), "square": weights_of(other), "told": told}
+    return {"line": weights_of(model), "square": weights_of(other), "told": message}
 
 
 @scenario
@@ -489,10 +489,10 @@ def in_subgraphs(place: Place) -> dict[str, Any]:
     """A loss that is no one graph, whose ranks run other heads at other steps."""
     case = Case(Judging, squares, lambda: rows(4), sgd, {"clip_norm": 0.5})
     model, step = trained_together(place, case, dtype="bf16")
-    found = {"same": same_everywhere(step, model), "execution": step.execution}
+    result = {"same": same_everywhere(step, model), "execution": step.execution}
     wide = rules(precision="fp32")
     model, step = trained_together(place, case, dtype="bf16", rules=wide)
     alone, _ = trained_alone(place, case, dtype="bf16", rules=wide)
-    found["wide"] = [p.detach() for p in model.parameters()]
-    found["alone"] = [p.detach() for p in alone.parameters()]
-    return found
+    result["wide"] = [p.detach() for p in model.parameters()]
+    result["alone"] = [p.detach() for p in alone.parameters()]
+    return result

@@ -9,6 +9,7 @@ from rank_harness import (
     Place,
     adagrad,
     dense,
+    error_of,
     rows,
     rules,
     same_everywhere,
@@ -16,7 +17,6 @@ from rank_harness import (
     sgd,
     squares,
     step_of,
-    told,
     weights_of,
 )
 from torch import Tensor, nn
@@ -54,18 +54,18 @@ def uneven_batches(place: Place) -> dict[str, Any]:
 
 
 def _trained(place: Place, make: Any, loss: Any, optimize: Any, options: dict[str, Any]) -> dict[str, Any]:
-    gathered, found = options.get("accumulate", 1), dict[str, Any]()
+    gathered, result = options.get("accumulate", 1), dict[str, Any]()
 
-    def made(group: Any, synchronized: bool = False, **changed: Any) -> tuple[nn.Module, amp.TrainingStep]:
+    def built(group: Any, synchronized: bool = False, **changed: Any) -> tuple[nn.Module, amp.TrainingStep]:
         torch.manual_seed(0)
         model = make()
         if synchronized:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
         return model, step_of(place, model, optimize, loss, **{**options, "process_group": group, **changed})
 
-    model, step = made(place.group, synchronized=True, uneven="weight")
-    jointly, one = made(place.alone, accumulate=1, enabled=False)
-    means, other = made(place.alone, accumulate=2 * gathered, enabled=False)
+    model, step = built(place.group, synchronized=True, uneven="weight")
+    jointly, one = built(place.alone, accumulate=1, enabled=False)
+    means, other = built(place.alone, accumulate=2 * gathered, enabled=False)
     norms, joined = [], list[tuple[Tensor, ...]]()
     for counts, batch in zip(COUNTS, rows(len(COUNTS)), strict=True):
         parts = [tensor.split(counts) for tensor in batch]
@@ -77,11 +77,11 @@ def _trained(place: Place, make: Any, loss: Any, optimize: Any, options: dict[st
             one(*map(torch.cat, zip(*joined, strict=True)))
             joined.clear()
             norms.append((float(step.grad_norm), float(one.grad_norm)))
-    found |= {"same": same_everywhere(step, model), "norms": norms, "by": step.execution}
-    found["weights"], found["jointly"], found["means"] = (
+    result |= {"same": same_everywhere(step, model), "norms": norms, "by": step.execution}
+    result["weights"], result["jointly"], result["means"] = (
         [p.detach().float().clone() for p in net.parameters()] for net in (model, jointly, means)
     )
-    return found
+    return result
 
 
 @scenario
@@ -90,19 +90,19 @@ def uneven_batches_refused(place: Place) -> dict[str, Any]:
     x, y = map(place.part, rows(1)[0])
     odd, model = place.rank == 1, dense()
 
-    def made(uneven: str) -> amp.TrainingStep:
+    def built(uneven: str) -> amp.TrainingStep:
         return step_of(place, model, dtype="bf16", uneven=uneven)
 
-    step = made("weight")
-    found = {
-        "rows": told(lambda: step(x, y[:3] if odd else y)),
-        "none": told(lambda: step(x[:0], y[:0]) if odd else step(x, y)),
-        "shape": told(lambda: step(x, y[:, :1] if odd else y)),
-        "fine": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4])),
-        "options": told(lambda: made("weight" if odd else "refuse")),
-        "word": told(lambda: made("mean")),
+    step = built("weight")
+    result = {
+        "rows": error_of(lambda: step(x, y[:3] if odd else y)),
+        "none": error_of(lambda: step(x[:0], y[:0]) if odd else step(x, y)),
+        "shape": error_of(lambda: step(x, y[:, :1] if odd else y)),
+        "fine": error_of(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4])),
+        "options": error_of(lambda: built("weight" if odd else "refuse")),
+        "word": error_of(lambda: built("mean")),
     }
-    return {"told": found, "same": same_everywhere(step, model)}
+    return {"told": result, "same": same_everywhere(step, model)}
 
 
 FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -115,9 +115,9 @@ FLUSHED: dict[str, tuple[Any, dict[str, Any]]] = {
 @scenario
 def flushed(place: Place) -> dict[str, Any]:
     """Two batches behind a whole round of three, which a flush uses; and steps that gather three, then two."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, (loss, options) in FLUSHED.items():
-        found[name] = {}
+        result[name] = {}
         for way in ("flush", "two"):
             torch.manual_seed(0)
             model = dense()
@@ -136,14 +136,14 @@ def flushed(place: Place) -> dict[str, Any]:
                 step.flush()
             states = optimizer.state_dict()["state"]
             kept = [states[number].get("master", p).detach().clone() for number, p in enumerate(model.parameters())]
-            found[name][way] = {"weights": kept, "norm": step.grad_norm.clone(), "own": weights_of(model)}
-    return found
+            result[name][way] = {"weights": kept, "norm": step.grad_norm.clone(), "own": weights_of(model)}
+    return result
 
 
 @scenario
 def flushed_otherwise(place: Place) -> dict[str, Any]:
     """Ranks of which each trains a head of its own; uneven batches; a flush of one rank, while the other trains on."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     x, y = map(place.part, rows(1)[0])
     for name, accumulate in (("flush", 3), ("whole", 1)):
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ def flushed_otherwise(place: Place) -> dict[str, Any]:
         step = step_of(place, model, accumulate=accumulate, **FP32)
         step(x, y)
         step.flush()
-        found[name] = weights_of(model)
+        result[name] = weights_of(model)
     torch.manual_seed(0)
     model, counts = dense(), (2, 6)
     step = step_of(place, model, accumulate=3, uneven="weight", **FP32)
@@ -162,8 +162,8 @@ def flushed_otherwise(place: Place) -> dict[str, Any]:
     jointly = dense()
     one = step_of(place, jointly, process_group=place.alone, **FP32)
     one(*rows(1)[0])
-    found |= {"uneven": weights_of(model), "jointly": weights_of(jointly)}
+    result |= {"uneven": weights_of(model), "jointly": weights_of(jointly)}
     step(x, y)
-    found["told"] = [told(step.flush if place.rank == odd else lambda: step(x, y)) for odd in (0, 1)]
+    result["told"] = [error_of(step.flush if place.rank == odd else lambda: step(x, y)) for odd in (0, 1)]
     step(x, y), step.flush()
-    return {**found, "same": same_everywhere(step, model)}
+    return {**result, "same": same_everywhere(step, model)}

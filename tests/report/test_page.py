@@ -101,9 +101,9 @@ def rows_of(columns: dict) -> list[dict]:
 def test_the_data_are_the_plan():
     plan = plan_text(MIXED)
     data = Page(plan_html(plan)).data
-    side, told = data["graphs"][0]["sides"][0], json.loads(plan.to_json())
-    assert (rows_of(side["nodes"]), rows_of(side["casts"])) == (told["nodes"], told["casts"])
-    assert (side["inputs"], side["outputs"]) == (told["inputs"], told["outputs"])
+    side, message = data["graphs"][0]["sides"][0], json.loads(plan.to_json())
+    assert (rows_of(side["nodes"]), rows_of(side["casts"])) == (message["nodes"], message["casts"])
+    assert (side["inputs"], side["outputs"]) == (message["inputs"], message["outputs"])
 
 
 def test_nothing_is_loaded():
@@ -156,8 +156,8 @@ def test_shares_are_of_arithmetic_and_bytes_and_names_are_the_models(monkeypatch
     total = sum(node.flops for node in plan.nodes)
     share = f"{100 * sum(node.flops for node in plan.nodes if node.precision == 'low') / total:.0f} %"
     parameters = sum(one.numel() for one in model.parameters())
-    made = f"1970-01-02 · amp_compiler {amp.__version__} · torch {version('torch')}"
-    for part in (f"Attention · {parameters} parameters · x fp32[3, 4, 8]", made, f"arithmetic in bf16 {share}"):
+    result = f"1970-01-02 · amp_compiler {amp.__version__} · torch {version('torch')}"
+    for part in (f"Attention · {parameters} parameters · x fp32[3, 4, 8]", result, f"arithmetic in bf16 {share}"):
         assert part in words
     reads = {name for row in rows_of(page.data["graphs"][0]["sides"][0]["nodes"]) for name in row["inputs"]}
     assert {name for name, _ in model.named_parameters()} <= reads
@@ -207,7 +207,7 @@ def test_the_users_line_is_shown_where_it_can_be_read(tmp_path):
 
 def test_what_is_no_plan_or_profile_is_refused():
     plan = plan_text(MIXED)
-    for options, told in (
+    for options, message in (
         ({"other": "plan.json"}, "other is a str"),
         ({"profile": 3}, "profile is a int"),
         ({"step": plan}, "step is a PrecisionPlan"),
@@ -216,7 +216,7 @@ def test_what_is_no_plan_or_profile_is_refused():
         ({"other": plan, "names": "xy"}, "names is 'xy'"),
         ({"other": plan, "names": (None, 1)}, "names is"),
     ):
-        with pytest.raises(AmpError, match=told):
+        with pytest.raises(AmpError, match=message):
             plan_html(plan, **options)
 
 
@@ -251,8 +251,8 @@ def test_the_whole_step_is_a_graph_of_the_page(tmp_path):
     assert len(rows_of(side["casts"])) == len(graph.casts)
     (mean,) = (node for node in step.plan.nodes if node.op == "aten.layer_norm")
     assert {node["reason"] for node in nodes if node["op"] == "aten.native_layer_norm_backward"} == {mean.reason}
-    made = {value for node in nodes for value, _ in node["outputs"]} | {cast.name for cast in graph.casts}
-    known = made | {name for name, _ in (*side["inputs"], *side["stored"])}
+    result = {value for node in nodes for value, _ in node["outputs"]} | {cast.name for cast in graph.casts}
+    known = result | {name for name, _ in (*side["inputs"], *side["stored"])}
     assert "0.weight in bf16" in known and not any("p_model" in name for name in known)
     assert all(value in known for node in nodes for value in node["inputs"])
 
@@ -263,28 +263,28 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     profile = amp.profile(step, [batch, batch])
     step.to_html(tmp_path / "step.html", profile=profile)
     page = Page((tmp_path / "step.html").read_text(encoding="utf-8"))
-    told, rows = page.data, page.data["profile"]
+    message, rows = page.data, page.data["profile"]
     assert len(rows) == len(profile.rows)
     for row, shown in zip(profile.rows, rows, strict=True):
         assert (shown["name"], shown["kind"]) == (row.name, row.kind)
         assert sum(shown["stored"].values()) == row.stored.total
-        for dtype, found in shown["fractions"].items():
-            assert found == [getattr(row.stored.fractions(dtype), part) for part in ("zero", "subnormal", "infinite")]
+        for dtype, result in shown["fractions"].items():
+            assert result == [getattr(row.stored.fractions(dtype), part) for part in ("zero", "subnormal", "infinite")]
     lost = {row.name: {dtype: row.fraction_lost(dtype) for dtype in ("fp16", "bf16")} for row in profile.updates}
     assert lost == {row["name"]: row["updates"] for row in rows if row["updates"]}
     advice = profile.loss_scale("fp16")
     said = f"In fp16 a static loss scale of {advice.scale:,.0f} loses {advice.lost:.2%} of the gradients of weights"
     assert f"Over 2 batches. {said}; none loses {advice.lost_without:.2%}" in " ".join(" ".join(page.words).split())
-    assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
+    assert message["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
 
 
 def test_the_page_of_an_onnx_file(tmp_path):
-    made = onnx.parser.parse_model(
+    result = onnx.parser.parse_model(
         '<ir_version: 9, opset_import: ["": 20]> g (float[2, 8] x) => (float[2, 8] y)'
         "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}>"
         '{ ["/encoder/layer.0/MatMul"] a = MatMul(x, w) ["/encoder/Softmax"] y = Softmax <axis = -1> (a) }'
     )
-    plan = amp.explain(made, dtype="fp16")
+    plan = amp.explain(result, dtype="fp16")
     data = Page(plan_html(plan)).data
     nodes = rows_of(data["graphs"][0]["sides"][0]["nodes"])
     assert [node["name"] for node in nodes] == ["/encoder/layer.0/MatMul", "/encoder/Softmax"]
@@ -297,8 +297,8 @@ def test_a_step_in_subgraphs_and_a_step_before_its_first_call_are_refused(tmp_pa
     model = torch.nn.Linear(4, 1)
 
     def loss(model, x):
-        found = model(x).square().mean()
-        return found * 2 if found.item() > 1e9 else found  # decided by a number: no one graph
+        result = model(x).square().mean()
+        return result * 2 if result.item() > 1e9 else result  # decided by a number: no one graph
 
     step = sgd_step(model, loss, loss_scale=None)
     step(torch.ones(2, 4))

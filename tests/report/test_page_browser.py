@@ -31,22 +31,22 @@ pytestmark = pytest.mark.browser
 def pages(tmp_path_factory) -> dict[str, Path]:
     """Pages that several tests open."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in PAGES}
+    result = {name: folder / f"{name}.html" for name in PAGES}
     plan = transformer(ALL)
-    plan.to_html(made["one"])
-    plan.to_html(made["two"], other=transformer(ALL, wide=("softmax", "add")), names=("before.json", "after.json"))
-    transformer(5000).to_html(made["large"])
-    transformer(300, flat=True).to_html(made["flat"])
-    hostile_plan().to_html(made["hostile"], other=hostile_plan())
+    plan.to_html(result["one"])
+    plan.to_html(result["two"], other=transformer(ALL, wide=("softmax", "add")), names=("before.json", "after.json"))
+    transformer(5000).to_html(result["large"])
+    transformer(300, flat=True).to_html(result["flat"])
+    hostile_plan().to_html(result["hostile"], other=hostile_plan())
     step = small_step()
     batch = torch.randn(4, 8), torch.randint(2, (4,))
-    step.to_html(made["step"], profile=amp.profile(step, [batch, batch]))
+    step.to_html(result["step"], profile=amp.profile(step, [batch, batch]))
     cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
-    amp.explain(cnn, (torch.randn(2, 3, 8, 8),), dtype="fp16").to_html(made["cnn"])
-    plan.to_html(made["more"], other=with_one_more(plan))
+    amp.explain(cnn, (torch.randn(2, 3, 8, 8),), dtype="fp16").to_html(result["cnn"])
+    plan.to_html(result["more"], other=with_one_more(plan))
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-    amp.explain(net, (torch.randn(32, 64),), dtype="bf16", rules="fp8").to_html(made["fp8"])
-    return made
+    amp.explain(net, (torch.randn(32, 64),), dtype="bf16", rules="fp8").to_html(result["fp8"])
+    return result
 
 
 def with_one_more(plan: PrecisionPlan) -> PrecisionPlan:
@@ -158,9 +158,9 @@ def test_a_product_in_fp8_says_so_and_is_found(browser, pages):
     types = "return [...document.querySelectorAll('.box .type')].map((text) => text.textContent)"
     assert browser.run(types) == ["bf16 (fp8)", "bf16", "bf16 (fp8)"]
     shares = "return [...document.querySelectorAll('.share')].map((share) => share.textContent)"
-    low, eights, made = browser.run(shares)
+    low, eights, result = browser.run(shares)
     assert low == "of the arithmetic in bf160.4 %"  # a GELU beside two products
-    assert eights == "of the arithmetic in fp899.6 %" and made == "of the bytes made in bf16100 %"
+    assert eights == "of the arithmetic in fp899.6 %" and result == "of the bytes made in bf16100 %"
 
 
 def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
@@ -314,8 +314,8 @@ def test_a_rule_elsewhere_is_no_difference_and_precisions_and_types_are_counted_
     marked = "return [...document.querySelectorAll('.box.changed')].map((box) => box.dataset.node)"
     assert browser.run(marked) == [nodes[1].name, nodes[2].name] * 2
     assert names(browser) == [nodes[1].name, nodes[2].name]
-    told = "1 node in another precision, 1 node of another type alone, 0 nodes in one plan alone"
-    assert text(browser, "#differing") == told
+    message = "1 node in another precision, 1 node of another type alone, 0 nodes in one plan alone"
+    assert text(browser, "#differing") == message
     type_in(browser, "#by-change", "rule")
     assert len(names(browser)) == 24
 

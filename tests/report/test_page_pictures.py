@@ -47,12 +47,12 @@ LOOKS = [Look(page, width, scheme) for page in ("one", "two") for width in CELLS
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("one", "two")}
+    result = {name: folder / f"{name}.html" for name in ("one", "two")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOURCE_DATE_EPOCH", "0")
-        transformer(39).to_html(made["one"])
-        transformer(39).to_html(made["two"], other=transformer(39, wide=("softmax", "add")), names=("mine", "theirs"))
-    return made
+        transformer(39).to_html(result["one"])
+        transformer(39).to_html(result["two"], other=transformer(39, wide=("softmax", "add")), names=("mine", "theirs"))
+    return result
 
 
 def shown(browser, page: Path, look: Look, act: str = "") -> np.ndarray:

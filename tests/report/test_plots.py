@@ -41,8 +41,8 @@ def texts(path: Path) -> list[str]:
 
 def test_every_quantity_has_a_panel(tmp_path: Path) -> None:
     draw_runs({"a": run(9), "b": run(5)}, tmp_path / "run.svg")
-    found = texts(tmp_path / "run.svg")
-    assert set(PANELS) <= set(found) and {"a", "b", "zero", "subnormal", "infinite or NaN", "step"} <= set(found)
+    result = texts(tmp_path / "run.svg")
+    assert set(PANELS) <= set(result) and {"a", "b", "zero", "subnormal", "infinite or NaN", "step"} <= set(result)
     draw_runs({"a": run(1)}, tmp_path / "run.svg")
     assert not {"milliseconds a step", "a"} & set(texts(tmp_path / "run.svg"))  # what a run has not takes no panel
 

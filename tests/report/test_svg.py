@@ -42,16 +42,16 @@ def rows_of(root: ET.Element) -> list[tuple[str, str]]:
 
 def wires_of(root: ET.Element) -> list[tuple[int, list[int], int | None]]:
     """Of each value the line of its maker, those of its readers, and the lane; `None` for one to the next line."""
-    found = []
+    result = []
     for path in root.iter(f"{TAG}path"):
         if direct := re.match(r"M14 (\d+)v6m", path.get("d")):
-            found.append((int(direct[1]) // ROW, [int(direct[1]) // ROW + 1], None))
+            result.append((int(direct[1]) // ROW, [int(direct[1]) // ROW + 1], None))
             continue
         out, x, top, bottom = map(int, re.match(r"M0 (\d+)H(-\d+)M-\d+ (\d+)V(\d+)", path.get("d")).groups())
         readers = [int(y) for y in re.findall(rf"M{x} (\d+)H0", path.get("d"))]
         assert (top, bottom) == (min(out, *readers), max(out, *readers))
-        found.append((out // ROW, [y // ROW for y in readers], x))
-    return found
+        result.append((out // ROW, [y // ROW for y in readers], x))
+    return result
 
 
 def test_every_node_stands_there_once_and_every_cast_with_its_bytes(tmp_path):

@@ -75,13 +75,13 @@ def header_lists() -> dict[str, str]:
     if not header.exists():
         pytest.skip("this build of torch comes without headers")
     text = header.read_text().replace("\\\n", " ")
-    found = {}
+    result = {}
     for macro, wanted in MACROS.items():
         body = re.search(rf"#define {macro}\(_\)(.*)", text)
         assert body is not None, macro
         for name in re.findall(r"_\((\w+)", body[1]):
-            found[name] = wanted
-    return found
+            result[name] = wanted
+    return result
 
 
 def test_cuda_lists_of_the_headers():
@@ -129,9 +129,9 @@ def run_under_autocast(listed: str, entry: tuple) -> tuple[torch.dtype, torch.dt
 @pytest.mark.parametrize(("listed", "entry"), CPU_CASES, ids=lambda part: part[0] if isinstance(part, tuple) else part)
 def test_cpu_lists_as_they_run(listed, entry):
     name = canonical(entry[0])
-    found, widest = run_under_autocast(listed, entry)
+    result, widest = run_under_autocast(listed, entry)
     decided = decide(name, DType.BFLOAT16, "cpu")
-    if found is torch.bool:
+    if result is torch.bool:
         assert agrees(name, PROMOTE, decided)
         return
     wanted = {
@@ -140,12 +140,12 @@ def test_cpu_lists_as_they_run(listed, entry):
         Precision.WIDEST: widest,
         Precision.FOLLOW: widest,
     }[decided]
-    assert found is wanted, f"autocast gives {found}, default decides {decided.value}"
+    assert result is wanted, f"autocast gives {result}, default decides {decided.value}"
 
 
 def with_kernels(key: str) -> set[str]:
     """Names of the ATen ops for which torch.autocast has registered something."""
-    found = set()
+    result = set()
     for schema in torch._C._jit_get_all_schemas():
         if not schema.name.startswith("aten::"):
             continue
@@ -155,8 +155,8 @@ def with_kernels(key: str) -> set[str]:
         except RuntimeError:  # an op of TorchScript only
             continue
         if registered:
-            found.add(schema.name.removeprefix("aten::"))
-    return found
+            result.add(schema.name.removeprefix("aten::"))
+    return result
 
 
 CPU_PROMOTES = {"cat", "stack", "index_copy"}
@@ -209,15 +209,15 @@ def made_here() -> set[str]:
     """Ops that `default` makes low or fp32 on a CPU in bf16 though autocast has nothing registered for them."""
     listed = with_kernels("AutocastCPU")
     matcher = RuleMatcher(RULES, PrecisionGraph(), Context(DType.BFLOAT16))
-    found = set()
+    result = set()
     for op, info in RULES.ops.ops.items():
         namespace, name = op.split(".", 1)
         if namespace == "aten" and name not in listed and info.family not in BEYOND_FAMILIES:
             for mode in ("constant", "reflect"):
                 decision = matcher.decide(Node("y", op, (), (), {"mode": mode}))
                 if decision.precision in (Precision.LOW, Precision.FP32):
-                    found.add(name)
-    return found
+                    result.add(name)
+    return result
 
 
 def test_nothing_else_is_low_or_fp32_on_the_cpu():
@@ -253,14 +253,14 @@ CUDA_BEYOND = {
 def test_nothing_else_is_low_or_fp32_on_cuda():
     listed = with_kernels("AutocastCUDA")
     matcher = RuleMatcher(RULES, PrecisionGraph("cuda"), Context(DType.FLOAT16, "cuda"))
-    found = set()
+    result = set()
     for op, info in RULES.ops.ops.items():
         namespace, name = op.split(".", 1)
         if namespace == "aten" and name not in listed and info.family not in CUDA_BEYOND_FAMILIES:
             decision = matcher.decide(Node("y", op, (), ()))
             if decision.precision in (Precision.LOW, Precision.FP32):
-                found.add(name)
-    assert found == set(CUDA_BEYOND)
+                result.add(name)
+    assert result == set(CUDA_BEYOND)
 
 
 def test_only_exact_ops_follow():

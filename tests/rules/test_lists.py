@@ -44,10 +44,10 @@ def decided(file: dict, ours: str, low: DType, device: str) -> Precision:
     return decision.precision
 
 
-def agrees(file: dict, ours: str, asked: str, found: Precision) -> bool:
+def agrees(file: dict, ours: str, requested: str, matches: Precision) -> bool:
     """Equality, but that an op with which rounding commutes may follow where it would take the type of its inputs."""
-    free = asked == "widest" and load_rules(file["preset"]).ops.info(ours).exact
-    return found.value == asked or (free and found is Precision.FOLLOW)
+    free = requested == "widest" and load_rules(file["preset"]).ops.info(ours).exact
+    return matches.value == requested or (free and matches is Precision.FOLLOW)
 
 
 CASES = [(stem, title) for stem, file in FILES.items() for title in file["lists"]]
@@ -56,16 +56,16 @@ CASES = [(stem, title) for stem, file in FILES.items() for title in file["lists"
 @pytest.mark.parametrize(("stem", "title"), CASES, ids=lambda part: part.replace(" ", "-"))
 def test_every_op_of_a_list_is_treated_as_the_original_does(stem, title):
     file = FILES[stem]
-    asked, names = file["lists"][title]["asked"], file["lists"][title]["names"].split()
+    requested, names = file["lists"][title]["asked"], file["lists"][title]["names"].split()
     wrong = {}
     for name in names:
         if name in file["absent"]:
             continue
         for ours in file["ours"].get(name, [f"aten.{name}"]):
             for low, device in PLACES:
-                found = decided(file, ours, low, device)
-                if not agrees(file, ours, asked, found):
-                    wrong[f"{name}: {ours}"] = found.value
+                result = decided(file, ours, low, device)
+                if not agrees(file, ours, requested, result):
+                    wrong[f"{name}: {ours}"] = result.value
     assert not wrong
 
 
@@ -81,11 +81,11 @@ def test_nothing_else_is_low_or_fp32_without_a_reason(stem):
     for op, info in {**torch_and_onnx, "mylib.unknown": None}.items():
         family = "unknown" if info is None else info.family
         matcher = RuleMatcher(load_rules(file["preset"]), PrecisionGraph(), Context(DType.FLOAT16, "cuda"))
-        found = matcher.decide(Node("y", op, (), ())).precision
-        if found in (Precision.LOW, Precision.FP32) and op not in listed:
+        result = matcher.decide(Node("y", op, (), ())).precision
+        if result in (Precision.LOW, Precision.FP32) and op not in listed:
             used |= {op, family} & set(file["beyond"])
             if not {op, family} & set(file["beyond"]):
-                wrong[op] = found.value
+                wrong[op] = result.value
     assert not wrong
     assert set(file["beyond"]) == used, "what needs no reason has none"
 

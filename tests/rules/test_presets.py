@@ -21,7 +21,7 @@ def decide(preset, op, low=DType.FLOAT16, device="cuda"):
     return matcher.decide(Node("y", op, (), ()))
 
 
-def asked(preset, op, **context):
+def precision_of(preset, op, **context):
     return decide(preset, op, **context).precision.value
 
 
@@ -36,9 +36,9 @@ def test_every_op_gets_a_decision_with_a_reason(preset):
             decision = matcher.decide(Node("y", op, (), ()))
             assert decision is not None, op
             assert decision.reason and re.fullmatch(r"[a-z0-9-]+\.yaml:\d+", decision.rule)
-    assert asked(preset, "mylib.unknown") == "fp32"
+    assert precision_of(preset, "mylib.unknown") == "fp32"
     for op in ("aten.zeros_like", "aten.to", "aten.bernoulli", "onnx.Cast", "onnx.Loop"):
-        assert asked(preset, op) == "keep"
+        assert precision_of(preset, op) == "keep"
 
 
 def read_by(op, device):
@@ -59,8 +59,8 @@ def test_every_rule_decides_on_some_op(preset):
             matcher = RuleMatcher(rules, read_by("onnx.Exp", device), Context(low, device))
             for op in [*rules.ops.ops, "mylib.unknown"]:
                 for mode in ("constant", "reflect", "replicate", "cubic"):
-                    for made in ((), ("y",)):
-                        alive.add(matcher.decide(Node("y", op, (), made, {"mode": mode})).rule)
+                    for result in ((), ("y",)):
+                        alive.add(matcher.decide(Node("y", op, (), result, {"mode": mode})).rule)
             operands = Operand("x", "input"), Operand("w", "weight")
             for node in (
                 Node("y", "onnx.Mul", (), (), part="layer_norm"),
@@ -115,8 +115,8 @@ IN_FP8 = ("fp8", "fp8-delayed", "fp8-rowwise", "mxfp8")  # `default`, whose prod
 
 @pytest.mark.parametrize("op", TABLE)
 def test_what_the_presets_stand_for(op):
-    assert " ".join(asked(preset, op) for preset in ORDER) == TABLE[op]
-    assert {asked(preset, op) for preset in IN_FP8} == {asked("default", op)}
+    assert " ".join(precision_of(preset, op) for preset in ORDER) == TABLE[op]
+    assert {precision_of(preset, op) for preset in IN_FP8} == {precision_of("default", op)}
 
 
 def test_the_table_covers_every_preset():
@@ -143,13 +143,17 @@ def test_onnx_ops_are_treated_as_their_aten_twins(preset):
     for low in (DType.FLOAT16, DType.BFLOAT16):
         for device in ("cpu", "cuda", "onnx"):
             place = {"low": low, "device": device}
-            wrong = {op for op, twin in TWINS.items() if asked(preset, op, **place) != asked(preset, twin, **place)}
+            wrong = {
+                op
+                for op, twin in TWINS.items()
+                if precision_of(preset, op, **place) != precision_of(preset, twin, **place)
+            }
             assert wrong == set()
 
 
 def test_fast_computes_norms_in_fp32_and_softmax_low_in_bf16_only():
     assert decide("fast", "aten.layer_norm").math is DType.FLOAT32
-    assert asked("fast", "aten.softmax", low=DType.BFLOAT16) == "low"
+    assert precision_of("fast", "aten.softmax", low=DType.BFLOAT16) == "low"
     assert decide("fast", "aten.softmax", low=DType.BFLOAT16).math is DType.FLOAT32
 
 

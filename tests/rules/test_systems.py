@@ -57,8 +57,8 @@ def test_apex_halves_a_model_with_or_without_its_batch_norms(preset, keep, fp32)
         assert torch.equal(compiled(X), expected(X.to(BF16)).float())
     for name in ("running_mean", "running_var"):
         # In FP32 the statistics of upcast data and those of the mixed kernel differ in the order of their sums.
-        found, wanted = getattr(model[1], name), getattr(expected[1], name).float()
-        assert torch.allclose(found, wanted, rtol=1e-6 if fp32 else 0.0, atol=0.0)
+        result, wanted = getattr(model[1], name), getattr(expected[1], name).float()
+        assert torch.allclose(result, wanted, rtol=1e-6 if fp32 else 0.0, atol=0.0)
     before = model[1].running_var.clone()
     with torch.no_grad():
         assert torch.equal(compiled.eval()(X), expected.eval()(X.to(BF16)).float())
@@ -109,12 +109,12 @@ def test_other_norms_are_halved_with_their_parameters(norm, preset):
     for parameter in model[1].parameters():
         torch.nn.init.normal_(parameter, 1.0, 0.3)
     kept, expected = copy.deepcopy(model), halved(model, keep_batchnorm_fp32=True)
-    found = amp.compile(model, rules=preset, dtype="bf16", backend="eager")(X)
-    assert torch.equal(found.float(), expected(X.to(BF16)).float())
+    result = amp.compile(model, rules=preset, dtype="bf16", backend="eager")(X)
+    assert torch.equal(result.float(), expected(X.to(BF16)).float())
     for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True):
         assert torch.equal(mine.float(), theirs.float())
     rules = {"version": 1, "extends": preset, "keep": {"normalization": True}}
-    assert not torch.equal(amp.compile(kept, rules=rules, dtype="bf16", backend="eager")(X), found)
+    assert not torch.equal(amp.compile(kept, rules=rules, dtype="bf16", backend="eager")(X), result)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -192,10 +192,10 @@ class WrittenOut(torch.nn.Module):
 
 
 def test_apex_o1_has_functions_that_torch_writes_out_in_fp32():
-    found = precisions(WrittenOut(), X, torch.ones(2, 8), rules="apex-o1")
-    low = [op for op, precision in found if precision == "low"]
+    result = precisions(WrittenOut(), X, torch.ones(2, 8), rules="apex-o1")
+    low = [op for op, precision in result if precision == "low"]
     assert low == ["conv2d", "conv2d", "mean"]
-    assert ("mul", "fp32") in found and ("log_sigmoid", "fp32") in found
+    assert ("mul", "fp32") in result and ("log_sigmoid", "fp32") in result
 
 
 class Products(torch.nn.Module):
@@ -204,9 +204,9 @@ class Products(torch.nn.Module):
 
 
 def test_apex_o1_leaves_einsum_tensordot_and_inner_in_the_type_of_their_inputs():
-    found = dict(precisions(Products(), torch.randn(4, 4), torch.randn(4, 4), rules="apex-o1"))
-    assert found["matmul"] == "low"
-    assert {found[op] for op in ("einsum", "tensordot", "inner", "gelu")} == {"fp32"}
+    result = dict(precisions(Products(), torch.randn(4, 4), torch.randn(4, 4), rules="apex-o1"))
+    assert result["matmul"] == "low"
+    assert {result[op] for op in ("einsum", "tensordot", "inner", "gelu")} == {"fp32"}
 
 
 class Probabilities(torch.nn.Module):
@@ -238,13 +238,13 @@ def hint_of_torch() -> str:
 def test_torch_amp_refuses_binary_cross_entropy_with_the_hint_of_torch():
     with pytest.raises(RuleError) as caught:
         amp.explain(Probabilities(), BATCH, rules="torch-amp", dtype="fp16", device="cuda")
-    told = str(caught.value)
+    message = str(caught.value)
     named = set(
         re.findall(r"torch\.nn[\w.]*binary_cross_entropy_with_logits|torch\.nn\.BCEWithLogitsLoss", hint_of_torch())
     )
     assert len(named) == 2
-    assert all(name in told for name in named)
-    assert "torch-amp.yaml" in told and "test_systems.py" in told and "aten.binary_cross_entropy" in told
+    assert all(name in message for name in named)
+    assert "torch-amp.yaml" in message and "test_systems.py" in message and "aten.binary_cross_entropy" in message
 
 
 def test_torch_amp_takes_it_where_autocast_does():

@@ -97,8 +97,8 @@ def variants(info: OptimizerInfo) -> Iterator[tuple[str, dict[str, Any]]]:
     for one in info.optim_inputs_func(device="cpu"):
         every = tuple(one for one in info.supported_impls if one != "differentiable")
         for chosen in ("", *every):
-            told = f"{one.desc}, {chosen}" if chosen else one.desc
-            yield told, {**one.kwargs, **{flag: flag == chosen for flag in every}}
+            message = f"{one.desc}, {chosen}" if chosen else one.desc
+            yield message, {**one.kwargs, **{flag: flag == chosen for flag in every}}
 
 
 def has(info: OptimizerInfo, form: str) -> bool:
@@ -137,28 +137,28 @@ def judged(info: OptimizerInfo, options: dict[str, Any], form: str) -> tuple[str
 
 def sweep(form: str) -> list[Result]:
     """Every optimizer of torch's list with all of its options in one form."""
-    found = []
+    result = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for info in optim_db:
             if not has(info, form):
                 continue
-            for told, options in variants(info):
-                found.append(Result(info.optim_cls.__name__, told, *judged(info, options, form)))
+            for message, options in variants(info):
+                result.append(Result(info.optim_cls.__name__, message, *judged(info, options, form)))
                 torch._dynamo.reset()
-    return found
+    return result
 
 
-def totals(found: list[Result]) -> dict[str, int]:
+def totals(matches: list[Result]) -> dict[str, int]:
     """How many of each outcome."""
-    counted = Counter(one.outcome for one in found)
+    counted = Counter(one.outcome for one in matches)
     return {outcome: counted[outcome] for outcome in OUTCOMES}
 
 
 def _model(info: OptimizerInfo, form: str) -> nn.Module:
     torch.manual_seed(1)
-    made: dict[str, Callable[[], nn.Module]] = {"sparse": Sparse, "complex": Complex}
-    return made.get(form, lambda: Dense(vectors=info.optim_cls.__name__ not in MATRICES_ALONE))()
+    result: dict[str, Callable[[], nn.Module]] = {"sparse": Sparse, "complex": Complex}
+    return result.get(form, lambda: Dense(vectors=info.optim_cls.__name__ not in MATRICES_ALONE))()
 
 
 def _batch(form: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -175,9 +175,9 @@ def _optimizer(info: OptimizerInfo, model: nn.Module, options: dict[str, Any]) -
     rest = [one for name, one in model.named_parameters() if not name.startswith("first")]
     if not info.supports_param_groups:
         return info.optim_cls([*first, *rest], **options)
-    made = info.optim_cls([{"params": first}, {"params": rest}], **options)
-    made.param_groups[1]["lr"] = made.param_groups[1]["lr"] * 0.5
-    return made
+    result = info.optim_cls([{"params": first}, {"params": rest}], **options)
+    result.param_groups[1]["lr"] = result.param_groups[1]["lr"] * 0.5
+    return result
 
 
 def _torchs(
@@ -238,11 +238,11 @@ def _differs(got: Any, wanted: Any) -> str:
 
 def _as_near(start: nn.Module, ours: nn.Module, exact: nn.Module, autocast: nn.Module) -> tuple[str, str]:
     """Whether the weights are as near to FP32's as those that autocast trains."""
-    begun, made, wanted, theirs = (
+    begun, result, wanted, theirs = (
         torch.cat([one.detach().double().flatten() for one in model.parameters()])
         for model in (start, ours, exact, autocast)
     )
-    way, off, allowed = (float((one - wanted).norm()) for one in (begun, made, theirs))
+    way, off, allowed = (float((one - wanted).norm()) for one in (begun, result, theirs))
     if off <= AS_FAR * allowed + FLOOR * way:
         return "right", ""
     return "wrong", f"{off / way:.1e} of the way off FP32, autocast {allowed / way:.1e}"

@@ -301,13 +301,13 @@ def test_a_batch_of_several_types_is_copied():
     shapes = {torch.float32: (3, 5), torch.int64: (3, 2), torch.bool: (7,), torch.bfloat16: (4, 2), torch.int32: ()}
     batch = [torch.arange(math.prod(shape)).reshape(shape).to(dtype) for dtype, shape in shapes.items()]
     wide = [batch[0].expand(2, 3, 5), batch[0].t(), batch[1], batch[0].view(-1).unfold(0, 3, 1)]
-    for given in (batch, batch[:2], batch[2:3], wide, [batch[0], batch[0] * 2]):
-        inputs = [None, *given]
+    for args in (batch, batch[:2], batch[2:3], wide, [batch[0], batch[0] * 2]):
+        inputs = [None, *args]
         buffers = Buffers(inputs, range(1, len(inputs)))
         fixed = buffers.put_into(inputs)
         for _ in range(2):
             buffers.fill(inputs)
-            for stored, tensor in zip(fixed[1:], given, strict=True):
+            for stored, tensor in zip(fixed[1:], args, strict=True):
                 assert torch.equal(stored, tensor) and stored.stride() == tensor.stride()
                 assert stored.data_ptr() != tensor.data_ptr()
             for tensor in batch:

@@ -150,7 +150,7 @@ class Watch:
 
     def __init__(self, pairs, takes=()):
         self.places = [len(pairs) - 1] if pairs else []
-        made.append(self)
+        watches.append(self)
 
     def look(self, turn):
         return []
@@ -160,7 +160,7 @@ class Watch:
         return lambda: places
 
 
-made = []
+watches = []
 
 
 def test_what_a_device_has_seen_is_named_though_its_watch_was_replaced(monkeypatch, caplog):
@@ -168,11 +168,11 @@ def test_what_a_device_has_seen_is_named_though_its_watch_was_replaced(monkeypat
     model = small()
     step = step_of(model, "bf16")
     step(X, Y), step(X, Y)
-    watch = made[-1]
+    watch = watches[-1]
     model[0].weight.data = model[0].weight.data.clone()
     step(X, Y)
-    assert made[-1] is not watch
-    made[-1].places.clear()
+    assert watches[-1] is not watch
+    watches[-1].places.clear()
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         step.state_dict()
     assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.bias"]
@@ -208,12 +208,12 @@ def test_a_watch_lasts_as_long_as_what_it_watches(monkeypatch):
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("turned", [False, True])
 def test_convolutions_of_both_layouts(turned, loops):
-    def made():
+    def built():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 20, 3), nn.Flatten(), nn.Linear(320, 4))
         return model.to(memory_format=torch.channels_last) if turned else model
 
-    model, other = made(), made()
+    model, other = built(), built()
     steps = [step_of(one, "bf16") for one in (model, other)]
     images = torch.randn(8, 3, 8, 8)
     labels = Y[:8]

@@ -30,9 +30,9 @@ SHORT = (
 
 
 @pytest.mark.sweep(9)
-@pytest.mark.parametrize(("name", "told", "form"), SHORT)
-def test_an_optimizer_trains_as_in_a_torch_loop(name: str, told: str, form: str) -> None:
-    assert judged(KNOWN[name], dict(variants(KNOWN[name]))[told], form) == ("right", "")
+@pytest.mark.parametrize(("name", "message", "form"), SHORT)
+def test_an_optimizer_trains_as_in_a_torch_loop(name: str, message: str, form: str) -> None:
+    assert judged(KNOWN[name], dict(variants(KNOWN[name]))[message], form) == ("right", "")
 
 
 @pytest.mark.parametrize(("name", "form"), [("LBFGS", "FP32"), ("SparseAdam", "sparse")])
@@ -66,10 +66,10 @@ def swept(form: str) -> tuple[Result, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_the_whole_list(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = swept(form)
+    result = swept(form)
     with capsys.disabled():
-        print(f"\noptimizers, {form}: {totals(list(found))}")
-    assert found and not [one for one in found if one.outcome in ("raw", "wrong")]
+        print(f"\noptimizers, {form}: {totals(list(result))}")
+    assert result and not [one for one in result if one.outcome in ("raw", "wrong")]
 
 
 INTRODUCTION = """\
@@ -85,10 +85,10 @@ loop trains with it.
 
 @pytest.mark.slow
 def test_the_page_of_refusals_is_current() -> None:
-    found = {form: swept(form) for form in FORMS}
+    result = {form: swept(form) for form in FORMS}
     refused = [
-        (one.note, one.optimizer, form) for form, some in found.items() for one in some if one.outcome == "refused"
+        (one.note, one.optimizer, form) for form, some in result.items() for one in some if one.outcome == "refused"
     ]
-    counts = {form: totals(list(some)) for form, some in found.items()}
+    counts = {form: totals(list(some)) for form, some in result.items()}
     lines = [*INTRODUCTION.splitlines(), "", *table_of_totals(counts), "", *table_of_reasons(refused, "optimizers")]
     check_section("optimizers", "\n".join(lines))

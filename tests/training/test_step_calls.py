@@ -16,7 +16,7 @@ import amp_compiler as amp
 BATCH = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
 
 
-def made(model=None, loss_fn=classes, **options):
+def prepared(model=None, loss_fn=classes, **options):
     model = small() if model is None else model
     optimizer = torch.optim.SGD(
         nn.Linear(1, 1).parameters() if not isinstance(model, nn.Module) else model.parameters()
@@ -35,21 +35,21 @@ def made(model=None, loss_fn=classes, **options):
 )
 def test_what_no_step_is_made_of_is_refused_at_once(options, said):
     with pytest.raises(amp.AmpError, match=said):
-        made(**options)
+        prepared(**options)
 
 
 def test_a_batch_by_name_is_refused():
     with pytest.raises(amp.AmpError, match=r"was given 'x', 'y' by name; give them as one dict"):
-        made()(x=BATCH[0], y=BATCH[1])
+        prepared()(x=BATCH[0], y=BATCH[1])
 
 
 def test_a_loss_function_without_the_model_is_told_how_it_is_called():
     with pytest.raises(amp.AmpError, match=r"loss_fn is called as loss_fn\(model, \*batch\)"):
-        made(loss_fn=F.cross_entropy)(*BATCH)
+        prepared(loss_fn=F.cross_entropy)(*BATCH)
 
 
 def test_inference_mode_around_a_step_is_refused_and_changes_nothing():
-    step = made()
+    step = prepared()
     before = copy.deepcopy(step.model.state_dict())
     with torch.inference_mode(), pytest.raises(amp.AmpError, match="inference_mode"):
         step(*BATCH)
@@ -62,10 +62,10 @@ def test_inference_mode_around_a_step_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("taken", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_step_is_neither_copied_nor_pickled(taken):
     with pytest.raises(amp.AmpError, match=r"copy\.deepcopy\(\(model, optimizer\)\)"):
-        taken(made())
+        taken(prepared())
 
 
 @pytest.mark.parametrize("state", [None, [], "scale"])
 def test_a_state_that_is_no_dict_is_refused(state):
     with pytest.raises(amp.AmpError, match=r"the saved state of a step is a .*step\.state_dict"):
-        made().load_state_dict(state)
+        prepared().load_state_dict(state)

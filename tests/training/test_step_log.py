@@ -45,10 +45,10 @@ class Dispatched(TorchDispatchMode):
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    made = model(x)  # no float holds `huge`
-    return F.cross_entropy(made, y), {
-        "right": (made.argmax(-1) == y).float().mean(),
-        "made": made,
+    result = model(x)  # no float holds `huge`
+    return F.cross_entropy(result, y), {
+        "right": (result.argmax(-1) == y).float().mean(),
+        "made": result,
         "huge": 10**400,
         "n": 3,
     }
@@ -156,8 +156,8 @@ def test_a_resumed_training_goes_on_counting() -> None:
 
 def test_a_step_in_subgraphs_tells_its_callbacks() -> None:
     def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        made = model(x)
-        return F.cross_entropy(made if made.sum() > -1e9 else -made, y)
+        result = model(x)
+        return F.cross_entropy(result if result.sum() > -1e9 else -result, y)
 
     model, kept = small(), Kept()
     step = eager_step(model, branching, callbacks=[kept])
@@ -210,5 +210,5 @@ def test_the_memory_is_what_the_process_itself_has_held(monkeypatch):
     monkeypatch.setattr(
         log, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: SimpleNamespace(**largest))
     )
-    told, held = log._memory(torch.device("cpu")), own_memory.peak()
-    assert held - (16 << 20) <= told <= held
+    message, held = log._memory(torch.device("cpu")), own_memory.peak()
+    assert held - (16 << 20) <= message <= held

@@ -61,9 +61,9 @@ def test_an_overflow_in_the_forward_is_found_at_its_node_and_not_at_the_mask(bac
     (node, *_) = report.nodes
     planned = next(one for one in step.plan.nodes if one.name == node.planned)
     assert planned.op == "aten.exp" and node.decision.startswith(f"{planned.precision} by {planned.rule}")
-    ((_, given),) = node.inputs
+    ((_, inputs),) = node.inputs
     assert node.output.infinite > 0 and node.output.nan == 0 and node.output.dtype == planned.precision == "fp32"
-    assert given.infinite == given.nan == 0 and given.greatest > 88.8  # beyond which FP32 has no exponential
+    assert inputs.infinite == inputs.nan == 0 and inputs.greatest > 88.8  # beyond which FP32 has no exponential
     text = str(report)
     assert f"in the plan: {node.planned}, {node.decision}" in text and f"made {node.output}" in text
     assert text.startswith("not finite: the loss, the gradients of ") and "first made by exp" in text
@@ -80,8 +80,8 @@ def test_an_overflow_in_the_forward_is_found_at_its_node_and_not_at_the_mask(bac
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.float8_e5m2], ids=str)
 def test_ranges(values, expected, dtype):
-    found = range_of(torch.tensor(values).to(dtype))
-    assert (found.least, found.greatest, found.infinite, found.nan) == expected
+    result = range_of(torch.tensor(values).to(dtype))
+    assert (result.least, result.greatest, result.infinite, result.nan) == expected
 
 
 def test_a_weight_that_is_not_finite_is_named():

@@ -90,8 +90,8 @@ class TiedTasks(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, ids, alone):
-        found = self.table(ids)
-        return found if alone else self.head(found)
+        result = self.table(ids)
+        return result if alone else self.head(result)
 
 
 @pytest.mark.parametrize("tasks", [(False, True), (True, False)])
@@ -106,15 +106,15 @@ def test_uneven_batches_are_weighed_by_their_samples(backend):
     """As all samples in one batch; else each batch counts alike."""
     parts = [torch.randn(count, 4, generator=torch.Generator().manual_seed(count)) for count in (7, 1, 2)]
 
-    def made(**options):
+    def built(**options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         options = {"enabled": False, "clip_norm": 0.2, "backend": backend, **options}
         return model, amp.training_step(model, mean_square, optimizer, **options)
 
-    (jointly, one), (means, other) = made(), made(accumulate=3)
-    model, step = made(accumulate=3, uneven="weight")
+    (jointly, one), (means, other) = built(), built(accumulate=3)
+    model, step = built(accumulate=3, uneven="weight")
     one(torch.cat(parts))
     for part in parts:
         step(part), other(part)

@@ -33,8 +33,8 @@ FORMS = {
 def of_any_form(model, batch, *more):
     if isinstance(batch, list):
         return sum(model(x).square().mean() for x in batch)
-    made = model(batch["x"])
-    return made.square().mean() if batch["y"] is None else F.cross_entropy(made, batch["y"]) * (1 + len(more))
+    result = model(batch["x"])
+    return result.square().mean() if batch["y"] is None else F.cross_entropy(result, batch["y"]) * (1 + len(more))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -114,9 +114,9 @@ def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch, caplog):
     trains(X[0], Y[0])
     trains(X[0][:5], Y[0][:5])
     assert "under torch.autocast" in step.execution and "8 forms of its inputs" in step.execution
-    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum("the training step runs forward and backward in 1 subgraph" in one for one in told) == 1
-    assert sum("runs under torch.autocast, which knows no rules" in one for one in told) == 1
+    message = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum("the training step runs forward and backward in 1 subgraph" in one for one in message) == 1
+    assert sum("runs under torch.autocast, which knows no rules" in one for one in message) == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

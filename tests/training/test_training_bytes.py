@@ -80,12 +80,12 @@ def test_a_clipped_update_moves_30_bytes_per_parameter_with_adamw_and_22_with_mo
 def test_nothing_else_reads_a_gradient_or_a_master(name):
     graph, check, update = emitted(name, "bf16")
     for gradient in check.args[0]:
-        made = gradient
-        while is_view(made):
-            made = made.args[0]
-        assert set(all_readers(made)) == {check, update, graph.output_node()}
+        result = gradient
+        while is_view(result):
+            result = result.args[0]
+        assert set(all_readers(result)) == {check, update, graph.output_node()}
         # It is given as the product of two matrices made it, with no cast, copy or multiplication behind that.
-        assert made.target is torch.ops.aten.mm.default and made.meta["val"].dtype is torch.bfloat16
+        assert result.target is torch.ops.aten.mm.default and result.meta["val"].dtype is torch.bfloat16
     assert all(set(master.users) == {update} for master in update.args[0])
 
 
@@ -134,16 +134,16 @@ def graph_of(name):
 
 def upcasts(graph):
     """FP32 copies of 16-bit values, and views of them."""
-    found = []
+    result = []
     for node in graph.nodes:
-        made = node_tensor(node)
-        if node.op != "call_function" or made is None or made.dtype != torch.float32 or not node.all_input_nodes:
+        built = node_tensor(node)
+        if node.op != "call_function" or built is None or built.dtype != torch.float32 or not node.all_input_nodes:
             continue
         op, source = canonical_op(node.target), node.all_input_nodes[0]
         copied = op in CASTS and node_tensor(source).dtype in LOW
-        if copied or (op in VIEWS and source in found):
-            found.append(node)
-    return found
+        if copied or (op in VIEWS and source in result):
+            result.append(node)
+    return result
 
 
 def readers(node, phase):
@@ -152,8 +152,8 @@ def readers(node, phase):
 
 def kept(graph):
     """FP32 copies of 16-bit values that the forward makes and the backward reads."""
-    made = [node for node in upcasts(graph) if node.meta.get("amp_phase") == "forward"]
-    return [node for node in made if readers(node, "backward")]
+    result = [node for node in upcasts(graph) if node.meta.get("amp_phase") == "forward"]
+    return [node for node in result if readers(node, "backward")]
 
 
 @pytest.mark.parametrize("name", MODELS)

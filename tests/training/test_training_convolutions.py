@@ -40,13 +40,13 @@ class Net(nn.Module):
         return self.result_and_map(x)[0]
 
     def result_and_map(self, x):
-        made = self.few(F.relu(self.pointwise(F.relu(self.norm(self.first(x))))))
-        return self.head(F.relu(made).flatten(1)), made
+        result = self.few(F.relu(self.pointwise(F.relu(self.norm(self.first(x))))))
+        return self.head(F.relu(result).flatten(1)), result
 
 
 def loss_and_map(model, x, y):
-    result, made = model.result_and_map(x)
-    return F.cross_entropy(result, y), made
+    result, built = model.result_and_map(x)
+    return F.cross_entropy(result, y), built
 
 
 def make(backend="inductor", layout=torch.contiguous_format, loss_of=classes, **options):

@@ -140,8 +140,8 @@ class NoReads(TorchDispatchMode):
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("adamw", 2), ("sgd", 1)])
 def test_a_step_reads_nothing_from_the_device(optimizer, accumulate):
     make_sgd = lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1)  # noqa: E731
-    _, made, step = make(backend="eager", accumulate=accumulate, kind=make_sgd if optimizer == "sgd" else None)
-    schedule = torch.optim.lr_scheduler.StepLR(made, 2)
+    _, result, step = make(backend="eager", accumulate=accumulate, kind=make_sgd if optimizer == "sgd" else None)
+    schedule = torch.optim.lr_scheduler.StepLR(result, 2)
     step._watch = StuckWatch(torch.device("cpu"), SlowCopy(delay=2))  # as on a GPU; a CPU's flags are read directly
     step._state.events.looks = False
     for number in range(2):

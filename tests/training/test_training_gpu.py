@@ -49,17 +49,17 @@ def test_replays_equal_the_same_step_without_a_graph(accumulate):
 def test_a_replayed_step_never_waits():
     _, optimizer, step = make()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    given = list(batches(WARM_UPS + 20))
-    step(*given[0])  # compiles
+    inputs = list(batches(WARM_UPS + 20))
+    step(*inputs[0])  # compiles
     with NoWaiting():
-        for x, y in given[1:WARM_UPS]:
+        for x, y in inputs[1:WARM_UPS]:
             step(x, y)
-    for x, y in given[WARM_UPS : WARM_UPS + 2]:  # the capture itself waits, once
+    for x, y in inputs[WARM_UPS : WARM_UPS + 2]:  # the capture itself waits, once
         step(x, y)
-    host = [(x.cpu().pin_memory(), y.cpu().pin_memory()) for x, y in given[-5:]]
+    host = [(x.cpu().pin_memory(), y.cpu().pin_memory()) for x, y in inputs[-5:]]
     assert step.execution == REPLAYED
     with NoWaiting():
-        for number, (x, y) in enumerate(given[WARM_UPS + 2 :]):
+        for number, (x, y) in enumerate(inputs[WARM_UPS + 2 :]):
             step(x * float("inf") if number == 3 else x, y)
             schedule.step()
             step.gradients(), step.loss_scale, step.skipped_steps, step.grad_norm
@@ -85,32 +85,32 @@ def test_callbacks_wait_at_their_steps_alone_and_copy_once(monkeypatch):
 
     every = 5
     _, _, step = make(callbacks=[Kept(every), Kept(every)])
-    given = list(batches(WARM_UPS + 20))
+    inputs = list(batches(WARM_UPS + 20))
     first = -(-(WARM_UPS + 2) // every) * every  # behind the capture, which waits
-    for x, y in given[:first]:
+    for x, y in inputs[:first]:
         step(x, y)
     assert step.execution == REPLAYED
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     with NoWaiting():
-        for number, (x, y) in enumerate(given[first:], first + 1):
+        for number, (x, y) in enumerate(inputs[first:], first + 1):
             step(x, y)
             assert len(copies) == (number - first) // every  # one for both
-    assert len(copies) >= 2 and [one.step for one in records[::2]] == list(range(every, len(given) + 1, every))
+    assert len(copies) >= 2 and [one.step for one in records[::2]] == list(range(every, len(inputs) + 1, every))
     assert records[-1].memory > 0 and records[-1].grad_norm > 0
 
 
 def test_1000_steps_grow_nothing_and_compile_nothing(record_property):
     _, _, step = make()
-    given = list(batches(8))
+    inputs = list(batches(8))
     for number in range(20):
-        step(*given[number % 8])
+        step(*inputs[number % 8])
     compiled = dict(torch._dynamo.utils.counters["inductor"]), step._choice.compilations
     torch.cuda.synchronize()
     memory = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for number in range(1000):
-        step(*given[number % 8])
+        step(*inputs[number % 8])
     end.record()
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == memory
@@ -123,13 +123,13 @@ def test_a_scheduler_reaches_the_graph():
     moved = []
     for rate in (1e-2, 0.0):
         model, optimizer, step = make(kind=torch.optim.SGD)
-        given = list(batches(WARM_UPS + 2))
-        for x, y in given[:-1]:
+        inputs = list(batches(WARM_UPS + 2))
+        for x, y in inputs[:-1]:
             step(x, y)
         assert step.execution == REPLAYED
         before = model.head.weight.detach().clone()
         optimizer.param_groups[0]["lr"] = rate
-        step(*given[-1])
+        step(*inputs[-1])
         moved.append(float((model.head.weight - before).detach().abs().max()))
     assert moved[0] > 0 and moved[1] == 0
 
@@ -137,20 +137,20 @@ def test_a_scheduler_reaches_the_graph():
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
 def test_a_poisoned_replay_changes_nothing_but_the_scale(poison):
     model, optimizer, step = make()
-    given = list(batches(WARM_UPS + 3))
-    for x, y in given[:-2]:
+    inputs = list(batches(WARM_UPS + 3))
+    for x, y in inputs[:-2]:
         step(x, y)
     assert step.execution == REPLAYED
     state = [t.clone() for s in optimizer.state.values() for t in s.values()]
     before, scale = weights(model), float(step.loss_scale)
-    x, y = given[-2]
+    x, y = inputs[-2]
     x[3, 1, 2, 2] = poison
     step(x, y)
     after = [t for s in optimizer.state.values() for t in s.values()]
     assert all(torch.equal(a, b) for a, b in zip([*before, *state], [*weights(model), *after], strict=True))
     assert float(step.loss_scale) == scale / 2 and int(step.skipped_steps) == 1
     assert "head.weight" in step.nonfinite_report().parameters
-    step(*given[-1])
+    step(*inputs[-1])
     assert not torch.equal(before[0], model.conv.weight) and int(step.skipped_steps) == 1
 
 

@@ -140,14 +140,14 @@ def changes(device, net, options, optimizer):
     """Losses, how the weights changed, and the step; without a device those of a loop in FP32."""
     kind, batch, loss = NETS[net]
     torch.manual_seed(0)
-    model, given, losses = kind(), [batch() for _ in range(STEPS)], []
+    model, inputs, losses = kind(), [batch() for _ in range(STEPS)], []
     before = [one.detach().double() for one in model.parameters()]
     model, count = model.to(device or "cpu"), options.get("accumulate", 1)
-    step, made = None, optimizer(model.parameters())
+    step, result = None, optimizer(model.parameters())
     if device:
         backend = "inductor" if device == "cuda" else "eager"
-        step = eager_step(model, loss, made, backend=backend, **options)
-    for number, batch in enumerate(given, 1):
+        step = eager_step(model, loss, result, backend=backend, **options)
+    for number, batch in enumerate(inputs, 1):
         if step is not None:
             losses.append(step(*(one.to(device) for one in batch)))
             continue
@@ -155,16 +155,16 @@ def changes(device, net, options, optimizer):
         (losses[-1] / count).backward()
         if number % count == 0:
             nn.utils.clip_grad_norm_(model.parameters(), options.get("clip_norm", torch.inf))
-            made.step()
-            made.zero_grad()
+            result.step()
+            result.zero_grad()
     if step is not None:
         step.flush()
     moved = [one.detach().double().cpu() - start for one, start in zip(model.parameters(), before, strict=True)]
     return torch.stack(losses).detach().double().cpu(), torch.cat([one.flatten() for one in moved]), step
 
 
-def far(made, exact):
-    return float((made - exact).norm() / exact.norm())
+def far(built, exact):
+    return float((built - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -182,8 +182,8 @@ def test_it_errs_no_more_than_on_a_cpu(name, record_property):
         ),
     )
     record_property("ran", step.execution)
-    for made, allowed in zip(errors["cuda"], errors["cpu"], strict=True):
-        assert made < 1.5 * allowed + 2.0**-8
+    for result, allowed in zip(errors["cuda"], errors["cpu"], strict=True):
+        assert result < 1.5 * allowed + 2.0**-8
     assert ("subgraphs" in step.execution) if net == "broken" else step.execution == REPLAYED
 
 
@@ -230,16 +230,16 @@ def test_scaled_products_are_those_that_are_emulated():
                 for left_format in (torch.float8_e4m3fn, torch.float8_e5m2):
                     way = Fp8(scaling=scaling)
                     left, right = torch.randn(rows_, between).to(dtype), torch.randn(between, columns).to(dtype)
-                    found = []
+                    result = []
                     for device in ("cpu", "cuda"):
                         operands = (
                             scaled(left.to(device), left_format, way, 1),
                             scaled(right.to(device), torch.float8_e4m3fn, way, 0),
                         )
                         try:
-                            found.append(multiply(*operands, dtype, way).cpu().double())
+                            result.append(multiply(*operands, dtype, way).cpu().double())
                         except RuntimeError as error:
                             wrong.append((scaling, dtype, rows_, between, columns, left_format, str(error)[:200]))
-                    if len(found) == 2 and not far(found[1], found[0]) < 2 * torch.finfo(dtype).eps + 2e-4:
-                        wrong.append((scaling, dtype, rows_, between, columns, left_format, far(found[1], found[0])))
+                    if len(result) == 2 and not far(result[1], result[0]) < 2 * torch.finfo(dtype).eps + 2e-4:
+                        wrong.append((scaling, dtype, rows_, between, columns, left_format, far(result[1], result[0])))
     assert not wrong

@@ -44,16 +44,16 @@ def test_state_that_moves_is_captured_anew():
 
 def test_a_resumed_run_goes_on_where_it_was():
     model, optimizer, step = make(drop=0.1)
-    given = list(batches(20))
-    for x, y in given[:10]:
+    inputs = list(batches(20))
+    for x, y in inputs[:10]:
         step(x, y)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
     random = torch.cuda.get_rng_state()
-    straight = [step(x, y) for x, y in given[10:]]
+    straight = [step(x, y) for x, y in inputs[10:]]
     other, other_optimizer, resumed = make(drop=0.1)
     other.load_state_dict(saved[0]), other_optimizer.load_state_dict(saved[1]), resumed.load_state_dict(saved[2])
     torch.cuda.set_rng_state(random)
-    again = [resumed(x, y) for x, y in given[10:]]
+    again = [resumed(x, y) for x, y in inputs[10:]]
     torch.testing.assert_close(straight, again, rtol=1e-5, atol=1e-6)
     for a, b in zip(weights(model), weights(other), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -101,8 +101,8 @@ def test_a_capture_that_fails_leaves_torch_and_the_training_as_they_were():
     model, _, step = make()
     reference, _, plain = make()
     without_graphs(plain)
-    given = list(batches(WARM_UPS + 6))
-    for number, (x, y) in enumerate(given):
+    inputs = list(batches(WARM_UPS + 6))
+    for number, (x, y) in enumerate(inputs):
         if number == WARM_UPS:
             fail_half_way(step)
         stream = torch.cuda.current_stream()
@@ -112,7 +112,7 @@ def test_a_capture_that_fails_leaves_torch_and_the_training_as_they_were():
     for a, b in zip(weights(model), weights(reference), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     _, _, later = make()
-    for x, y in given:
+    for x, y in inputs:
         later(x, y)
     assert later.execution == REPLAYED
 
@@ -142,9 +142,9 @@ def test_behind_a_failed_capture_random_numbers_and_other_shapes_go_on():
 
 def test_the_memory_of_a_failed_capture_is_given_back():
     _, _, step = make()
-    given = list(batches(WARM_UPS + 2, 4096))
+    inputs = list(batches(WARM_UPS + 2, 4096))
     held = []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(inputs):
         if number == WARM_UPS:
             fail_half_way(step)
         step(*batch)
@@ -159,10 +159,10 @@ def test_signatures_share_the_memory_of_their_gradients():
     gradients = sum(parameter.numel() * 4 for parameter in step.model.parameters())
     held = []
     for size in (64, 48, 32, 16):
-        given = list(batches(WARM_UPS + 2, size))
-        for batch in given:
+        inputs = list(batches(WARM_UPS + 2, size))
+        for batch in inputs:
             step(*batch)
-        held.append(torch.cuda.memory_allocated() - sum(x.nbytes + y.nbytes for x, y in given))
+        held.append(torch.cuda.memory_allocated() - sum(x.nbytes + y.nbytes for x, y in inputs))
         assert step.execution == REPLAYED
     buffers = 64 * (3 * 8 * 8 * 4 + 8) + 2**15  # of the batch, and tables of addresses
     assert all(later - earlier < gradients // 4 + buffers for earlier, later in itertools.pairwise(held))
@@ -173,14 +173,14 @@ def test_the_workspaces_of_cublas_are_the_graphs_own():
     model, _, step = make()
     reference, _, plain = make()
     without_graphs(plain)
-    given = list(batches(WARM_UPS + 6))
-    for x, y in given[: WARM_UPS + 2]:
+    inputs = list(batches(WARM_UPS + 6))
+    for x, y in inputs[: WARM_UPS + 2]:
         step(x, y), plain(x, y)
     assert step.execution == REPLAYED
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     filled = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
-    for x, y in given[WARM_UPS + 2 :]:
+    for x, y in inputs[WARM_UPS + 2 :]:
         step(x, y), plain(x, y)
     assert all(bool(tensor.isnan().all()) for tensor in filled)
     for a, b in zip(weights(model), weights(reference), strict=True):
@@ -189,14 +189,14 @@ def test_the_workspaces_of_cublas_are_the_graphs_own():
 
 def test_a_stuck_run_ends_by_itself_without_waiting():
     _, _, step = make(loss_scale=DynamicLossScale(2.0, min=1.0))
-    given = list(batches(WARM_UPS + 2))
-    for x, y in given:
+    inputs = list(batches(WARM_UPS + 2))
+    for x, y in inputs:
         step(x, y)
-    bad = given[0][0] * float("inf")
+    bad = inputs[0][0] * float("inf")
     with NoWaiting():
         for _ in range(15):
-            step(bad, given[0][1])
+            step(bad, inputs[0][1])
     with pytest.raises(LossScaleError, match=r"conv\.weight"):
         for _ in range(500):
-            step(bad, given[0][1])
+            step(bad, inputs[0][1])
             torch.cuda.synchronize()

@@ -187,8 +187,8 @@ class Exponential(nn.Module):
 
 
 def outer_loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    made = model["net"](x) if isinstance(model, dict) else model(x)
-    return (torch.exp(-made) - y).square().mean()
+    result = model["net"](x) if isinstance(model, dict) else model(x)
+    return (torch.exp(-result) - y).square().mean()
 
 
 def plan_of(rules: Any, model: Any = None) -> Any:

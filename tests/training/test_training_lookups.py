@@ -65,13 +65,13 @@ def amsgrad(parameters, rate):
 
 
 def both(optimizer=torch.optim.AdamW, options=None, **settings):
-    made = []
+    result = []
     for backend in ("inductor", "eager"):
         model = Words(**settings)
-        made.append(
+        result.append(
             (model, eager_step(model, loss_fn, optimizer(model.parameters(), 0.05), backend=backend, **(options or {})))
         )
-    return made
+    return result
 
 
 def assert_same_training(steps=5, **settings):

@@ -103,9 +103,9 @@ def test_probabilities_reach_a_binary_cross_entropy_unrounded(name, dtype, backe
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     step = eager_step(model, probabilities_loss, optimizer, dtype=dtype, backend=backend, loss_scale=8.0)
     step(SURE)
-    made = torch.eye(3) - model.identity.detach()
+    result = torch.eye(3) - model.identity.detach()
     assert int(step.skipped_steps) == 0
-    torch.testing.assert_close(made, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+    torch.testing.assert_close(result, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
 
 
 def test_a_rule_that_asks_for_low_probabilities_is_obeyed():

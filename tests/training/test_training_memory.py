@@ -59,8 +59,8 @@ def make(backend="inductor", **options):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    given = {"backend": backend, "dtype": "bf16", "dynamic_shapes": None} | options  # a program for each of two sizes
-    return model, amp.training_step(model, loss_fn, optimizer, **given)
+    inputs = {"backend": backend, "dtype": "bf16", "dynamic_shapes": None} | options  # a program for each of two sizes
+    return model, amp.training_step(model, loss_fn, optimizer, **inputs)
 
 
 def batch(number):
@@ -129,7 +129,7 @@ def test_from_the_third_step_on_one_block_holds_all_but_what_is_kept(run):
     assert all(count > 2 * MOST_KEPT for count in run.counts[:2])
     assert all(0 < count <= MOST_KEPT for count in run.counts[2:])
     assert len({*run.counts[2::2]}) == len({*run.counts[3::2]}) == 1
-    assert all(found == {block} for found, block in zip(run.places[2:], run.blocks[2:], strict=True))
+    assert all(result == {block} for result, block in zip(run.places[2:], run.blocks[2:], strict=True))
     assert len({*run.blocks[3:]}) == 1
 
 

@@ -34,8 +34,8 @@ def global_grad_scale(formula, coefficient, gradients):
     if formula == "l2":  # 0.16.5 to 0.17.0
         squares = F(sum(F(np.sum(g.astype(F) ** 2)) for g in gradients))
         return F(np.sqrt(squares)) * F(coefficient) if squares > 0 else F(coefficient)
-    found = [np.max(np.abs(g)).astype(F) for g in gradients]  # 0.17.1 to 0.17.4
-    largest = max((one for one in found if np.isfinite(one)), default=F(0))
+    result = [np.max(np.abs(g)).astype(F) for g in gradients]  # 0.17.1 to 0.17.4
+    largest = max((one for one in result if np.isfinite(one)), default=F(0))
     factor = F(4) / largest if largest > 0 else F(1)
     return factor * F(coefficient)
 
@@ -79,8 +79,8 @@ def fused(a, b, c):
 def half_clip(values):
     """`float2half_clip`: rounded to half, and the largest finite number where that is infinite."""
     with np.errstate(over="ignore"):
-        found = values.astype(np.float16)
-    return np.where(np.isinf(found), np.copysign(np.float16(65504), found), found)
+        result = values.astype(np.float16)
+    return np.where(np.isinf(result), np.copysign(np.float16(65504), result), result)
 
 
 def sgd(model, **options):
@@ -99,8 +99,8 @@ def test_the_decay_is_added_to_unscaled_gradients_and_the_rate_stays_out_of_the_
         step(torch.randn(6, 8))
         assert float(step.loss_scale) == 1000.0
         inverse = F(1 / np.float64(1000.0))
-        for place, (parameter, made) in enumerate(zip(model.parameters(), step._last[1].gradients, strict=True)):
-            gradient = fused(before[place], F(0.01), made.float().numpy() * inverse)
+        for place, (parameter, result) in enumerate(zip(model.parameters(), step._last[1].gradients, strict=True)):
+            gradient = fused(before[place], F(0.01), result.float().numpy() * inverse)
             kept[place] = gradient if number == 0 else gradient + kept[place] * F(0.9)
             assert np.array_equal(optimizer.state[parameter]["momentum_buffer"].numpy(), kept[place])
             assert np.array_equal(parameter.detach().numpy(), fused(kept[place], -F(0.05), before[place]))
@@ -187,8 +187,8 @@ def test_sag_is_an_optimizer_of_ones_own():
         step(torch.from_numpy(gradient))
         history = F(0.9) * history + F(0.1) * (gradient + F(0.01) * weight)
         weight = weight - F(0.05) * history
-        found = torch.stack([model.a, model.b]).detach().numpy()
-        assert np.allclose(found, weight, rtol=8 * np.finfo(F).eps, atol=0)  # some roundings a step
+        result = torch.stack([model.a, model.b]).detach().numpy()
+        assert np.allclose(result, weight, rtol=8 * np.finfo(F).eps, atol=0)  # some roundings a step
 
 
 class Larc(torch.optim.Optimizer):
@@ -223,8 +223,8 @@ def test_wd_and_larc_are_an_optimizer_of_ones_own_which_sees_unscaled_gradients(
             clipped.add((place, bool(rate < own)))
             histories[place] = F(0.9) * histories[place] + rate * gradient
             weights[place] = weights[place] - (histories[place] + F(0.01) * rate * weights[place])
-        found = torch.stack([model.a, model.b]).detach().numpy()
-        assert np.allclose(found, np.stack(weights), rtol=16 * np.finfo(F).eps, atol=0)  # some roundings a step
+        result = torch.stack([model.a, model.b]).detach().numpy()
+        assert np.allclose(result, np.stack(weights), rtol=16 * np.finfo(F).eps, atol=0)  # some roundings a step
     assert clipped == {(0, False), (1, True)}
 
 
@@ -238,5 +238,5 @@ def test_an_activation_beyond_fp16_is_infinite_and_told(rules):
     step = eager_step(model, loss_fn, sgd(model, momentum=0.0), rules=rules, dtype="fp16")
     for size, overflows in ((100.0, False), (200.0, True)):  # 150 * 2 * 100 = 30000
         step(torch.full((1, 2), size))
-        told = [(node.op, node.output.infinite > 0) for node in step.nonfinite_report().nodes]
-        assert told == ([("aten.add", True)] if overflows else []), told
+        message = [(node.op, node.output.infinite > 0) for node in step.nonfinite_report().nodes]
+        assert message == ([("aten.add", True)] if overflows else []), message

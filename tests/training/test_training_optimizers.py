@@ -108,8 +108,8 @@ def test_groups_clipping_and_accumulation():
 
 def test_a_dict_of_optimizers():
     model, reference = models()
-    made, plain = two_optimizers(model), two_optimizers(reference)
-    step = eager_step(model, classes, made, enabled=False)
+    result, plain = two_optimizers(model), two_optimizers(reference)
+    step = eager_step(model, classes, result, enabled=False)
     for _ in range(4):
         step(X, Y)
         classes(reference, X, Y).backward()

@@ -33,8 +33,8 @@ def make(backend="inductor", optimizer="adamw", **options):
     torch.manual_seed(0)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64)
     model = nn.Sequential(*layers)
-    made = OPTIMIZERS[optimizer](model.parameters())
-    return model, made, eager_step(model, classes, made, backend=backend, **options)
+    result = OPTIMIZERS[optimizer](model.parameters())
+    return model, result, eager_step(model, classes, result, backend=backend, **options)
 
 
 def deferred(step):
@@ -67,9 +67,9 @@ def assert_same_steps(step, eager, batches):
 
 def assert_same_training(steps=5, **options):
     (model, _, step), (other, _, eager) = make(**options), make("eager", **options)
-    found = assert_same_steps(step, eager, zip(X[:steps], Y[:steps], strict=True))
+    result = assert_same_steps(step, eager, zip(X[:steps], Y[:steps], strict=True))
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=0, atol=2e-3)
-    return found
+    return result
 
 
 @pytest.mark.sweep(2)
@@ -135,9 +135,9 @@ def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is(compiler):
 
 @pytest.mark.parametrize(("optimizer", "bad"), [("adamw", float("inf")), ("sgd", float("nan"))])
 def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(optimizer, bad, compiler):
-    model, made, step = make(optimizer=optimizer)
+    model, result, step = make(optimizer=optimizer)
     step(X[0], Y[0])
-    held = lambda: [model.state_dict(), made.state_dict()["state"]]  # noqa: E731
+    held = lambda: [model.state_dict(), result.state_dict()["state"]]  # noqa: E731
     before, x = copy.deepcopy(held()), X[1].clone()
     x[3, 5] = bad
     step(x, Y[1])

@@ -53,16 +53,16 @@ def test_parameters_beside_the_model_are_named_and_may_join_the_optimizer_later(
 
 
 def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_subgraphs_too() -> None:
-    told = [1]
+    message = [1]
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         y = model(x)
         if float(y.detach().sum()) > 1e9:
             return y.sum()
-        return (y[:, :2] * torch.tensor([[2, told[0]], [told[0], 3.5]])[0]).square().mean()
+        return (y[:, :2] * torch.tensor([[2, message[0]], [message[0], 3.5]])[0]).square().mean()
 
     def tell(number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        told[0] = (1, 2, 4, 3)[number]
+        message[0] = (1, 2, 4, 3)[number]
 
     step, _ = train_beside_torch(nn.Linear(4, 4), loss_fn, [(X,)] * 4, between=tell, enabled=True, rules="apex-o0")
     assert "subgraph" in step.execution

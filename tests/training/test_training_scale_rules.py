@@ -150,7 +150,7 @@ def products_with_the_scale(graph):
 
     Or by what is made of the scale and single numbers alone: an inverse, a view, the scale spread over a shape.
     """
-    scales, found = {node for node in graph.nodes if node.name == "loss_scale"}, []
+    scales, result = {node for node in graph.nodes if node.name == "loss_scale"}, []
     for node in graph.nodes:
         read = node.all_input_nodes
         if scales.isdisjoint(read) or node.op != "call_function" or "amp_compiler" in str(node.target):
@@ -158,8 +158,8 @@ def products_with_the_scale(graph):
         if not any(is_tensor_of_many(other) for other in read if other not in scales):
             scales.add(node)
         elif canonical_op(node.target) in ("aten.mul", "aten.div"):
-            found.append(node)
-    return found
+            result.append(node)
+    return result
 
 
 def test_nothing_multiplies_a_gradient_by_the_scale():

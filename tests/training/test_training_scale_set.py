@@ -51,8 +51,8 @@ def test_the_seed_alone_does_not_overflow(name):
     assert float(step.loss_scale) == 65536.0  # of FP32, not of FP16
     step(X)
     assert int(step.skipped_steps) == 0
-    found = step.gradients()
-    for gradient, wanted in zip(found.values(), expected, strict=True):
+    result = step.gradients()
+    for gradient, wanted in zip(result.values(), expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-2, atol=2e-3)
 
 

@@ -104,8 +104,8 @@ def test_a_step_with_one_value_that_is_not_finite_changes_nothing():
         assert not changed(before, trained(model, optimizer, step)), place
         assert not changed(statistics, buffers(model)), place
         assert int(step.skipped_steps) == skipped + 1 and bool(loss.isfinite()) == (place in FINITE), place
-        found = set(step.nonfinite_report().parameters)
-        assert found == bad if bad else len(found) > 5, place
+        result = set(step.nonfinite_report().parameters)
+        assert result == bad if bad else len(result) > 5, place
         step(batch(), Y)
         assert int(step.skipped_steps) == skipped + 1
         assert changed(before, trained(model, optimizer, step)) == moving(before)

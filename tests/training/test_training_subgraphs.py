@@ -46,8 +46,8 @@ class Packed(nn.Module):
     def forward(self, x):
         lengths = torch.tensor([4, 3, 2, 1])
         packed = nn.utils.rnn.pack_padded_sequence(x.view(4, 4, 8), lengths, batch_first=True)
-        made, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        return self.head(made.reshape(-1, 8))
+        result, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(result.reshape(-1, 8))
 
 
 def entropy(model, x, y, kept):
@@ -119,8 +119,8 @@ def test_subgraphs_train_as_one_graph_does(optimizer):
     for kind, loss_fn in {"whole": classes, "subgraphs": branchy}.items():
         torch.manual_seed(0)
         model = normed()
-        made = optimizer(model.parameters(), 1e-2)
-        step = eager_step(model, loss_fn, made, dtype="fp16", accumulate=2, clip_norm=0.5)
+        result = optimizer(model.parameters(), 1e-2)
+        step = eager_step(model, loss_fn, result, dtype="fp16", accumulate=2, clip_norm=0.5)
         losses = [float(step(x, Y)) for x in (X, X + 1, X * torch.inf, X, X - 1, X)]
         assert ("subgraph" in step.execution) is (kind == "subgraphs")
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -179,8 +179,8 @@ def test_it_is_told_once_and_can_be_read_and_the_users_gradients_stay(caplog):
     with caplog.at_level(logging.WARNING, "amp_compiler"):
         step(X, Y)
         step(X, Y)
-    (told,) = [record.message for record in caplog.records if "in 1 subgraph," in record.message]
-    assert "the update as one graph, because: the loss function branches on the values of a tensor" in told
+    (message,) = [record.message for record in caplog.records if "in 1 subgraph," in record.message]
+    assert "the update as one graph, because: the loss function branches on the values of a tensor" in message
     names = [stage.name for stage in step.stages]
     assert names[0] == "capture" and names[-1] == "gather_weights" and "take_gradients" in names
     assert any("sgd_update" in str(node.target) for node in step.graph_module.graph.nodes)
@@ -236,17 +236,17 @@ def saved_bytes(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_checkpointed_is_not_kept(reentrant):
-    (whole, expected), (checkpointed, made) = saved_bytes(None), saved_bytes(reentrant)
+    (whole, expected), (checkpointed, result) = saved_bytes(None), saved_bytes(reentrant)
     assert checkpointed < whole / 4
-    torch.testing.assert_close(made, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_computed_anew_is_planned_past_dynamos_own_limit():
     """A backward compiles what is checkpointed once more; past the limit Dynamo would run it in FP32, and only warn."""
     expected = saved_bytes(None)[1]
     with torch._dynamo.config.patch(recompile_limit=1):
-        made = saved_bytes(True)[1]
-    for mine, theirs in zip(made, expected, strict=True):
+        result = saved_bytes(True)[1]
+    for mine, theirs in zip(result, expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -277,7 +277,7 @@ class Dropped(nn.Module):
 )
 def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, backend):
     """Each once, as what goes into one is kept; the weights become those of a model that keeps all."""
-    found = []
+    result = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
         model = Dropped(checkpointed)
@@ -295,8 +295,8 @@ def test_blocks_are_computed_again_one_by_one_and_draw_the_same_numbers(kind, ba
         CALLS.clear()
         run(X, Y, KEPT)
         assert len(CALLS) == 2 + 2 * checkpointed
-        found.append(model.state_dict())
-    kept, again = found
+        result.append(model.state_dict())
+    kept, again = result
     for name, value in kept.items():
         torch.testing.assert_close(again[name], value, rtol=0, atol=1e-6 if backend == "eager" else 1e-3)
 

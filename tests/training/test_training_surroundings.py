@@ -134,8 +134,8 @@ def test_anomaly_mode_looks_into_no_trace_and_is_told_to_see_nothing(caplog):
         assert torch.is_anomaly_enabled()
     assert step.execution.startswith("as one graph") and step.skipped_steps == 1
     assert compiled.execution == "as one graph"
-    told = [one.message for one in caplog.records if "anomaly mode" in one.message]
-    assert len(told) == 1 and "nonfinite_report()" in told[0]
+    message = [one.message for one in caplog.records if "anomaly mode" in one.message]
+    assert len(message) == 1 and "nonfinite_report()" in message[0]
 
 
 def test_a_dispatch_mode_sees_what_runs_and_nothing_is_compiled_for_it():

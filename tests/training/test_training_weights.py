@@ -113,7 +113,7 @@ def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
 @pytest.mark.parametrize("name", ["momentum", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_compiled_update_keeps_the_errors_of_kahans_summation(name):
     """Compiled code may leave out a rounding, of which there would be no error left to keep."""
-    found = []
+    result = []
     for backend in ("eager", "inductor"):
         model = nn.Linear(64, 1, bias=False).bfloat16()
         nn.init.constant_(model.weight, 256.0)
@@ -121,8 +121,8 @@ def test_a_compiled_update_keeps_the_errors_of_kahans_summation(name):
         step = eager_step(model, lambda m, x: -m(x).sum(), optimizer, rules=rules("kahan"), backend=backend)
         for _ in range(5):
             step(torch.full((1, 64), 0.5).bfloat16())
-        found.append((model.weight.detach(), optimizer.state[model.weight]["compensation"]))
-    for eager, compiled in zip(*found, strict=True):
+        result.append((model.weight.detach(), optimizer.state[model.weight]["compensation"]))
+    for eager, compiled in zip(*result, strict=True):
         assert eager.any() and torch.equal(eager, compiled)
 
 
@@ -157,11 +157,11 @@ def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
         assert all(t.dtype is torch.float32 and torch.equal(t, plain.state[wanted][k]) for k, t in state.items())
 
 
-@pytest.mark.parametrize("given", ["default", rules()])
-def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
+@pytest.mark.parametrize("inputs", ["default", rules()])
+def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(inputs):
     model = net().half()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    step = eager_step(model, classes, optimizer, rules=given, dtype="fp16", loss_scale=64.0)
+    step = eager_step(model, classes, optimizer, rules=inputs, dtype="fp16", loss_scale=64.0)
     step(X.half(), Y)
     program, output, _ = step._seen()
     kinds = {name: gradient.dtype for name, gradient in zip(program.report.updated, output.gradients, strict=True)}

@@ -26,14 +26,14 @@ MODES = {
 
 
 def setup(mode: str, seed: int = 0, backend: str = "eager", **options):
-    name, dtype, given, half = MODES[mode]
+    name, dtype, inputs, half = MODES[mode]
     model = net(seed)
     x = X
     if half:
         model, x = model.to(LOW[dtype]), X.to(LOW[dtype])
     optimizer = OPTIMIZERS[name](model.parameters())
     step = eager_step(
-        model, classes, optimizer, rules=given, dtype=dtype, loss_scale="dynamic", backend=backend, **options
+        model, classes, optimizer, rules=inputs, dtype=dtype, loss_scale="dynamic", backend=backend, **options
     )
     return model, optimizer, step, x
 
@@ -125,9 +125,9 @@ def test_tied_and_later_frozen_weights():
 
 def test_plain_fp32_ignores_the_section():
     model, reference = net(), net()
-    for given, one in ((rules("stochastic"), model), ("default", reference)):
+    for inputs, one in ((rules("stochastic"), model), ("default", reference)):
         optimizer = OPTIMIZERS["momentum"](one.parameters())
-        step = eager_step(one, classes, optimizer, rules=given, enabled=False)
+        step = eager_step(one, classes, optimizer, rules=inputs, enabled=False)
         step(X, Y), step(X, Y)
     assert same(list(model.parameters()), list(reference.parameters()))
     assert all(p.dtype is torch.float32 for p in model.parameters())
@@ -148,14 +148,14 @@ def test_what_cannot_be_is_refused(convert, options, text):
         eager_step(model, classes, **options)
 
 
-@pytest.mark.parametrize(("given", "column"), [("default", "master"), (rules(), "exp_avg")])
-def test_state_that_was_narrowed_before_the_step_was_made_is_refused(given, column):
+@pytest.mark.parametrize(("inputs", "column"), [("default", "master"), (rules(), "exp_avg")])
+def test_state_that_was_narrowed_before_the_step_was_made_is_refused(inputs, column):
     model = net().half()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    eager_step(model, classes, optimizer, rules=given, dtype="fp16")(X.half(), Y)
+    eager_step(model, classes, optimizer, rules=inputs, dtype="fp16")(X.half(), Y)
     late = net().half()
     narrow = OPTIMIZERS["adamw"](late.parameters())
     narrow.load_state_dict(optimizer.state_dict())
-    step = eager_step(late, classes, narrow, rules=given, dtype="fp16")
+    step = eager_step(late, classes, narrow, rules=inputs, dtype="fp16")
     with pytest.raises(amp.AmpError, match=f"holds '{column}' in float16"):
         step(X.half(), Y)
