@@ -288,13 +288,12 @@ def test_what_fp32_makes_too_gets_no_rule():
     assert report.nodes[0].op == "aten.log" and report.rule == "" and "FP32 makes it too" in report.cure
 
 
-def test_a_rule_that_no_kernel_takes_ends_the_search_in_words():
-    """In FP32 the batch norm has no kernel beside running statistics in 16 bits."""
+def test_a_norm_with_16_bit_statistics_gets_a_rule_and_keeps_them():
+    """They are read in FP32 beside data of FP32."""
     model = nn.Sequential(linear(4, 4, 3e4), nn.BatchNorm1d(4)).half()
     for options in ({}, {"loss_fn": loss_fn}):
         report = amp.find_nonfinite(model, X[0].half(), dtype="fp16", **options)
-        assert report.nodes[0].planned == "linear" and report.rule == ""
-        assert report.cure.startswith("no rule was found: ")
+        assert report.nodes[0].planned == "linear" and "precision: fp32" in report.rule
         assert not model[1].running_mean.any() and not model[1].num_batches_tracked  # nothing is changed
 
 

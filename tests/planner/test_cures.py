@@ -125,3 +125,12 @@ def test_inputs_that_are_not_finite_themselves():
     assert spoilt_inputs([copy], {}) is None
     message = spoilt_inputs([copy, data], {"x": "the batch"})
     assert message is not None and message.message == "the batch holds 1 infinite, 3 NaN: no precision fixes that"
+
+
+def test_a_rule_that_no_kernel_takes_ends_the_search_in_words():
+    runs = Runs({"b"}, lambda fp32: broken("b", rounding=True))
+
+    def attempt(rules):
+        raise RuntimeError("no kernel for 'Half'\nand more")
+
+    assert find_cure(RULES, runs(RULES), attempt).message == "no rule was found: no kernel for 'Half'"
