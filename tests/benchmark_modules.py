@@ -1,7 +1,5 @@
 """The benchmarks' modules, for their tests: scripts beside each other, which are no part of the package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -18,25 +18,25 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 190,
-    "ir": 1_760,  # to come to 1,700: FP8 as a word of rules came, and what people are shown of a plan
-    "policy": 3_550,  # to come to 3,400: tables of execution providers came
-    "planner": 1_950,
-    "fx": 5_640,  # to come to 3,900: compiled code in one file for other machines came
-    "forward": 3_130,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
-    "training": 7_040,  # to come to 4,600: it has the capture of the loss, and its subgraphs; magnitudes of FP8 came
+    "ir": 1_770,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
+    "policy": 3_530,  # to come to 3,400: tables of execution providers came
+    "planner": 1_940,
+    "fx": 5_650,  # to come to 3,900: compiled code in one file for other machines came
+    "forward": 3_140,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
+    "training": 7_090,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,
-    "ops": 7_400,
-    "onnx": 12_110,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "ops": 7_520,  # to come to 7,400: the update finds what was written past version counters
+    "onnx": 11_710,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_660,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
-    "report": 2_930,  # to come to 2,900: lists of hits, print as a whole, a head came
-    "cli": 1_980,  # to come to 1,900
+    "report": 2_910,  # to come to 2,900: lists of hits, print as a whole, a head came
+    "cli": 1_970,  # to come to 1,900
     "integrations": 300,
-    "passes": 9_310,
+    "passes": 9_380,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 63_700  # of all rooms together; to come to 59,400
-TESTS = 57_450  # to come to 45,000; 4,000 are tests/behaviour
+SOURCES = 63_550  # of all rooms together; to come to 59,400
+TESTS = 50_000  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

@@ -1,7 +1,5 @@
 """The recipes run, their results hold what they claim, and the page of the zoo is made from them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -1,7 +1,5 @@
 """The registry of backends: a new one is a value in the table, and nothing else knows a backend by its name."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from pathlib import Path

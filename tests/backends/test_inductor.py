@@ -1,7 +1,5 @@
 """What the Inductor backend asks of Inductor."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

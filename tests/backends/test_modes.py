@@ -1,7 +1,5 @@
 """`mode=`: what a compiler tries before it settles for a kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What runs the parts of a step that was cut: kernels where they take them, a compiler for the rest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fx_reader import parse_fx

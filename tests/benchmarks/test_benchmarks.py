@@ -1,7 +1,5 @@
 """The benchmarks run from the command line, write what they say, and compare like with like; no time is judged."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Benchmarks on a GPU, on stand-ins: sizes, bursts, groups of variants, what is left out, kernels by class."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """The sizes of the benchmark models: on a GPU they are models as they are trained, and no other size has changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

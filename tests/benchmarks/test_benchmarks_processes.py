@@ -1,7 +1,5 @@
 """Variants of a benchmark take turns, in processes of their own; what these measure, and how they fail."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmarks of many ranks: what is summed, and when messages hide behind products; by hand and by NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The benchmark of the update compares variants of the same arithmetic, by the bytes that they really move."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

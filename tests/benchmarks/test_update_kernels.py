@@ -1,7 +1,5 @@
 """What is read of the machine code of the update's kernels, and the choices that a sweep makes; needs no GPU."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

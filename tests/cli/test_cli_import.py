@@ -1,7 +1,5 @@
 """`amp-compiler rules import` of whole files of other systems."""
 
-from __future__ import annotations
-
 
 def test_a_net_and_a_configuration_become_rule_files_that_are_good(shell, tmp_path):
     net, config = tmp_path / "net.prototxt", tmp_path / "ds_config.json"

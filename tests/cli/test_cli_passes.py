@@ -1,7 +1,5 @@
 """`amp-compiler passes`: the catalogue, and all that one pass says of itself."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """`loss_fn=` means the same to all that look at a model, and options that would be passed over are refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What `torch.autocast` would cast, counted on fake tensors: as many casts and bytes as it makes on real ones."""
 
-from __future__ import annotations
-
 import json
 
 import onnx

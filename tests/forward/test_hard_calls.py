@@ -1,7 +1,5 @@
 """Calls that leave something behind where they fail, and models of which no graph can be planned."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

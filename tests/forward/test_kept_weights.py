@@ -1,7 +1,5 @@
 """What is written to weights counts from the next call of a compiled module on, known to autograd or not."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

@@ -1,7 +1,5 @@
 """Every op of torch's own list on a CUDA device: run as eager torch runs it there, or refused; see `opinfo_sweep`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

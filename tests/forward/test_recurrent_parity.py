@@ -1,7 +1,5 @@
 """Recurrent layers and cells are no less exact than under torch.autocast, and no longer to compile for more steps."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 

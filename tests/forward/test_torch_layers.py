@@ -1,7 +1,5 @@
 """Torch's own layers around a break: their files are closed to Dynamo, and yet all products run under the plan."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What one process has compiled, another one loads: nothing is compiled or traced again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

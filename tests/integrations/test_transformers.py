@@ -1,7 +1,5 @@
 """`AmpTrainer` beside the Trainer's own BF16: losses, clipping, accumulation, schedules, resuming."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

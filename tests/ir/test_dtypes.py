@@ -1,7 +1,5 @@
 """Element types by the names that users write for them."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import numpy as np

@@ -5,7 +5,7 @@ import torch
 from onnx_corpus.exported import Logits, export
 from test_export_and_convert import make
 from torch import nn
-from toys import relative
+from toys import eager_step, relative
 
 import amp_compiler as amp
 
@@ -85,9 +85,7 @@ def test_compile_and_train_from_a_path(tmp_path):
 
     target = torch.zeros_like(wanted)
     loss_fn = lambda m, x, y: (m(x) - y).square().mean()  # noqa: E731
-    step = amp.training_step(
-        path, loss_fn, lambda parameters: torch.optim.SGD(parameters, 0.05), dtype="bf16", backend="eager"
-    )
+    step = eager_step(path, loss_fn, lambda parameters: torch.optim.SGD(parameters, 0.05))
     reference = torch.optim.SGD(model.parameters(), 0.05)
     losses: list[float] = []
     for _ in range(4):

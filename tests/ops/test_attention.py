@@ -1,7 +1,5 @@
 """The native backward of attention: against exact arithmetic, beside ATen's, and where it stands in compiled code."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

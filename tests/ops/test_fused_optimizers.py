@@ -3,8 +3,6 @@
 The Triton kernels stand in `kernels_interpreted.py`, with the same arguments.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

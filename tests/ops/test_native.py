@@ -1,7 +1,5 @@
 """The table of native kernels, and that the operators in it give what those give whose place they take."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of addresses of captured graphs, with host memory in the place of a device's."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """The operators for LSTM, GRU and plain recurrent layers against torch's own, forward and backward."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent networks as one operator, which runs on a CPU here: types and graphs; numbers are in `test_recurrent`."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent networks on a CUDA device: as exact as eager torch under autocast, replayed as one CUDA graph."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Lists of other converters as rule files: what they say is what the plan does."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Configurations of DeepSpeed as rule files, and what cannot be one told by line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Nets and solvers of NVCaffe as rule files: what a layer asks for is what the plan does; the rest is told by line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of kernels, `rules/targets/*.yaml`: what they say, and how a damaged one is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Checksums of tensors: every bit and every place counts, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

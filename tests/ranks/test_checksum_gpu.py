@@ -1,7 +1,5 @@
 """Checksums on a CUDA device: those of the CPU."""
 
-from __future__ import annotations
-
 import pytest
 from test_checksum import TYPES, values
 

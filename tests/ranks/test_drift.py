@@ -1,7 +1,5 @@
 """What one rank alone sets is an error on all of them, and what is read off a step is what torch gives."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

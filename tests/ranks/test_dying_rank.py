@@ -1,7 +1,5 @@
 """A rank is killed, hangs, or ends by an error in its graph: the others are told in time, and keep what they had."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

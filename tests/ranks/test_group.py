@@ -1,7 +1,5 @@
 """A step under torch.distributed: refused where its ranks would part without a word."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Checkpoints that several ranks write and read; what they do is in `checkpoint_scenarios` and `killed_training`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Several ranks train one model: their weights are those of one process, and the same to the bit on all of them."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

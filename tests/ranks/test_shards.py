@@ -1,7 +1,5 @@
 """The update split over several ranks: the weights of an update that is whole, with its state once in the group."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

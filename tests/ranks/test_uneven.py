@@ -1,7 +1,5 @@
 """Batches of other numbers of samples on each rank train as all their samples do as one batch."""
 
-from __future__ import annotations
-
 import pytest
 from rank_harness import distance, equal, of
 from uneven_scenarios import FLUSHED, UNEVEN

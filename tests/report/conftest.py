@@ -1,7 +1,5 @@
 """A window of the browser, for the tests that open pages."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plan as a notebook shows it: short, valid and safe HTML."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html import unescape
 

@@ -1,7 +1,5 @@
 """`make scenarios`, as far as it goes without an installation."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One compiled step of each kind, beside the same step run node by node."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from toys import TOYS, relative

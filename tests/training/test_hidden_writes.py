@@ -1,7 +1,5 @@
 """What is written to weights between two calls of a step counts from the next one on, known to autograd or not."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

@@ -1,7 +1,5 @@
 """What a training step is made of, called with and asked for by mistake: each is told by its own hint."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

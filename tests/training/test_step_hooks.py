@@ -1,7 +1,5 @@
 """Hooks around `optimizer.step()`: all run as in a torch loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer

@@ -1,7 +1,5 @@
 """Gradients of several batches are added in FP32, also those that are made in 16 bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A configuration of DeepSpeed, imported, in a real step: the scale goes as DeepSpeed's does, and the run ends."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A step that runs hundreds of times: no more memory, no new program, nothing compiled anew."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from pathlib import Path

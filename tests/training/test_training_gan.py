@@ -1,7 +1,5 @@
 """A GAN: two training steps with an optimizer each over shared modules, beside torch's own loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

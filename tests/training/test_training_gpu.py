@@ -1,7 +1,5 @@
 """A training step on a CUDA device: replayed as one CUDA graph, never waiting, as exact as without one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A training step on a CUDA device: state that moves, resumed runs, several graphs, and captures that cannot be."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

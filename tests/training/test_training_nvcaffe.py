@@ -1,7 +1,5 @@
 """NVCaffe's numbers inside a real step, against its formulas written out in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

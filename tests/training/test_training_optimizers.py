@@ -1,7 +1,5 @@
 """`amp.training_step` with torch's optimizers that have no fused update: their own code, traced into the step."""
 
-from __future__ import annotations
-
 import copy
 import io
 

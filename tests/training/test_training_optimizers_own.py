@@ -1,7 +1,5 @@
 """`amp.training_step` with an optimizer of the user's own, with L1 decay, and with what it must refuse."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss scale of a step: set by hand, shared by steps, loaded from other kinds of steps, ended where it is stuck."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """A run of torch.autocast, GradScaler and AdamW that goes on in a training step, and back, by plain state dicts."""
 
-from __future__ import annotations
-
 import io
 import math
 from itertools import pairwise
