@@ -65,7 +65,8 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
     if rules in preset_names():
         known = _load_preset(rules)
         sections = ("loss_scale", "weights", "keep", "reduce")  # which a caller may change
-        return replace(known, **{name: dict(getattr(known, name)) for name in sections})
+        copies: dict[str, Any] = {name: dict(getattr(known, name)) for name in sections}
+        return replace(known, **copies)
     if "\n" in rules:
         raise RuleError("this looks like the text of a rule file", hint="write it to a file, or give it as a dict")
     if looks_like_path(rules):

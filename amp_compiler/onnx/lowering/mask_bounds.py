@@ -31,7 +31,7 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
 
     def stored(name: str, number: float) -> ir.Value:
         data = ir.tensor(np.array(number, np.float32), name=unique(name, values))
-        value = ir.Value(name=data.name, const_value=data, type=ir.TensorType(data.dtype), shape=data.shape)
+        value = ir.Value(name=data.name, const_value=data, type=ir.TensorType(data.dtype), shape=ir.Shape([]))
         graph.register_initializer(value)
         model.types[value] = ValueType(DType.FLOAT32, ())
         return value

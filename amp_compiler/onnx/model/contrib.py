@@ -21,6 +21,7 @@ from amp_compiler.onnx.model.walk import DEFAULT, opset_of, proto_graphs
 
 CONTRIB = "com.microsoft"
 _SHAPE = "amp_compiler.any_shape"
+_RESHAPE = 5  # opset from which it reads a shape
 _LITERAL = {f"tensor({name.lower()})": number for name, number in onnx.TensorProto.DataType.items()}
 
 
@@ -117,9 +118,9 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
 
 def _uninferred(node: onnx.NodeProto, opset: int) -> OpSchema | None:
     """The schema of a node's op that onnx infers nothing of."""
-    if node.domain not in DEFAULT or not onnx.defs.has(node.op_type, opset, ""):
+    if node.domain not in DEFAULT or opset < _RESHAPE or not onnx.defs.has(node.op_type, opset, ""):
         return contrib_schema(node, opset)
-    schema = onnx.defs.get_schema(node.op_type, opset, "")
+    schema: Any = onnx.defs.get_schema(node.op_type, opset, "")
     return None if schema.has_type_and_shape_inference_function or schema.has_function else schema
 
 

@@ -112,8 +112,9 @@ def output_of(op: str, *operands: Term) -> Term:
 
 
 def _onward(ways: Iterator[Found], term: Term, value: ir.Value | None) -> Iterator[Found]:
-    for so_far in ways if value is not None else ():
-        yield from term(value, so_far)
+    if value is not None:
+        for so_far in ways:
+            yield from term(value, so_far)
 
 
 def either(*terms: Term) -> Term:
