@@ -269,12 +269,11 @@ class Subgraphs:
         alone = self._breaks or not self.made or self._low_weights is not None
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
-            # Of one graph the pass `protect_buffers` does so; how many there are shows behind the first call.
-            skips = self._settings.rules.buffers == "skip_nonfinite" and len(self.last) != 1
-            buffers = [(one, one.detach().clone()) for one in self._model.buffers()] if skips else []
+            skips = self._settings.rules.buffers == "skip_nonfinite"
+            buffers = [(one, one.detach().clone()) for one in self._model.buffers() if skips and _has_where(one)]
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
-            if buffers:
+            if buffers and len(graphs) != 1:  # of one graph the pass `protect_buffers` does so
                 _keep_finite(buffers, result)
         finally:
             self._called.graphs = before
@@ -352,13 +351,23 @@ class Subgraphs:
         return run
 
 
+def _has_where(tensor: torch.Tensor) -> bool:
+    """Whether torch compares and chooses numbers of such a tensor: not of 8-bit floating point, nor sparse."""
+    return tensor.layout is torch.strided and not (tensor.is_floating_point() and tensor.itemsize == 1)
+
+
 def _keep_finite(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]], result: Any) -> None:
-    """Give buffers what they held before where a result or a buffer is not finite; their versions stay."""
-    read = [one for one in (*pytree.tree_leaves(result), *(now for now, _ in buffers)) if isinstance(one, torch.Tensor)]
+    """Give buffers what they held before where a result, or what was written to one, is not finite."""
+    read = [one.detach() for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor) and _has_where(one)]
+    device = buffers[0][0].device
     with torch.no_grad():
-        finite = torch.stack([torch.isfinite(one.detach()).all().to(read[0].device) for one in read]).all()
+        flags = [torch.isfinite(one).all().to(device) for one in read]
         for now, before in buffers:
-            now.data.copy_(torch.where(finite.to(now.device), now, before))
+            kept = (now == before) | (now.isnan() & before.isnan())
+            flags.append((torch.isfinite(now) | kept).all().to(device))
+        finite = torch.stack(flags).all()
+        for now, before in buffers:
+            now.data.copy_(torch.where(finite.to(now.device), now, before))  # their versions stay
 
 
 def _has_dynamic_size(node: fx.Node) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -27,7 +26,7 @@ class HiddenWrites:
 
     Such a weight was written. Its version counter is moved, so that whoever keeps something beside it sees that as any
     other write. On a GPU, where looking would wait for the device, what is kept is made again there. What a look at
-    some elements misses the update finds, which reads all of them.
+    some elements misses the update finds on a CPU, as it reads all of them.
 
     Args:
         model: the loss as a module.
@@ -42,10 +41,10 @@ class HiddenWrites:
         self._held: object = None  # so that no other tensor gets an identity that the key is made of
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
-        self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
-        self._flags: list[Any] = []  # their flags on a CPU
         self._tensors, self._places = list[Tensor](), list[int]()  # of all of it, and where they lie
         self._turn = 0
+        self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
+        self._flags: list[tuple[BoundGroup | TracedGroup, Any]] = []  # on a CPU, with what their updates have found
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -68,35 +67,25 @@ class HiddenWrites:
         return bool(places)
 
     def note(self, groups: Sequence[BoundGroup | TracedGroup]) -> None:
-        """Behind a call: name what its update has found; `tell` does so on a GPU.
+        """Behind a call on a CPU: name what its update has found.
 
         Args:
             groups: of the call's program.
         """
         if groups is not self._groups:
-            self._keep()
             self._groups = groups
-            self._flags = [group.stale.numpy() for group in groups if group.stale.is_cpu]
-        if not self._said and any(flags.any() for flags in self._flags):
-            self.tell()
+            self._flags = [(group, group.stale.numpy()) for group in groups if group.stale.is_cpu]
+        for group, flags in self._flags if not self._said else ():
+            if flags.any():
+                self._say(group.parameters[int(flags.argmax())])
 
     def tell(self) -> None:
         """Name what a GPU has found, where the caller waits for it anyway."""
-        self._keep()
+        self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
         for places, weights in self._unread if not self._said else ():
             for place in places()[:1]:
                 self._say(weights[place]())
         self._unread.clear()
-
-    def _keep(self) -> None:
-        """Keep the flags of the watch and of the last update to be read later."""
-        if self._said:
-            return
-        if self._watch.looks_elsewhere:
-            self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
-        for group in self._groups:
-            self._unread.append((partial(_flagged, group.stale), list(map(ref, group.parameters))))
-        self._unread = self._unread[-_MOST_UNREAD:]
 
     def _follow(self, generation: int) -> None:
         """Make another watch where what is watched is another, or may lie elsewhere."""
@@ -110,7 +99,8 @@ class HiddenWrites:
             self._key, self._held = key, (trained, masters)
 
     def _make_watch(self, trained: Sequence[Tensor]) -> None:
-        self._keep()
+        if not self._said and self._watch.looks_elsewhere:
+            self._unread = [*self._unread[1 - _MOST_UNREAD :], (self._watch.unread(), list(map(ref, self._weights)))]
         pairs = [(weight, pair) for weight in writable(trained) for pair in self._pairs(weight)]
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
@@ -147,7 +137,3 @@ class HiddenWrites:
             self._said = True
             names = (name for name, one in self._model.named_parameters() if one is weight)
             tell_of_hidden_write(next(names, "").partition(".")[2])
-
-
-def _flagged(flags: Tensor) -> list[int]:
-    return flags.nonzero().flatten().tolist()  # type: ignore[no-any-return]

@@ -254,8 +254,7 @@ class _Builder:
         else:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        here = node_tensor(skip).device.type == "cpu"  # type: ignore[union-attr]  # a GPU looks at some elements alone
-        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights and here else []
+        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights and _is_cpu(skip) else []
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags, *watched]
 
     def _stale(self, index: int, like: fx.Node, masters: Sequence[object]) -> fx.Node:
@@ -273,7 +272,7 @@ class _Builder:
             states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
         low_weights = [self.placeholders[name] for name in group.low_weights if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
-        watched = [self._stale(index, skip, masters)] if low_weights else []
+        watched = [self._stale(index, skip, masters)] if low_weights and _is_cpu(skip) else []
         gradients_of = [gradients[name] for name in group.masters]
         inputs = [*masters, *gradients_of, *states, *watched, *low_weights, rates, coef, skip]
         splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
@@ -350,3 +349,8 @@ class _Builder:
 
     def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
         return trace_before(self.output, function, arguments, "update")
+
+
+def _is_cpu(node: fx.Node) -> bool:
+    """Whether an update looks at its 16-bit copies: on a GPU, where that was never measured, none does."""
+    return node_tensor(node).device.type == "cpu"  # type: ignore[union-attr]

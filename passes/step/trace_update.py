@@ -65,6 +65,11 @@ class TracedUpdate:
     update: Update
     takes: tuple[bool, ...] = ()
 
+    def watched(self, inputs: int) -> int:
+        """How many of so many inputs say which copies are no longer their masters rounded: one, or none."""
+        copies = sum(name is not None for name in self.low_weights)
+        return inputs - 2 * len(self.masters) - len(self.states) - copies - 3
+
     def placed(self, copies: Sequence[Any]) -> list[Any]:
         """The 16-bit copies, `None` for a weight without."""
         rest = iter(copies)
@@ -88,15 +93,15 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
 
     Args:
         update: what to trace.
-        values: fake tensors: masters, gradients as they were made, states, where there are 16-bit copies `stale` uint8
-            [masters] (see `ops.update.fused.Update`) and these, learning rates fp64 [rates], `coef` fp32 [], `skip`
+        values: fake tensors: masters, gradients as they were made, states, `stale` uint8 [masters] where 16-bit copies
+            are looked at (see `ops.update.fused.Update`), these, learning rates fp64 [rates], `coef` fp32 [], `skip`
             fp32 []. The placeholders of the graph stand in this order.
 
     Raises:
         OptimizerError: the code reads values, or cannot be traced for another reason.
     """
     count, held = len(update.masters), len(update.states)
-    watched = any(update.low_weights)
+    watched = update.watched(len(values))
 
     def run(*inputs: Tensor) -> list[Tensor]:
         masters, gradients, states = inputs[:count], inputs[count : 2 * count], inputs[2 * count : 2 * count + held]
@@ -170,8 +175,8 @@ def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node
 def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
     """Write every new value behind the last use of the old one, so that it need not live until the end of the graph."""
     graph = traced.graph
-    count, held = len(update.masters), len(update.states) + any(update.low_weights)
     placeholders = graph.find_nodes(op="placeholder")
+    count, held = len(update.masters), len(update.states) + update.watched(len(placeholders))
     olds = [*placeholders[:count], *placeholders[2 * count : 2 * count + held]]
     news = results_of(graph)
     graph.output_node().args = ((),)

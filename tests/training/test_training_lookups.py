@@ -83,13 +83,12 @@ def assert_same_training(steps=5, **settings):
 
 
 KINDS = [{"twice": True}, {"padding": 7, "tied": False}, {"optimizer": torch.optim.SGD}, {"optimizer": amsgrad}]
+NAMES = ["twice", "padding", "SGD", "AMSGrad"]
 
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "settings",
-    [pytest.param(one, marks=[] if "tied" in one else [multiplies]) for one in KINDS],
-    ids=["twice", "padding", "SGD", "AMSGrad"],
+    "settings", [pytest.param(one, marks=[] if "tied" in one else [multiplies]) for one in KINDS], ids=NAMES
 )
 def test_a_table_is_trained_as_by_the_eager_backend(settings, compiler):
     assert assert_same_training(**settings) == ["table.weight"]
