@@ -180,7 +180,7 @@ def run(first: int, count: int, folder: Path) -> None:
         lambda source: onnx.checker.check_model(amp.convert_onnx(source).model, full_check=True),
         lambda source: amp.explain(source, dtype="bf16"),
         amp.onnx_to_fx,
-        lambda source: amp.convert_onnx(source, check=False),
+        lambda source: amp.convert_onnx(source, check=False, opset=23),
         lambda source: amp.onnx_to_fx(source, check=False),
     ]
     for number in range(first, first + count):

@@ -12,6 +12,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.contrib import CONTRIB, as_contrib
 from amp_compiler.onnx.model.infer import is_sound, stripped, with_small_data
 from amp_compiler.onnx.model.model import OnnxFile
+from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.model.walk import DEFAULT, all_nodes, node_place, opset_of, proto_graphs
 
 _CHANGED = {"Resize": 11, "Upsample": 11, "Hardmax": 13, "GroupNormalization": 21}
@@ -42,7 +43,8 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         " (--no-raise-opset), which keeps such nodes in FP32"
     )
     if proto.functions:  # they are written out where they are called anyway
-        proto = onnx.inliner.inline_local_functions(proto)
+        with raised_as_onnx(opened.name, "its graph is malformed"):
+            proto = onnx.inliner.inline_local_functions(proto)
     for node in all_nodes(proto):
         since = _CHANGED.get(node.op_type, 0) if node.domain in DEFAULT else 0
         if present < since <= version:
