@@ -97,7 +97,11 @@ def test_the_snippets_of_a_page_run(
     path = tmp_path / name
     path.write_text("\n".join(page.snippets), encoding="utf-8")
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
-    assert HERE[name] in " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert HERE[name] in " ".join(printed.split())
+    if name == "tutorial.md":
+        shown = re.findall(r"^```text\n(.*?)^```$", page.text, re.DOTALL | re.MULTILINE)
+        assert len(shown) == 2 and all(block in printed for block in shown)
 
 
 def test_the_first_script_of_several_processes_runs_on_one(
