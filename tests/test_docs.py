@@ -97,7 +97,11 @@ def test_the_snippets_of_a_page_run(
     path = tmp_path / name
     path.write_text("\n".join(page.snippets), encoding="utf-8")
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
-    assert HERE[name] in " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert HERE[name] in " ".join(printed.split())
+    if name == "tutorial.md":
+        shown = re.findall(r"^```text\n(.*?)^```$", page.text, re.DOTALL | re.MULTILINE)
+        assert len(shown) == 2 and all(block in printed for block in shown)
 
 
 def test_the_first_script_of_several_processes_runs_on_one(
@@ -134,4 +138,11 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
     """Two are reasons that `step.execution` tells, and no error."""
     reasons = {"a size or number is another than captured: …", "gathered gradients are used up"}
     messages = tools("error_catalogue").messages()
-    assert len(messages) > 400 and {one.what for one in messages if not one.hint} == reasons
+    assert len(messages) > 600 and {one.what for one in messages if not one.hint} == reasons
+
+
+@pytest.mark.parametrize(
+    "words", ["matches no known op", "it is no mapping", "there is no such folder", "names no element type"]
+)
+def test_messages_made_by_a_helper_are_in_the_catalogue(tools: Callable[[str], Any], words: str) -> None:
+    assert any(words in one.what for one in tools("error_catalogue").messages())

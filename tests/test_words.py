@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,13 +80,21 @@ def test_texts_use_the_words_of_the_field(pattern: str, instead: str) -> None:
     assert not wrong
 
 
+def snippets(path: Path) -> list[str]:
+    """The Python blocks of a page, or what the docstrings of a file have a reader type."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docs = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+        return [one.source for doc in docs for one in doctest.DocTestParser().get_examples(doc)]
+    return re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
 def test_names_in_snippets_say_what_a_thing_is() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: {name}, say {NAMES[name]}"
-        for path in [*files(".md"), *sorted(ROOT.glob("*.md"))]
-        for block in re.findall(
-            r"^```python[^\n]*\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        )
+        for path in [*files(".md", ".py"), *sorted(ROOT.glob("*.md"))]
+        for block in snippets(path)
         for name, _ in names(ast.parse(block))
         if name in NAMES
     }

@@ -47,12 +47,12 @@ class Histogram:
     Example:
         >>> import torch
         >>> from amp_compiler.ops.exponents import count
-        >>> found = Histogram(count(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
-        >>> found.lowest, found.highest, found.zeros
+        >>> histogram = Histogram(count(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
+        >>> histogram.lowest, histogram.highest, histogram.zeros
         (-20, 1, 1)
-        >>> found
+        >>> histogram
         <Histogram of 4 elements: 2**-20 to 2**1, 1 zeros>
-        >>> found.fractions("fp16").subnormal
+        >>> histogram.fractions("fp16").subnormal
         0.3333333333333333
     """
 

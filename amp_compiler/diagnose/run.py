@@ -95,8 +95,8 @@ def profile(
         >>> model = torch.nn.Linear(4, 1)
         >>> step = amp.training_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1),
         ...                          dtype="fp16", loss_scale=1024.0, backend="eager")
-        >>> found = amp.profile(step, [torch.ones(2, 4)])
-        >>> [row.name for row in found.of("weight gradient")]
+        >>> counts = amp.profile(step, [torch.ones(2, 4)])
+        >>> [row.name for row in counts.of("weight gradient")]
         ['weight', 'bias']
     """
     dtype = low_name(dtype)

@@ -65,9 +65,9 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
         >>> from amp_compiler.policy.loader import load_rules
         >>> graph = PrecisionGraph()
         >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
-        >>> for name, op, read, made in (("double", "onnx.Mul", "x", "y"), ("sine", "onnx.Sin", "y", "z")):
-        ...     node = Node(name, op, (Operand(read, "input"),), (made,))
-        ...     graph.add_node(node, [Value(made, DType.FLOAT32, (2,), 2)])
+        >>> for name, op, read, written in (("double", "onnx.Mul", "x", "y"), ("sine", "onnx.Sin", "y", "z")):
+        ...     node = Node(name, op, (Operand(read, "input"),), (written,))
+        ...     graph.add_node(node, [Value(written, DType.FLOAT32, (2,), 2)])
         >>> list(find_numbers(graph, load_rules("default")).kept)
         ['sine', 'double']
     """

@@ -76,8 +76,8 @@ def save_checkpoint(
         ...                          dtype="bf16", backend="eager")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = amp.save_checkpoint(step, folder, 0, extra={"epoch": 3})
-        ...     found = amp.load_checkpoint(step, folder)
-        >>> found.number, found.extra
+        ...     checkpoint = amp.load_checkpoint(step, folder)
+        >>> checkpoint.number, checkpoint.extra
         (0, {'epoch': 3})
     """
     named, ranks = _joined(steps, SAVING_ALL)

@@ -49,13 +49,14 @@ def messages() -> list[Message]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
     everywhere = {name: value for tree in trees.values() for name, value in _constants(tree)}
     kinds = {*CLASSES, *(name for tree in trees.values() for name in _derived(tree))} - INTERNAL
+    makers = {one.name: one for tree in trees.values() for one in _makers(tree, kinds)}
     results = {
-        Message(node.func.id, what, _hint(node, names), path.relative_to(ROOT).as_posix())
+        Message(kind, what, _text(hint, names), path.relative_to(ROOT).as_posix())
         for path, tree in trees.items()
-        for names in [everywhere | dict(_constants(tree))]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds and node.args
-        for what in [_text(node.args[0], names)]
+        for scope in [everywhere | dict(_constants(tree))]
+        for node, names in _calls(tree, scope)
+        for kind, text, hint in _parts(node, names, kinds, makers)
+        for what in [_text(text, names)]
         if what.replace("…", "").strip()
     }
     order = {name: place for place, name in enumerate(CLASSES)}
@@ -79,8 +80,57 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield node.targets[0].id, node.value
 
 
-def _hint(call: ast.Call, names: dict[str, ast.expr]) -> str:
-    return next((_text(one.value, names) for one in call.keywords if one.arg == "hint"), "")
+def _makers(tree: ast.Module, kinds: set[str]) -> Iterator[ast.FunctionDef]:
+    """Functions and methods that make an error of the parameters `what` and `hint`."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for one in functions:
+        makes = isinstance(one.returns, ast.Name) and one.returns.id in kinds
+        if makes and {"what", "hint"} <= {parameter.arg for parameter in one.args.args}:
+            yield one
+
+
+def _calls(tree: ast.Module, scope: dict[str, ast.expr]) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
+    """Every call of a file, and what names stand for there: constants, defaults, and what was assigned above."""
+    for place in _places(tree.body):
+        names = dict(scope)
+        for one in ast.walk(place):
+            if isinstance(one, ast.arguments) and one.defaults:
+                names |= dict(zip((arg.arg for arg in one.args[-len(one.defaults) :]), one.defaults, strict=True))
+        nodes = [node for node in ast.walk(place) if isinstance(node, ast.Assign | ast.Call)]
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(node, ast.Call):
+                yield node, dict(names)
+            elif isinstance(node.targets[0], ast.Name):
+                names[node.targets[0].id] = node.value
+
+
+def _places(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Functions, methods and other statements, each with names of its own."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _places(node.body)
+        else:
+            yield node
+
+
+def _parts(
+    call: ast.Call, names: dict[str, ast.expr], kinds: set[str], makers: dict[str, ast.FunctionDef]
+) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """The class, text and hint of an error that a call makes."""
+    parts = {one.arg: one.value for one in call.keywords if one.arg}
+    if isinstance(call.func, ast.Name) and call.args:
+        default = names.get(call.func.id)
+        kind = default.id if isinstance(default, ast.Name) else call.func.id
+        if kind in kinds:
+            yield kind, call.args[0], parts.get("hint", ast.Constant(""))
+            return
+    maker = makers.get(getattr(call.func, "attr", getattr(call.func, "id", "")))
+    if maker is not None and maker.returns is not None:
+        places = [one.arg for one in maker.args.args if one.arg != "self"]
+        parts = dict(zip(places[::-1], maker.args.defaults[::-1], strict=False)) | parts
+        parts |= dict(zip(places, call.args, strict=False))
+        if {"what", "hint"} <= parts.keys() <= set(places):
+            yield ast.unparse(maker.returns), parts["what"], parts["hint"]
 
 
 def _text(node: ast.expr, names: dict[str, ast.expr]) -> str:

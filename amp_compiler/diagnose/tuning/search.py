@@ -89,8 +89,8 @@ def find_kept(
         OutOfReachError: the tolerance is not met with all nodes kept.
 
     Example:
-        >>> found = find_kept(["a", "b", "c", "d"], lambda kept: 0.0 if {"a", "c"} <= kept else 1.0, 0.5)
-        >>> found.kept, found.needed
+        >>> search = find_kept(["a", "b", "c", "d"], lambda kept: 0.0 if {"a", "c"} <= kept else 1.0, 0.5)
+        >>> search.kept, search.needed
         (('a', 'c'), {'c': 1.0, 'a': 1.0})
     """
     spare = run_limit(len(order)) if allowance is None else allowance
