@@ -233,7 +233,7 @@ class Pipeline:
             self._verify(subject, self.names[-1] if self.names else "")
         return subject
 
-    def made(self, options: Mapping[str, Any]) -> list[Pass[Any]]:
+    def instances(self, options: Mapping[str, Any]) -> list[Pass[Any]]:
         """Its passes with their options, for a compiler that runs them itself; options as for `run`, none `Late`."""
         return [self._made(step, options, None) for step in self.steps]
 

@@ -153,13 +153,13 @@ class Call(nn.Module):
         self.learned = nn.ParameterList([one for one, learn in zip(tensors, learns, strict=True) if learn])
         self.places = [place for place, learn in enumerate(learns) if learn]
         left = [place for place, learn in enumerate(learns) if not learn]
-        self.given = [(tensors[place], wanted[place]) for place in left]  # what a call is given, and asks a gradient of
+        self.inputs = [(tensors[place], wanted[place]) for place in left]  # of a call, and which ask a gradient
         self.total = len(tensors)
 
     def batch(self) -> list[Tensor]:
         """The tensors of one call, made anew."""
         result = []
-        for one, wanted in self.given:
+        for one, wanted in self.inputs:
             one = one.clone() if one.layout is torch.strided else one
             if self.strided and one.layout is torch.strided:
                 one = one.select(-1, 0)

@@ -51,8 +51,10 @@ def names(tree: ast.Module) -> Iterator[tuple[str, int]]:
             continue
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
-        elif isinstance(node, ast.arg):
-            yield node.arg, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg or "", node.lineno
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name, node.lineno
 

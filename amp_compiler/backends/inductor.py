@@ -148,7 +148,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_inductor.inductor_option(name) is not None}
         options.update(known)
-    late = [one for one in cast("list[LatePass]", LATE.made({"stage": JOINT})) if one.awaited(graph_module.graph)]
+    late = [one for one in cast("list[LatePass]", LATE.instances({"stage": JOINT})) if one.awaited(graph_module.graph)]
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
     # And what was made for another processor is not for this one: loops count in steps of its vectors, which torch's
     # own key leaves out, so that a folder that machines share gives wrong numbers.

@@ -112,7 +112,7 @@ class ModelTrials:
                 where=user_frame(error),
                 hint="call the model itself with this batch first",
             ) from error
-        graphs = subgraphs.made
+        graphs = subgraphs.graphs
         if not graphs:
             raise CaptureError(f"{name} ran {subgraphs.without}", hint="call it where torch.compile captures it")
         plan = plan_of(graphs)

@@ -137,7 +137,7 @@ class CompiledModule(StandIn):
         return self
 
     def _drop_weights(self) -> None:
-        for subgraph in self._subgraphs.made:
+        for subgraph in self._subgraphs.graphs:
             subgraph.weights.drop()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +223,7 @@ class CompiledModule(StandIn):
     @property
     def compilations(self) -> int:
         """How many graphs were compiled so far."""
-        return len(self._subgraphs.made)
+        return len(self._subgraphs.graphs)
 
     def _without_graph(self) -> str:
         return self._subgraphs.without if self.settings.enabled else "as it is written: enabled=False"

@@ -168,7 +168,7 @@ class Subgraphs:
         root: name of the model that rules are for, where it stands within this one.
 
     Attributes:
-        made: all graphs, in the order in which they were made.
+        graphs: all of them, in the order in which they were made.
         last: those that ran in the last call.
         without: how the last call ran, in words, where none of them did.
     """
@@ -182,7 +182,7 @@ class Subgraphs:
         said: set[str] | None = None,
         root: str = "",
     ) -> None:
-        self.made: list[Subgraph] = []
+        self.graphs: list[Subgraph] = []
         self.last: tuple[Subgraph, ...] = ()
         self.without = self._unplanned = ""
         self._around = around or (lambda graph_name, graph_module, run: run)
@@ -211,7 +211,7 @@ class Subgraphs:
         """Drop what was compiled."""
         self._frontends.clear()
         self._regions.clear()
-        self.made.clear()
+        self.graphs.clear()
         self._forms = Forms(self._name, self._forms.most)
 
     def _frontend(self, whole: bool) -> Frontend:
@@ -266,7 +266,7 @@ class Subgraphs:
         skipped = functions_given_up()
         # Dynamo's guards on functions that are called between two graphs fail now and then while another thread calls.
         # A capture widens parameters that are stored in 16 bits.
-        alone = self._breaks or not self.made or self._low_weights is not None
+        alone = self._breaks or not self.graphs or self._low_weights is not None
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
             skips = self._settings.rules.buffers == "skip_nonfinite"
@@ -279,9 +279,9 @@ class Subgraphs:
             self._called.graphs = before
         self.last = tuple(graphs) or self.last
         self.without = "" if graphs else f"as it is written: {self._unplanned or 'Dynamo captured nothing of it'}"
-        if functions_given_up() > skipped or not (graphs or self.made or self._unplanned):
+        if functions_given_up() > skipped or not (graphs or self.graphs or self._unplanned):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))
-        if self.given_up and not self.made:
+        if self.given_up and not self.graphs:
             self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
         return result
 
@@ -317,7 +317,7 @@ class Subgraphs:
 
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stages, began = Stages(), time.perf_counter()
-        low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.made)}"
+        low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.graphs)}"
         names, called = replace(Names.of(self._model), root=self._root), f"{name} of {self._name}"
         try:
             if (progress := course()) is not None:
@@ -334,7 +334,7 @@ class Subgraphs:
             self._unplanned = f"a graph of it runs in the model's types, without a plan: {cause}"
             logger.warning("%s: %s", self._name, self._unplanned)
             return graph_module.forward
-        self.made.append(subgraph)
+        self.graphs.append(subgraph)
         self._breaks |= subgraph.broken is not None
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):

@@ -59,7 +59,7 @@ def plan_html(
     return render(
         "page.html",
         totals=[(name, one, _shares(one)) for name, one in zip(names, plans, strict=False)],
-        made=_made(),
+        created=_created(),
         compared=other is not None,
         step=step,
         profile=profile,
@@ -85,7 +85,7 @@ def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:
     return sums or {"nodes": Counter(node.precision for node in plan.nodes)}
 
 
-def _made() -> str:
+def _created() -> str:
     """The day and the versions; the day of `SOURCE_DATE_EPOCH` where that is set, for two pages to be the same file."""
     seconds = os.environ.get("SOURCE_DATE_EPOCH") or str(int(time.time()))
     if not seconds.isdigit():

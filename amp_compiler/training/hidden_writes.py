@@ -52,7 +52,7 @@ class HiddenWrites:
         Args:
             generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
-        at = generation, self._state.low_weights.made
+        at = generation, self._state.low_weights.generation
         if at != self._at:
             self._at = at
             self._follow(generation)
@@ -93,7 +93,7 @@ class HiddenWrites:
         low = [weight for weight in trained if weight.dtype in LOW_TYPES]
         masters, asked_for = [self._master(weight) for weight in low], list(map(state.masters.has, low))
         part = generation if state.parts.count > 1 else 0
-        key = part, state.low_weights.made, [*map(id, trained)], [*map(id, masters)], asked_for
+        key = part, state.low_weights.generation, [*map(id, trained)], [*map(id, masters)], asked_for
         if key != self._key or [*map(Tensor.data_ptr, self._tensors)] != self._places:
             self._make_watch(trained)
             self._key, self._held = key, (trained, masters)

@@ -181,7 +181,7 @@ class ProgramChoice:
             program = self._flushing.update_for(computed, options, self._detector.owners)
         plan, execution = (None, "") if last is None else (last[0].plan, last[0].execution)
         program.report = replace(program.report, plan=plan, execution=execution)
-        output = self._guarded(lambda: program(computed.given()))
+        output = self._guarded(lambda: program(computed.leaves()))
         for one in weights.values():
             sums.get(one).zero_()
         return program, output

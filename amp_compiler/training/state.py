@@ -29,11 +29,11 @@ class LowWeights:
     """The 16-bit copies of the masters: state, written by the update, made again only when a master changed outside.
 
     Attributes:
-        made: another number where there is a new tensor among them.
+        generation: another number where there is a new tensor among them.
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.generation = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
 
     def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,7 +47,7 @@ class LowWeights:
         copy = copies.get(dtype)
         if copy is None or not is_laid_out_like(copy, master):
             copy = copies[dtype] = empty_laid_out_like(master, dtype)
-            self.made += 1
+            self.generation += 1
         return copy.copy_(master.detach())
 
     def copies(self, master: Tensor) -> list[Tensor]:

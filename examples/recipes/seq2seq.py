@@ -81,7 +81,7 @@ class Translator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.letters, self.told = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(len(OUTPUT) + 1, WIDTH)
+        self.letters, self.outputs = nn.Embedding(len(ALPHABET), WIDTH), nn.Embedding(len(OUTPUT) + 1, WIDTH)
         self.reader = nn.LSTM(WIDTH, WIDTH, batch_first=True, bidirectional=True)
         self.writer = nn.LSTM(WIDTH, 2 * WIDTH, batch_first=True)
         self.ask = nn.Linear(2 * WIDTH, 2 * WIDTH, bias=False)
@@ -91,7 +91,7 @@ class Translator(nn.Module):
         """Logits of the letter behind each of those that the writer is told; (N, T) to (N, T, 11)."""
         read, (state, memory) = self.reader(self.letters(letters))
         begun = tuple(one.transpose(0, 1).flatten(1)[None] for one in (state, memory))
-        written, _ = self.writer(self.told(previous), begun)
+        written, _ = self.writer(self.outputs(previous), begun)
         weights = (self.ask(written) @ read.transpose(1, 2)).softmax(-1)
         return self.head(torch.tanh(self.mix(torch.cat([weights @ read, written], -1))))
 

@@ -73,7 +73,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         if not self.kernels or len(checks) != 1:
             opened = open_operators(subject)
             return PassResult(opened, opened is not subject)
-        return PassResult(_Cut(subject, self.kernels, checks[0]).made(), True)
+        return PassResult(_Cut(subject, self.kernels, checks[0]).built(), True)
 
 
 class _Cut:
@@ -84,7 +84,7 @@ class _Cut:
         self.root, self.graph = torch.nn.Module(), fx.Graph()
         self.made_of: dict[fx.Node, fx.Node] = {}
 
-    def made(self) -> fx.GraphModule:
+    def built(self) -> fx.GraphModule:
         """The step, cut."""
         nodes = [node for node in self.step.graph.nodes if node.op not in ("placeholder", "output")]
         behind: set[fx.Node] = {self.check}

@@ -123,7 +123,7 @@ class _Builder:
         self.last = list(self.placeholders.values())[-1]
         self.output = self.graph.output_node()
         self.outputs = results_of(self.graph)
-        self.made: dict[tuple[Any, ...], fx.Node] = {}
+        self.added: dict[tuple[Any, ...], fx.Node] = {}
 
     def build(self) -> None:
         options = self.options
@@ -300,12 +300,12 @@ class _Builder:
         return self._placeholder((column, group, 0), node_tensor(like).new_empty(shape, dtype=dtype))  # type: ignore[union-attr]
 
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
-        if key in self.made:
-            return self.made[key]
+        if key in self.added:
+            return self.added[key]
         with self.graph.inserting_after(self.last):
             node = self.graph.placeholder("_".join(str(part) for part in key))
         node.meta = {"val": value, Key.STATE: key}
-        self.last = self.made[key] = node
+        self.last = self.added[key] = node
         return node
 
     def _scale_state(self) -> list[fx.Node]:

@@ -28,7 +28,7 @@ def on_cuda(bench, monkeypatch):
 
         def __init__(self, make, arguments, device, prepare, cache, settings=None, wait=True):
             assert device == "cuda" and (wait or (prepare is None) == (arguments[0] == AUTOCAST))
-            self.name, self.made = arguments[0], 0.0
+            self.name, self.seconds = arguments[0], 0.0
             log.append(("begin", self.name))
 
         def __exit__(self, *error):
@@ -44,8 +44,8 @@ def on_cuda(bench, monkeypatch):
 
         def burst(self, steps):
             log.append((self.name, steps))
-            self.made += 1.0
-            return self.made
+            self.seconds += 1.0
+            return self.seconds
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
     monkeypatch.setattr(bench["comparison"], "Process", Process)

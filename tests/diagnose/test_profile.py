@@ -58,7 +58,7 @@ class Followed:
     def __init__(self) -> None:
         self.gradients: dict[str, np.ndarray] = {}
         self.ratios: dict[str, np.ndarray] = {}
-        self.found: dict[str, np.ndarray] = {}
+        self.counted: dict[str, np.ndarray] = {}
 
     def take(self, step: Any, batch: Any, accumulate: int) -> None:
         before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
@@ -69,17 +69,17 @@ class Followed:
         for name, one in step.model.named_parameters():
             ratios, result = update_by_numpy(before[name], one)
             self.ratios[name] = self.ratios.get(name, 0) + ratios
-            self.found[name] = self.found.get(name, 0) + np.array(result)
+            self.counted[name] = self.counted.get(name, 0) + np.array(result)
 
     def assert_is(self, matches: amp.Profile) -> None:
         gradients = {row.name: row.stored.counts for row in matches.of("weight gradient")}
         assert gradients.keys() == self.gradients.keys()
         for name, expected in self.gradients.items():
             np.testing.assert_array_equal(gradients[name], expected, err_msg=name)
-        assert [row.name for row in matches.updates] == list(self.found)
+        assert [row.name for row in matches.updates] == list(self.counted)
         for row in matches.updates:
             np.testing.assert_array_equal(row.ratios.counts, self.ratios[row.name], err_msg=row.name)
-            assert [row.changed, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
+            assert [row.changed, row.lost["fp16"], row.lost["bf16"]] == self.counted[row.name].tolist(), row.name
             assert row.fraction_lost("bf16") * row.changed == pytest.approx(row.lost["bf16"])
 
 

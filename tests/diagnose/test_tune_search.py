@@ -26,14 +26,14 @@ class Planted:
 
     def __init__(self, alone, pairs=(), small=0.0, nodes=0):
         self.alone, self.pairs, self.small, self.nodes = set(alone), [set(pair) for pair in pairs], small, nodes
-        self.asked: list[frozenset[str]] = []
+        self.requests: list[frozenset[str]] = []
 
     @property
     def needed(self) -> set[str]:
         return self.alone.union(*self.pairs)
 
     def __call__(self, kept: frozenset[str]) -> float:
-        self.asked.append(kept)
+        self.requests.append(kept)
         error = self.small * (self.nodes - len(kept))
         error += sum(10.0 for name in self.alone if name not in kept)
         return error + sum(7.0 for pair in self.pairs if not pair <= kept)
@@ -64,8 +64,8 @@ def test_exactly_the_planted_nodes_are_found_at_a_bounded_cost(case):
     result = find_kept(order, oracle, TOLERANCE, first=guess, allowance=run_limit(len(order)) - OVERHEAD)
     assert set(result.kept) == oracle.needed and not result.stopped
     assert set(result.needed) == oracle.needed and all(error > TOLERANCE for error in result.needed.values())
-    assert result.runs == len(oracle.asked) <= 4 * math.log2(len(order)) + len(result.kept)
-    assert result.error <= TOLERANCE and len(set(oracle.asked)) == len(oracle.asked)
+    assert result.runs == len(oracle.requests) <= 4 * math.log2(len(order)) + len(result.kept)
+    assert result.error <= TOLERANCE and len(set(oracle.requests)) == len(oracle.requests)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

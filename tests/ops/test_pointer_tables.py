@@ -16,7 +16,7 @@ class Memory:
     """Host memory that a `TableCache` takes for a device's; counts what is asked for."""
 
     def __init__(self):
-        self.captures, self.asked, self.live = False, 0, weakref.WeakSet()
+        self.captures, self.requests, self.live = False, 0, weakref.WeakSet()
 
     def remote(self, device):
         return True
@@ -27,11 +27,11 @@ class Memory:
     def pinned(self, words):
         if self.captures:
             raise RuntimeError("operation not permitted when stream is capturing")
-        self.asked += 1
+        self.requests += 1
         return torch.zeros(words, dtype=torch.int64)
 
     def on_device(self, words, device):
-        self.asked += 1
+        self.requests += 1
         result = torch.zeros(words, dtype=torch.int64)
         self.live.add(result)
         return result

@@ -23,7 +23,7 @@ class Oracle:
     """Costs by definition. It shares no code with the passes."""
 
     def __init__(self, graph: PrecisionGraph, requested: dict[str, str], start: int = 0) -> None:
-        self.graph, self.asked, self.start = graph, requested, start
+        self.graph, self.requested, self.start = graph, requested, start
         self.sem: dict[str, DType] = {v.name: v.dtype for v in graph.values.values() if graph.producer(v.name) is None}
         self.fixed: dict[str, str] = {}
         self.free: list[str] = []
@@ -36,7 +36,7 @@ class Oracle:
     def _settle(self, node: Node) -> None:
         captured = self.graph.values[node.outputs[0]].dtype
         widest = FP32 if any(self.sem[node.inputs[i].value] is FP32 for i in self.data(node)) else FP16
-        requested = self.asked[node.name]
+        requested = self.requested[node.name]
         if not self.data(node):
             self.fixed[node.name], sem = "keep", captured
         elif requested == "follow" or (requested == "widest" and widest is FP16 and self._is_behind_free(node)):

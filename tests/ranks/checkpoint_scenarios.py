@@ -34,7 +34,7 @@ CASE = replace(SPLIT["fp16"], batches=lambda: rows(6))
 def prepared(place: Place, seed: int, form: str, case: Case = CASE) -> tuple[nn.Module, amp.TrainingStep]:
     """A step of the place's ranks; a single one gathers the parts of two."""
     options = {"process_group": place.group} if place.size > 1 else {"process_group": place.alone, "accumulate": 2}
-    return case.made(seed, rules=FORMS[form], **options)
+    return case.built(seed, rules=FORMS[form], **options)
 
 
 def calls(place: Place, batches: list[tuple[Tensor, ...]]) -> Iterator[list[Tensor]]:
@@ -117,7 +117,7 @@ def of_each_rank(place: Place) -> dict[str, Any]:
         result["resumed"] = {**state_of(again, resumed), "buffers": list(again.buffers())}
     dist.barrier(place.group)
     if place.rank == 0:
-        again, resumed = case.made(7, **{**options, "broadcast_buffers": True}, process_group=place.alone)
+        again, resumed = case.built(7, **{**options, "broadcast_buffers": True}, process_group=place.alone)
         amp.load_checkpoint(resumed, place.folder / "own")
         result["alone"] = list(again.buffers())
     return result

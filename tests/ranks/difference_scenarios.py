@@ -62,7 +62,7 @@ def batches_of_other_kinds(place: Place) -> dict[str, Any]:
     kinds = {name: (name, name) for name in BATCHES}
     kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
     for name, inputs in kinds.items():
-        model, step = other.made(place.rank, process_group=place.group)
+        model, step = other.built(place.rank, process_group=place.group)
 
         def run(step: Any = step, make: Any = BATCHES[inputs[place.rank]]) -> None:
             for batch in case.batches():
@@ -70,7 +70,7 @@ def batches_of_other_kinds(place: Place) -> dict[str, Any]:
 
         result[name] = {"told": error_of(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
     for name, make in BATCHES.items():
-        model, step = other.made(place.rank, process_group=place.group)
+        model, step = other.built(place.rank, process_group=place.group)
         x, y = map(place.part, case.batches()[0])
         end = 4 - place.rank
         uneven = error_of(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
@@ -89,7 +89,7 @@ def differences(place: Place) -> dict[str, Any]:
     case, odd = CASES["sgd"], place.rank == 1
 
     def built(**options: Any) -> str:
-        return error_of(lambda: case.made(0, process_group=place.group, **{"dtype": "bf16", **options}))
+        return error_of(lambda: case.built(0, process_group=place.group, **{"dtype": "bf16", **options}))
 
     result = {
         "rules": built(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
@@ -98,11 +98,11 @@ def differences(place: Place) -> dict[str, Any]:
         "fails": built(backend="nonsense" if odd else "eager"),
     }
     other = replace(case, model=lambda: dense(17 if odd else 16))
-    result["shapes"] = error_of(lambda: other.made(0, process_group=place.group))
+    result["shapes"] = error_of(lambda: other.built(0, process_group=place.group))
     other = replace(case, model=lambda: nn.Sequential(*dense(), nn.Tanh() if odd else nn.Sigmoid()))
-    result["modules"] = error_of(lambda: other.made(0, process_group=place.group))
+    result["modules"] = error_of(lambda: other.built(0, process_group=place.group))
     other = replace(case, optimizer=adamw if odd else sgd)
-    result["optimizers"] = error_of(lambda: other.made(0, process_group=place.group))
+    result["optimizers"] = error_of(lambda: other.built(0, process_group=place.group))
     version = torch.__version__
     if odd:
         torch.__version__ = "2.0.1"
@@ -119,7 +119,7 @@ def differences(place: Place) -> dict[str, Any]:
 def differences_later(place: Place) -> dict[str, Any]:
     """The second rank differs at a call; behind the error all of them go on."""
     case, odd = CASES["sgd"], place.rank == 1
-    model, step = case.made(0, process_group=place.group, dtype="bf16")
+    model, step = case.built(0, process_group=place.group, dtype="bf16")
     batches = case.batches()
     x, y = map(place.part, batches[0])
     result = {"first shape": error_of(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
@@ -143,7 +143,7 @@ def loaded_later(place: Place) -> dict[str, Any]:
     x, y = map(place.part, rows(1)[0])
 
     def built(name: str) -> tuple[nn.Module, amp.TrainingStep]:
-        model, step = CASES[name].made(0, process_group=place.group, dtype="bf16")
+        model, step = CASES[name].built(0, process_group=place.group, dtype="bf16")
         step(x, y)
         return model, step
 
@@ -177,7 +177,7 @@ def loaded_later(place: Place) -> dict[str, Any]:
 @scenario
 def written_at_every_call(place: Place) -> dict[str, Any]:
     """Weights that all ranks clip behind every call, and how often the ranks tell one another more than a number."""
-    model, step = CASES["sgd"].made(0, process_group=place.group, dtype="bf16")
+    model, step = CASES["sgd"].built(0, process_group=place.group, dtype="bf16")
     told_more = 0
     exchange = Ranks.exchange
 
@@ -246,7 +246,7 @@ def what_is_refused(place: Place) -> dict[str, Any]:
 def a_rank_that_never_comes(place: Place) -> dict[str, Any]:
     """The second rank stops by itself, between two steps."""
     case = CASES["sgd"]
-    _, step = case.made(0, process_group=place.group, dtype="bf16")
+    _, step = case.built(0, process_group=place.group, dtype="bf16")
     x, y = map(place.part, case.batches()[0])
     step(x, y)
     return {"told": "" if place.rank == 1 else error_of(lambda: step(x, y))}

@@ -106,7 +106,7 @@ def synchronized_otherwise(place: Place) -> dict[str, Any]:
     torch.manual_seed(0)
     result["gathered"]["jointly"] = by_torch(of_rows(PLAIN), _mean_of_both, pairs)
 
-    model, step = case.made(0, process_group=place.group, dtype="fp16", loss_scale="dynamic")
+    model, step = case.built(0, process_group=place.group, dtype="fp16", loss_scale="dynamic")
     x, y = map(place.part, rows(1)[0])
     before = weights_of(model)
     step(x * (float("inf") if place.rank == 1 else 1), y)
@@ -167,7 +167,7 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
 
 
 def _one_row(place: Place) -> None:
-    _, step = case_of(of_rows).made(0, process_group=place.group)
+    _, step = case_of(of_rows).built(0, process_group=place.group)
     step(torch.ones(1, 8), torch.ones(1, 4))
 
 

@@ -223,7 +223,7 @@ class Case:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     options: dict[str, Any]
 
-    def made(self, seed: int, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
+    def built(self, seed: int, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
         torch.manual_seed(seed)
         model = self.model()
         options = {"backend": "eager", **self.options, **options}
@@ -242,7 +242,7 @@ CASES = {
 
 def trained_together(place: Place, case: Case, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
     """Ranks that begin with weights of their own, and train each on a part of every batch."""
-    model, step = case.made(place.rank, process_group=place.group, **options)
+    model, step = case.built(place.rank, process_group=place.group, **options)
     for batch in case.batches():
         step(*map(place.part, batch))
     return model, step
@@ -250,7 +250,7 @@ def trained_together(place: Place, case: Case, **options: Any) -> tuple[nn.Modul
 
 def trained_alone(place: Place, case: Case, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
     """One process, with the weights of rank 0, that takes the ranks' parts one after another (accumulate=)."""
-    model, step = case.made(0, process_group=place.alone, **{"accumulate": place.size, **options})
+    model, step = case.built(0, process_group=place.alone, **{"accumulate": place.size, **options})
     for batch in case.batches():
         for parts in zip(*(tensor.chunk(place.size) for tensor in batch), strict=True):
             step(*parts)
@@ -259,7 +259,7 @@ def trained_alone(place: Place, case: Case, **options: Any) -> tuple[nn.Module, 
 
 def trained_jointly(place: Place, case: Case, **options: Any) -> nn.Module:
     """One process that takes the whole batches."""
-    model, step = case.made(0, process_group=place.alone, **options)
+    model, step = case.built(0, process_group=place.alone, **options)
     for batch in case.batches():
         step(*batch)
     return model

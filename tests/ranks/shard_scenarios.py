@@ -133,7 +133,7 @@ class Messages(TorchDispatchMode):
 def bytes_of_a_step(place: Place) -> dict[str, Any]:
     """What really is sent and held, of a model all of whose weights are split."""
     case = replace(CASES["adamw"], model=plain, options=BF16)
-    model, step = case.made(place.rank, process_group=place.group, rules=rules(**REDUCE))
+    model, step = case.built(place.rank, process_group=place.group, rules=rules(**REDUCE))
     batch = list(map(place.part, rows(1)[0]))
     step(*batch)
     with Messages(place.size) as messages:
@@ -211,7 +211,7 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
     def one_by_one(tensor: Tensor) -> Iterable[Tensor]:
         return tensor.chunk(place.size)
 
-    model, step = case.made(place.rank, process_group=place.group, rules=split)
+    model, step = case.built(place.rank, process_group=place.group, rules=split)
     for batch in batches[:3]:
         step(*map(place.part, batch))
     saved = copied(model, step)
@@ -220,17 +220,17 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
     alone: dict[str, Any] = {"process_group": place.alone, "accumulate": place.size, "rules": whole}
     low = replace(case, model=lambda: odd().half())
     for name, other in (("one process", case), ("a 16-bit model", low)):
-        again, resumed = other.made(7, **alone)
+        again, resumed = other.built(7, **alone)
         load(saved, again, resumed)
         went_on(resumed, one_by_one)
         result[name] = everything(again, resumed)
-    first, single = case.made(0, **alone)
+    first, single = case.built(0, **alone)
     for batch in batches[:3]:
         for part in zip(*map(one_by_one, batch), strict=True):
             single(*part)
     saved = copied(first, single)
     for name, begun in (("made anew", False), ("that trained before", True)):
-        again, resumed = case.made(7, process_group=place.group, rules=split)
+        again, resumed = case.built(7, process_group=place.group, rules=split)
         if begun:
             resumed(*map(place.part, batches[0]))
             for number, parameter in enumerate(first.parameters()):  # as a run of a 16-bit model has them
@@ -247,7 +247,7 @@ def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
 @scenario
 def saved_on_one_rank(place: Place) -> dict[str, Any]:
     """A rank that asks for the whole state alone; then all do."""
-    model, step = SPLIT["adamw"].made(place.rank, process_group=place.group, rules=rules(**REDUCE))
+    model, step = SPLIT["adamw"].built(place.rank, process_group=place.group, rules=rules(**REDUCE))
     batch = list(map(place.part, rows(1)[0]))
     step(*batch)
     (optimizer,) = step._optimizers
@@ -261,7 +261,7 @@ def written_between(place: Place) -> dict[str, Any]:
     """Weights that are written between two steps: masters follow, but for what is as it was."""
     result = {}
     for name, section in (("whole", {}), ("split", REDUCE)):
-        model, step = SPLIT["sgd"].made(place.rank, process_group=place.group, rules=rules(**section))
+        model, step = SPLIT["sgd"].built(place.rank, process_group=place.group, rules=rules(**section))
         for number, batch in enumerate(few()):
             if number == 3:
                 with torch.no_grad():
@@ -279,7 +279,7 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
 
     def run(case: Case, then: Callable[[amp.TrainingStep], Any] = lambda step: None, **options: Any) -> str:
         def built() -> None:
-            _, step = case.made(0, process_group=place.group, **{"rules": rules(**REDUCE), **BF16, **options})
+            _, step = case.built(0, process_group=place.group, **{"rules": rules(**REDUCE), **BF16, **options})
             step(*batch)
             then(step)
 

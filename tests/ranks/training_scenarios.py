@@ -67,7 +67,7 @@ def seeds(place: Place) -> dict[str, Any]:
     (batch,) = rows(1)
     result: dict[str, Any] = {}
     for name, group in {"together": place.group, "alone": place.alone}.items():
-        model, step = case.made(0, process_group=group, dtype="bf16")
+        model, step = case.built(0, process_group=group, dtype="bf16")
         torch.manual_seed(100 + place.rank)
         losses = [step(*batch).clone() for _ in range(3)]
         result[name] = {"losses": losses, "drawn": torch.get_rng_state()}
@@ -93,11 +93,11 @@ def notices(place: Place) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     try:
         idle = {"version": 1, "extends": "default", "rules": [{"match": {"module": "none"}, "precision": "fp32"}]}
-        _, step = CASES["sgd"].made(0, process_group=place.group, dtype="bf16", rules=idle)
+        _, step = CASES["sgd"].built(0, process_group=place.group, dtype="bf16", rules=idle)
         for length in (4, 3):
             x, y = map(place.part, rows(1)[0])
             step(x[:length], y[:length])
-        _, step = replace(CASES["sgd"], model=lambda: Checksummed(8, 4)).made(
+        _, step = replace(CASES["sgd"], model=lambda: Checksummed(8, 4)).built(
             0, process_group=place.group, dtype="bf16"
         )
         with warnings.catch_warnings(record=True) as warned:
@@ -312,7 +312,7 @@ def _ways(place: Place, name: str, low: str, seed: int) -> Ways:
 
 def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor]:
     """The FP32 weights, or masters, that ranks have trained."""
-    model, step = case.made(seed, process_group=place.group, **options)
+    model, step = case.built(seed, process_group=place.group, **options)
     for batch in case.batches():
         step(*map(place.part, batch))
     states = step._optimizers[0].state_dict()["state"]
@@ -450,15 +450,15 @@ def a_mesh(place: Place) -> dict[str, Any]:
 
     case = CASES["sgd"]
     line = init_device_mesh("cpu", (place.size,))
-    model, step = case.made(place.rank, mesh=line, dtype="bf16")
+    model, step = case.built(place.rank, mesh=line, dtype="bf16")
     step(*map(place.part, case.batches()[0]))
     square = init_device_mesh("cpu", (1, place.size), mesh_dim_names=("pp", "dp"))
     try:
-        case.made(place.rank, mesh=square)
+        case.built(place.rank, mesh=square)
         message = ""
     except amp.AmpError as error:
         message = str(error)
-    other, again = case.made(place.rank, mesh=square["dp"], dtype="bf16")
+    other, again = case.built(place.rank, mesh=square["dp"], dtype="bf16")
     again(*map(place.part, case.batches()[0]))
     return {"line": weights_of(model), "square": weights_of(other), "told": message}
 

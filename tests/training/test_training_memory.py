@@ -83,12 +83,12 @@ class Run:
     """A short training: what each step gave, with copies made at once, and how often it asked for ordinary memory."""
 
     def __init__(self, **options) -> None:
-        self.options, self.asked, self.counts = options, 0, []
+        self.options, self.requests, self.counts = options, 0, []
         self.places, self.blocks, self.held = [], [], []
         allocate, build = guards._empty_strided_cpu, BACKENDS["inductor"].build
 
         def counted(*request):
-            self.asked += 1
+            self.requests += 1
             return allocate(*request)
 
         def remembered(subgraph, inputs, round_exactly):
@@ -110,9 +110,9 @@ class Run:
         return self.step._state.memory._block
 
     def train(self, number):
-        before = self.asked
+        before = self.requests
         loss, aux = self.step(*batch(number))
-        self.counts.append(self.asked - before)
+        self.counts.append(self.requests - before)
         self.places.append(places(self.step))
         self.blocks.append(storage(self.block))
         held = {"returned": loss, "norm": self.step.grad_norm, **aux, **self.step.gradients()}

@@ -319,7 +319,7 @@ def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_subgraphs():
     step = eager_step(small(), branchy, dynamic_shapes=({0: rows}, {0: rows}))
     first = float(step(X, Y))
     assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
-    assert len(step._choice.subgraph_step.subgraphs.made) == 1  # before the branch, for both sizes
+    assert len(step._choice.subgraph_step.subgraphs.graphs) == 1  # before the branch, for both sizes
 
 
 def test_under_anomaly_mode_a_step_is_skipped_and_the_report_named(caplog):

@@ -93,7 +93,7 @@ class SubgraphStep:
         Args:
             computed: what `prepare` gave.
         """
-        output = self.update(computed.given())
+        output = self.update(computed.leaves())
         return replace(output, loss=computed.loss, aux=computed.aux)
 
     @property

@@ -31,7 +31,7 @@ class Made:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
-    def given(self) -> list[Tensor]:
+    def leaves(self) -> list[Tensor]:
         """What the graph of the update takes."""
         return [self.loss, *self.buffers.values(), *self.gradients.values()]
 
@@ -44,7 +44,7 @@ def update_graph(model: LossModule, computed: Made) -> Begun:
         model: the loss as a module.
         computed: what forward and backward gave.
     """
-    leaves = computed.given()
+    leaves = computed.leaves()
     graph, inputs, mode = fx.Graph(), [], FakeTensorMode()
 
     def placeholder(name: str, value: Tensor, source: Source, target: str = "", index: int = -1) -> fx.Node:
