@@ -47,7 +47,16 @@ _Loss = TypeVar("_Loss", default=Any)  # what the loss function returns
 
 
 class TrainingStep(StepReadings, Generic[_Loss]):
-    """What `amp.training_step` returns. Call it with a batch."""
+    """What `amp.training_step` returns: `loss = step(*batch)` trains on one batch.
+
+    Attributes:
+        model: the model that is trained, as it was given.
+
+    Example:
+        >>> step = amp.training_step(model, loss_fn, optimizer, dtype="fp16")
+        >>> loss = step(x, y)
+        >>> step.skipped_steps, step.plan.low_nodes
+    """
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
         self.model = setup.model
