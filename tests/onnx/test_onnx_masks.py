@@ -126,6 +126,10 @@ NOT_A_MASK = {  # nodes from an input `r` and a product `s` to `y`; a sum of inp
     "scaled": [node("Mul", ["small", "r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
     "divided": [node("Div", ["r", "large"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
     "gated": [node("Mul", ["r", "p"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "compared behind a node": [
+        node("Transpose", ["r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["q"]),
+        node("Less", ["b", "small"], ["l"]), node("Where", ["l", "small", "q"], ["y"]),
+    ],
 }  # fmt: skip
 
 
