@@ -132,7 +132,7 @@ def plan_onnx(
         file: OnnxFile, checked: bool, bounds: Mapping[str, float] | None = None
     ) -> tuple[Lowered, Fusion | None]:
         model = read_model(file, check=checked, sizes=sizes)
-        bound_masks(model, bounds or {})
+        bound_masks(model, bounds or {}, keep_io_types)
         if wide:
             refuse_custom_ops(model, wide)
             make_fp32(model, wide, keep_io_types=keep_io_types)

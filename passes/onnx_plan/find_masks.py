@@ -79,7 +79,7 @@ def mask_floors(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) ->
 
 
 def unbounded_inputs(graph: PrecisionGraph, labels: Mapping[str, str], low: DType) -> dict[str, float]:
-    """Those of `mask_floors` that are inputs, and that no `Max` with a stored number bounds on their way.
+    """Those of `mask_floors` that are inputs, that no `Max` with a stored number bounds and nothing makes smaller.
 
     Args:
         graph: as for `mask_floors`.
@@ -93,5 +93,11 @@ def unbounded_inputs(graph: PrecisionGraph, labels: Mapping[str, str], low: DTyp
         least = [number for node in nodes for index in (0, 1) if (number := walker.scalar(node, index)) is not None]
         return any(number >= floors[name] * _ROUNDED for number in least)
 
+    def shrinks(mask: Mask) -> bool:
+        nodes = [graph.nodes[one] for one in mask.path]
+        factors = [[walker.scalar(node, index) or 0.0 for index in (0, 1)] for node in nodes if node.op == "onnx.Mul"]
+        divisors = [walker.scalar(node, 1) or 0.0 for node in nodes if node.op == "onnx.Div"]
+        return any(max(map(abs, pair)) < 1 for pair in factors) or any(abs(number) > 1 for number in divisors)
+
     masks = {name: mask for name, mask in input_masks(walker).items() if name in floors}
-    return {name: floors[name] for name, mask in masks.items() if not bounds(name, mask)}
+    return {name: floors[name] for name, mask in masks.items() if not bounds(name, mask) and not shrinks(mask)}

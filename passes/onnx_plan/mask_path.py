@@ -25,7 +25,7 @@ def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
         if value in returned:
             return (), 1.0
         for node, index in walker.graph.users(value):
-            if node.op == "onnx.Less" and walker.graph.values[name].kind is ValueKind.INPUT:
+            if node.op == "onnx.Less" and value == name and walker.graph.values[name].kind is ValueKind.INPUT:
                 continue
             ends = node.inputs[index].slot in walker.info(node).masks
             if not ends and not _keeps_mask(walker, node, index):

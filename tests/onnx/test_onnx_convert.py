@@ -65,14 +65,6 @@ def test_parameters_of_a_batch_norm_are_low_where_its_kind_is_not_kept(rules, lo
     assert kinds.pop("w") == T.FLOAT16 and set(kinds.values()) == {T.FLOAT16 if low else T.FLOAT}
 
 
-def test_nodes_need_not_be_sorted():
-    source = mlp()
-    nodes = list(source.graph.node)
-    del source.graph.node[:]
-    source.graph.node.extend(reversed(nodes))
-    onnx.checker.check_model(convert_onnx(source).model, full_check=True)
-
-
 def test_what_a_loop_reads_from_outside_is_cast_outside():
     source = built("loop")[0]
     rules = {

@@ -8,6 +8,7 @@ from onnx_models import DTYPES, check, info, model, node, scalar, weight
 
 from amp_compiler.onnx.check.run import open_to_run
 from amp_compiler.onnx.check.verify import Side
+from amp_compiler.onnx.convert import convert_onnx
 
 LOWEST = -3.4028234663852886e38  # of FP32
 OFF = [node("Sub", ["one", "mask"], ["off"]), node("Mul", ["off", "big"], ["bias"])]
@@ -119,16 +120,25 @@ def test_a_bias_of_fused_attention_is_bounded(floor, dtype):
     np.testing.assert_allclose(got[1], want[1], atol={"fp16": 4e-3, "bf16": 3e-2}[dtype])
 
 
-def test_what_is_no_mask_gets_no_bound():
-    """Sums of inputs alone, what is read elsewhere too, and where all is FP32."""
-    nodes = [node("Add", ["x", "z"], ["a"]), node("Softmax", ["a"], ["p"]), node("MatMul", ["p", "w"], ["s"]),
-             node("Add", ["s", "r"], ["d"]), node("Softmax", ["d"], ["q"]), node("Add", ["q", "r"], ["y"])]  # fmt: skip
-    plain = model(nodes, [info(name, 4, 8) for name in "xzr"], [info("y", 4, 8)], [weight("w", 8, 8)])
-    masked = model(
-        [*nodes[:4], node("Softmax", ["d"], ["y"])],
-        *[[info(name, 4, 8) for name in names] for names in ("xzr", "y")],
-        [weight("w", 8, 8)],
-    )
-    wide = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}
-    for source, rules in ((plain, "apex-o3"), (masked, wide)):
-        assert "Max" not in {entry.op_type for entry in check(source, "fp16", rules).model.graph.node}
+NOT_A_MASK = {  # nodes from an input `r` and a product `s` to `y`; a sum of inputs alone, `x + z`, is none either
+    "read elsewhere": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["q"]), node("Add", ["q", "r"], ["y"])],
+    "all in FP32": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "in 16 bits itself": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "scaled": [node("Mul", ["small", "r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "divided": [node("Div", ["r", "large"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "gated": [node("Mul", ["r", "p"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
+    "compared behind a node": [
+        node("Transpose", ["r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["q"]),
+        node("Less", ["b", "small"], ["l"]), node("Where", ["l", "small", "q"], ["y"]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NOT_A_MASK)
+def test_what_is_no_mask_gets_no_bound(form):
+    nodes = [node("Add", ["x", "z"], ["a"]), node("Softmax", ["a"], ["p"]), node("MatMul", ["p", "w"], ["s"])]
+    source = model([*nodes, *NOT_A_MASK[form]], [info(name, 8, 8) for name in "xzr"], [info("y", 8, 8)],
+                   [weight("w", 8, 8), scalar("small", 1e-4), scalar("large", 1e4)])  # fmt: skip
+    rules = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]} if form == "all in FP32" else "apex-o3"
+    done = convert_onnx(source, rules=rules, keep_io_types=form != "in 16 bits itself")
+    assert "Max" not in {entry.op_type for entry in done.model.graph.node}

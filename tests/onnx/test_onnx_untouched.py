@@ -73,7 +73,7 @@ def test_bits_read_as_another_type_stay_what_they_are(dtype, kind):
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_zipmap_is_left_alone_with_what_it_reads(outside, tmp_path):
-    """A classifier of scikit-learn: its labels and the probability of each, as maps."""
+    """A classifier of scikit-learn: its labels and the probability of each, as maps; nodes need not be sorted."""
     maps = h.make_sequence_type_proto(h.make_map_type_proto(T.INT64, h.make_tensor_type_proto(T.FLOAT, None)))
     nodes = [
         node("MatMul", ["x", "w"], ["a"], "first"), node("Relu", ["a"], ["b"], "relu"),
@@ -85,6 +85,7 @@ def test_a_zipmap_is_left_alone_with_what_it_reads(outside, tmp_path):
                    [weight("w", 32, 32), weight("v", 32, 3)], opset=15,
                    extra=[h.make_opsetid("ai.onnx.ml", 3)])  # fmt: skip
     source.graph.output.append(h.make_value_info("probabilities", maps))
+    source.graph.node.reverse()
     path = tmp_path / "m.onnx"
     onnx.save(source, path, save_as_external_data=outside, size_threshold=1024)
     batch = {"x": RNG.standard_normal((4, 32)).astype(np.float32)}

@@ -10,6 +10,8 @@ from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.run import Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import MEASURED, add_taps
 from amp_compiler.onnx.model.model import Source, value_types
+from amp_compiler.onnx.model.order import in_order
+from amp_compiler.onnx.model.walk import DEFAULT
 from amp_compiler.passes.onnx_plan.pin_calibrated import PRODUCTS, STEEP
 from amp_compiler.policy.op_table import op_table
 
@@ -50,7 +52,7 @@ def calibrate(
     values = [value.name for value in graph.input] + [name for node in graph.node for name in node.output if name]
     weights = {tensor.name for tensor in graph.initializer}
     chosen = [name for name in dict.fromkeys(values) if types.get(name) in MEASURED and name not in weights]
-    tapped, taps = add_taps(loaded.proto, chosen, types, _before_steep(graph))
+    tapped, taps = add_taps(loaded.proto, chosen, types, _before_steep(loaded.proto))
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
     runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None
     ranges = {tap.value: Magnitudes(0.0) for tap in taps}
@@ -61,10 +63,10 @@ def calibrate(
     return ranges
 
 
-def _before_steep(graph: onnx.GraphProto) -> set[str]:
+def _before_steep(proto: onnx.ModelProto) -> set[str]:
     """The values that ops read which are steep at zero, and what these are made of by products and moves."""
     ops, seen = op_table(), set[str]()
-    for node in reversed(graph.node):
+    for node in (one for one in reversed(in_order(proto).graph.node) if one.domain in DEFAULT):
         op = f"onnx.{node.op_type}"
         to = next((entry.i for entry in node.attribute if entry.name == "to"), TensorProto.BOOL)
         carries = (op in PRODUCTS or ops.info(op).moves) and seen.intersection(node.output)

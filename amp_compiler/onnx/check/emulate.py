@@ -77,7 +77,7 @@ def emulate(model: OnnxFile | onnx.ModelProto, *, rounds: bool = True) -> Twin:
         _refuse_unknown(node, read, low)
     initializers = (value for graph in graphs for value in graph.initializers.values() if value in low)
     stored = [value for value in initializers if not value.is_graph_input() and not value.is_graph_output()]
-    make_fp32(read, LOW_TYPES, keep_io_types=False, stored=stored)
+    make_fp32(read, LOW_TYPES, keep_io_types=False, stored=set(stored))
     names, _ = names_of(graphs)
     if rounds:
         for node in nodes:

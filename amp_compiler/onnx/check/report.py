@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,26 +159,30 @@ def _plain(value: Any) -> Any:
 
 
 def first_bad(
-    model: onnx.ModelProto, before: Mapping[str, float], after: Mapping[str, float]
+    model: onnx.ModelProto, batches: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]
 ) -> tuple[BadNode | None, int]:
-    """The first value that is not finite although the original's is, and how many such there are.
+    """The first value that is not finite although the original's is in that batch, and how many such there are.
 
     A value that the original lacks stands for the one that it is a cast of, or that is a cast of it. Where there is
     none either, it counts if no result that its node reads is the cause.
 
     Args:
         model: the converted model.
-        before: the largest magnitude of each value of the original.
-        after: those of the converted model.
+        batches: for each batch the largest magnitude of each value of the original, and of the converted model.
     """
-    same = _counterparts(model, set(before))
-    infinite = {name for name, largest in after.items() if math.isinf(largest)}
+    same = _counterparts(model, {name for before, _ in batches for name in before})
     bad = []
     for node in model.graph.node:
-        for name in (name for name in node.output if name in infinite):
+        for name in node.output if batches else ():
             twin = same.get(name)
-            if infinite.isdisjoint(node.input) if twin is None else math.isfinite(before[twin]):
-                bad.append(BadNode(node.name, node.op_type, name, math.nan if twin is None else before[twin]))
+            found = [
+                math.nan if twin is None else before[twin]
+                for before, after in batches
+                if after.get(name) == math.inf
+                and (all(after.get(one) != math.inf for one in node.input) if twin is None else before[twin] < math.inf)
+            ]
+            if found:
+                bad.append(BadNode(node.name, node.op_type, name, max(found)))
     return next(iter(bad), None), len(bad)
 
 

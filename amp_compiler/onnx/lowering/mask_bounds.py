@@ -8,14 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.edit import names_of, unique
+from amp_compiler.onnx.model.edit import KeptTypes, keeps, names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.types import neutral_type
 
 FIRST_OPSET = 9  # in which `Where` is
 
 
-def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
+def bound_masks(model: OnnxModel, floors: Mapping[str, float], keep_io_types: KeptTypes) -> None:
     """Raise inputs of a model to a least number, but for minus infinity. Changes the model, before it is lowered.
 
     A row that minus infinity masks whole is no number in FP32, or zeros by fused attention: it stays so. Which elements
@@ -24,6 +24,7 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
     Args:
         model: the model, of opset 9 at least.
         floors: by name of an input of the graph, its least number.
+        keep_io_types: as `kept_types` gives it; an input that is to become 16-bit gets no bound, which has its type.
     """
     graph = model.ir.graph
     values, nodes = names_of(model.graphs())
@@ -46,7 +47,7 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float]) -> None:
 
     for value in graph.inputs:
         name = value.name or ""
-        if name not in floors:
+        if name not in floors or not keeps(keep_io_types, value):
             continue
         uses = [use for use in value.uses() if use.node.op_type != "Less"]
         lowest = stored(f"{name}_lowest", float(np.finfo(np.float32).min))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import onnx
-import onnx_ir as ir
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
-from amp_compiler.onnx.model.walk import all_nodes, proto_bodies
+import onnx
+
+from amp_compiler.onnx.model.walk import proto_bodies, proto_graphs
 
 
 def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -13,27 +15,33 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
 
     Nodes that read one another in a circle stay as they are, for the checker to refuse.
     """
-    if _is_ordered(proto.graph, {""}):
+    orders = [_order(graph.node) for graph in proto_graphs(proto.graph)]
+    if not any(orders):
         return proto
-    named = {node.name for node in all_nodes(proto)}
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for graph, order in reversed([*zip(proto_graphs(copy.graph), orders, strict=True)]):  # bodies before their nodes
+        if order:
+            nodes = [graph.node[index] for index in order]
+            del graph.node[:]
+            graph.node.extend(nodes)
+    return copy
+
+
+def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
+    """The places of nodes in order; none where they are, or read one another in a circle."""
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    reads = {index: {makers[name] for name in _read(node) if name in makers} for index, node in enumerate(nodes)}
+    if all(maker < index for index, found in reads.items() for maker in found):
+        return []
     try:
-        model = ir.serde.deserialize_model(proto)
-        model.graph.sort()
-    except Exception:  # noqa: BLE001  a circle, or a damaged graph: the checker says it with the node
-        return proto
-    for node in model.graph.all_nodes():
-        if node.name not in named:  # `onnx_ir` gave it one
-            node.name = None
-    return ir.serde.serialize_model(model)
+        return list(TopologicalSorter(reads).static_order())
+    except CycleError:
+        return []
 
 
-def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
-    """Whether each node, and each in its bodies, reads what stands before it."""
-    known = around | {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
-    for node in graph.node:
-        if not known.issuperset(node.input):
-            return False
-        if node.attribute and not all(_is_ordered(body, known) for body in proto_bodies(node).values()):
-            return False
-        known.update(node.output)
-    return True
+def _read(node: onnx.NodeProto) -> set[str]:
+    """What a node reads, itself and in its bodies."""
+    graphs = [graph for body in proto_bodies(node).values() for graph in proto_graphs(body)] if node.attribute else []
+    inner = {name for graph in graphs for one in graph.node for name in one.input}
+    return {*node.input, *inner, *(value.name for graph in graphs for value in graph.output)}
