@@ -22,12 +22,3 @@ def test_models_for_a_gpu_have_the_parameters_that_they_are_known_for(bench, nam
     assert model.training
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
     assert all(value.device.type == "meta" for value in batch.values())
-
-
-def test_a_size_that_is_not_there_is_told(bench):
-    models = bench["models"]
-    assert set(models.CUDA_SIZES) == set(PARAMETERS)
-    with pytest.raises(ValueError, match="the sizes are tiny, small, cuda"):
-        models.size_of("gpt2", "large")
-    with pytest.raises(ValueError, match=r"the sizes are tiny, small$"):
-        models.size_of("mamba", "cuda")

@@ -1,4 +1,4 @@
-"""What is read of the machine code of the update's kernels, and the choices that a sweep makes; needs no GPU."""
+"""What is read of the machine code of the update's kernels; needs no GPU."""
 
 import os
 
@@ -17,15 +17,3 @@ def test_no_kernel_spills_and_more_than_half_of_a_multiprocessors_threads_run(be
     assert check["loads of 16 bytes"] == 0 and check["loads of 8 bytes"] == 4
     assert adam["loads of 16 bytes"] == adam["stores of 16 bytes"] == 3 * 2 and adam["shared"] == 0
     assert adam["loads of 8 bytes"] == adam["stores of 8 bytes"] == 2
-
-
-@pytest.mark.parametrize("name", ["check", "adam"])
-def test_a_sweep_begins_with_what_is_used_and_tries_no_choice_twice(bench, name):
-    module = bench["update_kernels"]
-    result = module.choices(name)
-    assert result[0] == module.used(name)
-    assert len(result) > 8
-    assert all(one not in result[:place] for place, one in enumerate(result))
-    with module.sizes(name, 512, {"num_warps": 2}):
-        assert module.used(name) == (512, {"num_warps": 2})
-    assert module.used(name) == result[0]
