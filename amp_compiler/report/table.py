@@ -91,8 +91,8 @@ def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> T
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     for name in heads:
-        justify = "right" if name == "bytes" else "left"
-        table.add_column(name, overflow="fold", justify=justify, no_wrap=name in ("op", "rule"))
+        whole = name in ("op", "rule")
+        table.add_column(name, overflow="fold", justify="right" if name == "bytes" else "left", no_wrap=whole)
     for row in rows:
         table.add_row(*map(Text, row))  # Text, not str: a name such as `x[0]` must not be read as markup
     return table
