@@ -75,10 +75,10 @@ void widen(const G* __restrict grads, float* __restrict out, int64_t count, floa
 // Whether one of them strays.
 template <class L>
 bool one_strays(const float* __restrict weights, const L* __restrict low_weights, int64_t count) {
-  int found = 0;
-#pragma omp simd reduction(| : found)
-  for (int64_t i = 0; i < count; ++i) found |= strays(weights[i], low_weights[i]);
-  return found != 0;
+  int any = 0;
+#pragma omp simd reduction(| : any)
+  for (int64_t i = 0; i < count; ++i) any |= strays(weights[i], low_weights[i]);
+  return any != 0;
 }
 
 template <class L>

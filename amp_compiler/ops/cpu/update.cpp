@@ -46,7 +46,7 @@ void decay(float* __restrict grads, const float* __restrict weights, int64_t cou
 
 // Both forms of torch.lerp, and the maximum of the second moments, are chosen outside of the loop.
 template <bool kNear, bool kLargest, class L>
-int adam_loop(const float* __restrict grads, const L* __restrict lows, float* __restrict weights,
+int adam_loop(const float* __restrict grads, const L* __restrict low_weights, float* __restrict weights,
               float* __restrict firsts, float* __restrict seconds, float* __restrict largests, int64_t count,
               const AdamNumbers& s, float shrink) {
   const float weight1 = kNear ? s.weight1 : s.weight1 - 1.0f, beta2 = s.beta2, weight2 = s.weight2;
@@ -55,7 +55,7 @@ int adam_loop(const float* __restrict grads, const L* __restrict lows, float* __
 #pragma omp simd reduction(| : stale)
   for (int64_t i = 0; i < count; ++i) {
     const float grad = grads[i];
-    stale |= strays(weights[i], lows[i]);
+    stale |= strays(weights[i], low_weights[i]);
     const float first = __builtin_fmaf(weight1, grad - firsts[i], kNear ? firsts[i] : grad);
     const float second = __builtin_fmaf(grad * weight2, grad, seconds[i] * beta2);
     float under = second;
@@ -82,10 +82,10 @@ int adam(const Row& row, const G* raw, int64_t start, int64_t count, const AdamN
   const bool near = std::fabs(s.weight1) < 0.5f;
   const auto loop = largests == nullptr ? (near ? adam_loop<true, false, L> : adam_loop<false, false, L>)
                                         : (near ? adam_loop<true, true, L> : adam_loop<false, true, L>);
-  L* lows = at<L>(row.low, start);
-  const int stale = loop(grads, lows, weights, at<float>(row.first, start), at<float>(row.second, start), largests,
-                         count, s, decoupled ? s.shrink : 1.0f);
-  if (lows != nullptr) narrow(weights, lows, count);
+  L* low_weights = at<L>(row.low, start);
+  const int stale = loop(grads, low_weights, weights, at<float>(row.first, start), at<float>(row.second, start),
+                         largests, count, s, decoupled ? s.shrink : 1.0f);
+  if (low_weights != nullptr) narrow(weights, low_weights, count);
   return stale;
 }
 
@@ -109,14 +109,14 @@ int sgd(const Row& row, const G* raw, int64_t start, int64_t count, const SgdNum
     else
       std::memcpy(grads, momenta, sizeof(float) * static_cast<size_t>(count));
   }
-  L* __restrict lows = at<L>(row.low, start);
+  L* __restrict low_weights = at<L>(row.low, start);
   int stale = 0;
 #pragma omp simd reduction(| : stale)
   for (int64_t i = 0; i < count; ++i) {
-    stale |= strays(weights[i], lows[i]);
+    stale |= strays(weights[i], low_weights[i]);
     weights[i] = __builtin_fmaf(grads[i], s.neg_lr, weights[i]);
   }
-  if (lows != nullptr) narrow(weights, lows, count);
+  if (low_weights != nullptr) narrow(weights, low_weights, count);
   return stale;
 }
 
@@ -158,10 +158,10 @@ struct Copies {
 template <class L>
 int take(const Row& row, const Chunk& chunk) {
   float* weights = at<float>(row.weight, chunk.start);
-  const L* lows = at<L>(row.low, chunk.start);
-  if (!one_strays(weights, lows, chunk.count)) return 0;
+  const L* low_weights = at<L>(row.low, chunk.start);
+  if (!one_strays(weights, low_weights, chunk.count)) return 0;
   for (int64_t i = 0; i < chunk.count; ++i)
-    if (strays(weights[i], lows[i])) weights[i] = load(lows[i]);
+    if (strays(weights[i], low_weights[i])) weights[i] = load(low_weights[i]);
   return 1;
 }
 

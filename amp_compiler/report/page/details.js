@@ -37,8 +37,8 @@ class Details {
     const sides = entry.sides.map(
       (node, side) => node && make("section", {}, title(side), this.facts(entry, node, side)),
     );
-    const found = measuredOf(this.graph, entry).map(measured);
-    return [...head, ...sides, ...found].filter(Boolean);
+    const matches = measuredOf(this.graph, entry).map(measured);
+    return [...head, ...sides, ...matches].filter(Boolean);
   }
 
   change(entry) {
@@ -112,17 +112,17 @@ class Details {
   }
 
   readers(node, side) {
-    const found = [];
+    const matches = [];
     const visit = (value, casts) => {
       for (const [reader] of value.readers)
-        found.push([this.link(this.graph.node(reader.name)), ...casts.map((cast) => this.cast(cast))]);
+        matches.push([this.link(this.graph.node(reader.name)), ...casts.map((cast) => this.cast(cast))]);
       if (this.graph.sides[side].outputs.includes(value))
-        found.push(["returned", ...casts.map((cast) => this.cast(cast))]);
+        matches.push(["returned", ...casts.map((cast) => this.cast(cast))]);
       for (const cast of this.graph.sides[side].casts)
-        if (cast.value === value && cast.made) visit(cast.made, [...casts, cast]);
+        if (cast.value === value && cast.entry) visit(cast.entry, [...casts, cast]);
     };
     for (const value of node.makes) visit(value, []);
-    return found;
+    return matches;
   }
 
   module(group) {

@@ -123,9 +123,9 @@ class Drawing {
   }
 
   level(group, x, y, side, parts) {
-    const told = new Set(); // casts whose bytes stand on a line already
-    const drawn = group.placed.lines.map((line) => this.wire(line, x, y, side, told));
-    parts.push(...[0, 1].flatMap((part) => drawn.map((found) => found[part]).filter(Boolean))); // labels on top
+    const labelled = new Set(); // casts whose bytes stand on a line already
+    const drawn = group.placed.lines.map((line) => this.wire(line, x, y, side, labelled));
+    parts.push(...[0, 1].flatMap((part) => drawn.map((matches) => matches[part]).filter(Boolean))); // labels on top
     for (const { item, ...spot } of group.placed.items) {
       const at = { ...spot, x: x + spot.x, y: y + spot.y };
       this.spots.set(item, at);
@@ -141,7 +141,7 @@ class Drawing {
     }
   }
 
-  wire(line, x, y, side, told) {
+  wire(line, x, y, side, labelled) {
     const edges = line.edges.filter((edge) => edge.side === side);
     if (!edges.length) return [];
     const casts = line.inner ? [] : castsOf(edges, side);
@@ -161,12 +161,12 @@ class Drawing {
       this.wires.push({ shapes: [path], edges });
       return [path];
     }
-    const words = casts.every((cast) => told.has(cast))
+    const words = casts.every((cast) => labelled.has(cast))
       ? casts.length === 1
         ? `as ${casts[0].dst}`
         : `${casts.length} casts, see beside`
       : castWords(casts);
-    for (const cast of casts) told.add(cast);
+    for (const cast of casts) labelled.add(cast);
     const [cx, cy] = [line.label[0] + x, line.label[1] + y];
     const width = widthOf(words) + 14;
     const label = draw(
@@ -280,8 +280,8 @@ class Drawing {
   /** Show what is chosen and what matches, without drawing anew. */
   mark() {
     for (const [item, shapes] of this.shapes) {
-      const found = item.kind === "group" ? item.nodes.some((entry) => this.hits?.has(entry)) : this.hits?.has(item);
-      const out = this.hits !== null && !found;
+      const matches = item.kind === "group" ? item.nodes.some((entry) => this.hits?.has(entry)) : this.hits?.has(item);
+      const out = this.hits !== null && !matches;
       for (const shape of shapes) {
         shape.classList.toggle("chosen", item === this.chosen);
         shape.classList.toggle("out", out);

@@ -4,13 +4,13 @@ const CHART = { width: 340, left: 40, right: 8, top: 46, bars: 96, bottom: 26 };
 
 /** The exponents of one tensor, with what FP16 and BF16 hold of them. */
 function histogram(row, counts) {
-  const found = exponentsOf(counts).map((exponent) => [exponent, counts[exponent]]);
+  const matches = exponentsOf(counts).map((exponent) => [exponent, counts[exponent]]);
   const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
-  const lowest = Math.min(...found.map(([exponent]) => exponent), -26),
-    highest = Math.max(...found.map(([exponent]) => exponent), 17);
+  const lowest = Math.min(...matches.map(([exponent]) => exponent), -26),
+    highest = Math.max(...matches.map(([exponent]) => exponent), 17);
   const step = (CHART.width - CHART.left - CHART.right) / (highest - lowest + 1);
   const x = (exponent) => CHART.left + (exponent - lowest) * step;
-  const most = Math.max(1, ...found.map(([, count]) => count));
+  const most = Math.max(1, ...matches.map(([, count]) => count));
   const floor = CHART.top + CHART.bars;
   const svg = draw("svg", {
     class: "histogram",
@@ -33,7 +33,7 @@ function histogram(row, counts) {
       svg.append(bar);
     }
   });
-  for (const [exponent, count] of found) {
+  for (const [exponent, count] of matches) {
     const height = Math.max(1, (CHART.bars * count) / most);
     const bar = draw("rect", {
       class: "column",
@@ -67,8 +67,8 @@ const exponentsOf = (counts) =>
 
 /** The least and the greatest exponent, in words. */
 function rangeOf(counts) {
-  const found = exponentsOf(counts);
-  if (found.length) return `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}`;
+  const matches = exponentsOf(counts);
+  if (matches.length) return `2${superscript(Math.min(...matches))} to 2${superscript(Math.max(...matches))}`;
   return counts.infinite || counts.nan ? "nothing finite" : "only zeros";
 }
 const isDead = (row) => !exponentsOf(row.stored).length;

@@ -86,18 +86,18 @@ function portsOf(group) {
   if (!group.parent) return [];
   const ports = [...group.ports.values()];
   return ["in", "out"].flatMap((way) => {
-    const found = ports.filter((port) => port.way === way);
-    if (found.length <= MANY_PORTS)
-      return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
+    const matches = ports.filter((port) => port.way === way);
+    if (matches.length <= MANY_PORTS)
+      return matches.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
     const all = {
       kind: "port",
       way,
-      name: `${found.length} values`,
+      name: `${matches.length} values`,
       width: 100,
-      edges: found.flatMap((port) => port.edges),
+      edges: matches.flatMap((port) => port.edges),
     };
     all.children = new Map();
-    for (const port of found)
+    for (const port of matches)
       for (const [child, edges] of port.children)
         all.children.set(child, [...(all.children.get(child) ?? []), ...edges]);
     return [all];

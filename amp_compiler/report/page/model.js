@@ -25,14 +25,14 @@ function readSide({ inputs, stored = [], ...rows }) {
   for (const [name, type] of inputs) declare(name, type, INPUT);
   for (const [name, type] of stored) declare(name, type, STORED);
   for (const node of nodes) node.makes = node.outputs.map(([name, type]) => declare(name, type, NODE, node));
-  for (const cast of casts) if (cast.name) cast.made = declare(cast.name, cast.dst, CAST, cast); // one of a step
+  for (const cast of casts) if (cast.name) cast.entry = declare(cast.name, cast.dst, CAST, cast); // one of a step
   for (const cast of casts) {
     cast.value = read(cast.value, cast.src);
     if (cast.name) continue;
     const past = cast.src === cast.dst; // read past an upcast: nothing is cast
-    cast.made = cast.explicit || past ? null : make(cast.value.name, cast.dst, CAST, cast);
+    cast.entry = cast.explicit || past ? null : make(cast.value.name, cast.dst, CAST, cast);
     if (!cast.explicit || past)
-      for (const [user, place] of cast.users) reads.set(`${place} ${user}`, cast.made ?? cast.value);
+      for (const [user, place] of cast.users) reads.set(`${place} ${user}`, cast.entry ?? cast.value);
   }
   const readBy = (user, names) => names.map((name, place) => reads.get(`${place} ${user}`) ?? read(name));
   for (const node of nodes) {
@@ -87,19 +87,19 @@ class Graph {
   entry(kind, name, side, content) {
     const key = `${kind} ${name}`;
     if (!this.byName.has(key)) {
-      const made = {
+      const added = {
         kind,
         name,
         sides: this.sides.map(() => null),
         stored: this.sides.map(() => []),
         into: [],
       };
-      made.order = this.entries.push(made);
-      this.byName.set(key, made);
+      added.order = this.entries.push(added);
+      this.byName.set(key, added);
     }
-    const found = this.byName.get(key);
-    found.sides[side] = content;
-    return found;
+    const matches = this.byName.get(key);
+    matches.sides[side] = content;
+    return matches;
   }
 
   /** The entry of a node by its name. */
@@ -169,9 +169,9 @@ function measuredOf(graph, entry) {
   if (!PROFILE || entry.kind !== "node") return [];
   const node = anySide(entry);
   const names = graph.key === "step" ? node.makes.map((value) => value.name) : [entry.name];
-  const found = [...new Set(names.flatMap((name) => PROFILE.byNode.get(name) ?? []))];
-  const made = found.filter((row) => row.op !== "aten._to_copy");
-  const own = made.length ? made : found; // what a cast gives has the exponents of what it is given
+  const matches = [...new Set(names.flatMap((name) => PROFILE.byNode.get(name) ?? []))];
+  const results = matches.filter((row) => row.op !== "aten._to_copy");
+  const own = results.length ? results : matches; // what a cast gives has the exponents of what it is given
   const weights =
     node.phase && node.phase !== "forward" ? [] : readsStored(node) ? (PROFILE.byModule.get(node.module) ?? []) : [];
   return [...own, ...weights];

@@ -103,23 +103,23 @@ class Page {
   /** The next of the nodes that match. */
   next(by) {
     const { graph, drawing } = this.view,
-      found = this.found;
-    if (!found.length) return;
-    const at = found.indexOf(drawing.chosen);
-    this.choose(found[at < 0 ? 0 : (at + by + found.length) % found.length], graph);
+      matches = this.matches;
+    if (!matches.length) return;
+    const at = matches.indexOf(drawing.chosen);
+    this.choose(matches[at < 0 ? 0 : (at + by + matches.length) % matches.length], graph);
   }
 
   filter() {
     const { graph, drawing } = this.view;
-    this.found = this.filters.of(graph);
-    drawing.show(this.filters.active ? new Set(this.found) : null);
-    this.nodeTable.show(this.found);
-    const told = this.filters.active
-      ? `${this.found.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}`
+    this.matches = this.filters.of(graph);
+    drawing.show(this.filters.active ? new Set(this.matches) : null);
+    this.nodeTable.show(this.matches);
+    const message = this.filters.active
+      ? `${this.matches.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}`
       : many(graph.nodes.length, "node");
-    document.getElementById("found").textContent = told;
-    const hits = this.filters.q.trim() ? this.found.slice(0, MOST_HITS) : [];
-    const beyond = hits.length < this.found.length ? `and ${this.found.length - hits.length} more, in the table` : "";
+    document.getElementById("found").textContent = message;
+    const hits = this.filters.q.trim() ? this.matches.slice(0, MOST_HITS) : [];
+    const beyond = hits.length < this.matches.length ? `and ${this.matches.length - hits.length} more, in the table` : "";
     const where = (entry) => make("span", { class: "soft" }, ` ${shortened(anySide(entry).module, 20)}`);
     const list = document.getElementById("hits");
     list.hidden = !hits.length;

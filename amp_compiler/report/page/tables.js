@@ -147,10 +147,10 @@ function castRows(graph) {
   const key = (row) => `${row.cast.value.name} ${row.cast.src} ${row.cast.dst}`;
   const seen = graph.sides.map((_, number) => new Set(rows.filter((row) => row.side === number).map(key)));
   for (const row of rows) {
-    row.users = row.cast.made
+    row.users = row.cast.entry
       ? [
-          ...row.cast.made.readers.map(([node]) => node.name),
-          ...(graph.sides[row.side].outputs.includes(row.cast.made) ? ["return"] : []),
+          ...row.cast.entry.readers.map(([node]) => node.name),
+          ...(graph.sides[row.side].outputs.includes(row.cast.entry) ? ["return"] : []),
         ]
       : [];
     row.only = seen.length > 1 && !seen[1 - row.side].has(key(row));

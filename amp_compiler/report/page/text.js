@@ -49,7 +49,7 @@ function named(text) {
 /** The end of a long name, cut where it may be broken; its last word is shown whole, where that is not far too long. */
 function shortened(text, most) {
   if (text.length <= most) return text;
-  const starts = [...text.matchAll(/(?<=[._/:])[^._/:]/g)].map((found) => found.index);
+  const starts = [...text.matchAll(/(?<=[._/:])[^._/:]/g)].map((matches) => matches.index);
   const start = starts.find((place) => text.length - place < most) ?? starts.at(-1);
   const end = start === undefined ? text : `…${text.slice(start)}`;
   return end.length > 2 * most ? `…${end.slice(-most)}` : end;

@@ -93,8 +93,8 @@ function link(root, graph) {
     const weigh = (side, precision, of) =>
       group.nodes.reduce((sum, { sides }) => sum + (sides[side]?.precision === precision ? of(sides[side]) : 0), 0);
     group.counts = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, () => 1)));
-    const made = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, ({ bytes }) => bytes)));
-    group.shares = made.map((sums, side) => (sums.some(Boolean) ? sums : group.counts[side])); // of the bytes made
+    const weights = graph.sides.map((_, side) => PRECISIONS.map((one) => weigh(side, one, ({ bytes }) => bytes)));
+    group.shares = weights.map((sums, side) => (sums.some(Boolean) ? sums : group.counts[side])); // of the bytes made
     group.changed = group.nodes.filter(differs).length;
   };
   visit(root);
