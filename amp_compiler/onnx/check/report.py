@@ -175,14 +175,14 @@ def first_bad(
     for node in model.graph.node:
         for name in node.output if batches else ():
             twin = same.get(name)
-            found = [
+            originals = [
                 math.nan if twin is None else before[twin]
                 for before, after in batches
                 if after.get(name) == math.inf
                 and (all(after.get(one) != math.inf for one in node.input) if twin is None else before[twin] < math.inf)
             ]
-            if found:
-                bad.append(BadNode(node.name, node.op_type, name, max(found)))
+            if originals:
+                bad.append(BadNode(node.name, node.op_type, name, max(originals)))
     return next(iter(bad), None), len(bad)
 
 

@@ -32,7 +32,7 @@ def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
     """The places of nodes in order; none where they are, or read one another in a circle."""
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
     reads = {index: {makers[name] for name in _read(node) if name in makers} for index, node in enumerate(nodes)}
-    if all(maker < index for index, found in reads.items() for maker in found):
+    if all(maker < index for index, behind in reads.items() for maker in behind):
         return []
     try:
         return list(TopologicalSorter(reads).static_order())
@@ -41,7 +41,10 @@ def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
 
 
 def _read(node: onnx.NodeProto) -> set[str]:
-    """What a node reads, itself and in its bodies."""
-    graphs = [graph for body in proto_bodies(node).values() for graph in proto_graphs(body)] if node.attribute else []
-    inner = {name for graph in graphs for one in graph.node for name in one.input}
-    return {*node.input, *inner, *(value.name for graph in graphs for value in graph.output)}
+    """What a node reads, itself and in its bodies from around them."""
+    names = set(node.input)
+    for body in proto_bodies(node).values() if node.attribute else ():
+        inside = {name for inner in body.node for name in inner.output}
+        inside.update(value.name for value in (*body.input, *body.initializer))
+        names |= {value.name for value in body.output}.union(*map(_read, body.node)) - inside
+    return names
