@@ -123,6 +123,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(400_000, 20, 50)
 
 
+@pytest.fixture
+def few_objects() -> None:
+    """For tests that look for garbage again and again: what others have left is looked through once."""
+    gc.collect()
+    gc.freeze()
+
+
 _REGISTRY = "torch.onnx._internal.exporter._registration"
 
 
@@ -165,12 +172,51 @@ def _seed_without_stacks() -> None:
 _NO_STACKS = types.SimpleNamespace(format_stack=list)
 
 
+def _find_no_test_case() -> None:
+    """Each row of torch's own databases looks for the `TestCase` around it in the sources of the stack: 15 ms."""
+    for name in ("common_utils", "opinfo.core"):
+        module: Any = sys.modules.get(f"torch.testing._internal.{name}")
+        if hasattr(module, "extract_test_fn"):
+            module.extract_test_fn = lambda: None
+
+
+def _trace_without_patches() -> None:
+    """Each trace of make_fx sets two methods of `nn.Module` and sets them back: milliseconds where there are thousands
+    of classes of modules. What is set does for such a tracer what the methods do."""
+    tracing: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracing is None or hasattr(tracing.PythonKeyTracer, "bare"):
+        return
+    patcher, tracer = sys.modules["torch.fx._symbolic_trace"]._Patcher, tracing.PythonKeyTracer  # type: ignore[attr-defined]
+    patch, trace = patcher.patch_method, tracer.trace
+    tracer.bare = 0
+
+    def traced(self: Any, *arguments: Any, **named: Any) -> Any:
+        tracer.bare += 1
+        try:
+            return trace(self, *arguments, **named)
+        finally:
+            tracer.bare -= 1
+
+    patcher.patch_method = lambda *arguments, **named: None if tracer.bare else patch(*arguments, **named)
+    tracer.trace = traced
+
+
+def _keep_operators_of_exports() -> None:
+    """torch.export looks up all operators of torch at each call: 50 ms."""
+    utils: Any = sys.modules.get("torch._export.utils")
+    if hasattr(utils, "_materialize_cpp_cia_ops") and not hasattr(utils._materialize_cpp_cia_ops, "cache_info"):
+        utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Count before the first fixture is made."""
     _keep_registry_of_exporter()
     _leave_captures_unmeasured()
     _seed_without_stacks()
+    _find_no_test_case()
+    _trace_without_patches()
+    _keep_operators_of_exports()
     item.stash[_LOOKS] = _looks_of_inductor()
 
 

@@ -72,14 +72,18 @@ def test_no_list_of_commands_is_cut(shell, monkeypatch):
 
 
 @pytest.mark.long
-def test_quiet_and_verbose_set_the_level(wide, shell):
-    command = [Path(sys.executable).with_name("amp-compiler")]
-    explain = ["explain", wide, "--args", "fp32[2,4]", "--print-after", "apply_plan"]
-    said = {
-        option: subprocess.run([*command, option, *explain], capture_output=True, text=True, check=True).stderr
-        for option in ("--quiet", "--verbose")
-    }
-    assert said["--quiet"] == "" and "amp_compiler: captured " in said["--verbose"]
+def test_quiet_and_verbose_set_the_level(wide, shell, monkeypatch):
+    explain = ["explain", str(wide), "--args", "fp32[2,4]", "--print-after", "apply_plan"]
+    done = subprocess.run(
+        [Path(sys.executable).with_name("amp-compiler"), "--verbose", *explain],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "amp_compiler: captured " in done.stderr
+    monkeypatch.setenv("AMP_LOG", "info")
+    code, _, err = shell("--quiet", "rules", "list")
+    assert code == 0 and err == "" and os.environ["AMP_LOG"] == "error"
     code, _, err = shell("-q", "-v", *explain)
     assert code == 2 and "they say the opposite" in err
 

@@ -158,6 +158,7 @@ def test_parameters_are_swapped_where_torch_is_told_to(kind, monkeypatch):
     assert not torch.equal(y, before) and torch.equal(model.weight, other.weight)
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize(
     "use",
     [

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from toys import eager_step, mean_square
@@ -52,6 +53,7 @@ def used(kind: type[nn.Module], use: Callable[[nn.Module], Any]) -> weakref.ref[
     return weakref.ref(model)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_models_are_freed() -> None:
     """Looked for once, as that takes a moment."""
     cases = [*USES, (Plain, plan)]  # a graph break has no plan to explain

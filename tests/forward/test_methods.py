@@ -134,6 +134,7 @@ def test_it_is_one_of_torchs_classes(module):
         assert isinstance(model[:1], nn.Sequential) and model[0] is module[0] and len(model.append(nn.ReLU())) == 2
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_classes_that_are_made_go_with_their_models():
     class Local(nn.Linear):
         pass

@@ -257,6 +257,7 @@ def test_a_module_with_shape_arithmetic_is_copied_saved_and_loaded(tmp_path):
     assert copy.deepcopy(module).meta["onnx_names"] == module.meta["onnx_names"]
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_torch_forgets_the_code_of_a_module_that_is_gone():
     known = getattr(torch.fx._symbolic_trace, "_wrapped_fns_to_patch", None)
     if known is None:

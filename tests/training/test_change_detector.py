@@ -257,6 +257,7 @@ def test_two_steps_that_write_the_same_parameters_stay_quick():
         assert number < 2 or (not run.found_anew and not other._last[0].found_anew)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_a_batch_is_not_kept_alive_by_what_is_remembered():
     run = Run(True, graphs=False)
     run.train(4)

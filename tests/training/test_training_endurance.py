@@ -31,6 +31,7 @@ def resident_bytes():
     return 4096 * int(statm.read_text().split()[1]) if statm.exists() else 0
 
 
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend):
     steps = 500  # with fewer, objects that are made once weigh as much as a leak would
