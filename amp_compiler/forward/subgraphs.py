@@ -29,7 +29,7 @@ from amp_compiler.fx.capture.errors import kind_of, user_frame
 from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
-from amp_compiler.fx.capture.uncapturable import refuse_sharded
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
@@ -215,7 +215,7 @@ class Subgraphs:
     def _frontend(self, whole: bool) -> Frontend:
         key = global_module_hooks(), whole or self._settings.fullgraph
         if key not in self._frontends:
-            refuse_sharded(self._model)
+            refuse_spread(self._model)
             self._frontends.setdefault(key, self._frontend_of(self._captured, key[1]))
         return self._frontends[key]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.notices import telling, warn_of_static
-from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.capture.frontend import Frontend
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private.breaks import is_failed_assertion
@@ -257,7 +257,7 @@ class ProgramChoice:
 
     def _prepare(self) -> None:
         self._setup.module.adopt(self._setup.optimizers)
-        refuse_spread(self._setup.module, PARALLEL)  # what the loss function holds is known only now
+        refuse_spread(self._setup.module, PARALLEL, of_step=True)  # what the loss function holds is known only now
 
     def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
         """What Dynamo calls in the place of a graph."""
