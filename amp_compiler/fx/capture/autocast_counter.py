@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ import torch
 from amp_compiler.fx.graph import hint
 from amp_compiler.fx.torch_private.runtime import TorchDispatchMode
 
-_LOW = (torch.float16, torch.bfloat16)
-_FLOATS = (*_LOW, torch.float32, torch.float64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class CastCounter(TorchDispatchMode):
@@ -24,7 +23,6 @@ class CastCounter(TorchDispatchMode):
     Attributes:
         cast_bytes: memory traffic of the casts: elements times (size of source + size of target).
         casts: number of casts.
-        low_ops: number of operations that gave a 16-bit result; views, copies and casts are left out.
 
     Example:
         >>> with CastCounter() as counter:
@@ -37,7 +35,6 @@ class CastCounter(TorchDispatchMode):
         super().__init__()
         self.cast_bytes = 0
         self.casts = 0
-        self.low_ops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,9 +43,6 @@ class CastCounter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default:
             self._count_cast(args[0].dtype, result)
-        elif not (torch.Tag.inplace_view in func.tags or func.is_view or func is torch.ops.aten.clone.default):
-            first = result[0] if isinstance(result, (tuple, list)) and result else result
-            self.low_ops += isinstance(first, torch.Tensor) and first.dtype in _LOW
         return result
 
     def _count_cast(self, src: torch.dtype, result: torch.Tensor) -> None:
@@ -56,19 +50,3 @@ class CastCounter(TorchDispatchMode):
             self.casts += 1
             elements = math.prod(map(hint, result.shape))  # a symbolic size counts as large as it was seen
             self.cast_bytes += elements * (src.itemsize + result.dtype.itemsize)
-
-
-def count_autocast(
-    forward: Callable[[], object], *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
-) -> CastCounter:
-    """Run `forward` once under `torch.autocast` and count its casts.
-
-    Args:
-        forward: runs the model's forward; its result is dropped.
-        device: device type that autocast is turned on for.
-        dtype: autocast's 16-bit type.
-    """
-    counter = CastCounter()
-    with torch.autocast(device, dtype=dtype), counter:
-        forward()
-    return counter
