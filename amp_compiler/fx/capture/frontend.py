@@ -65,10 +65,6 @@ FEWER_FORMS = (
 )
 
 
-class TooManyFormsError(CaptureError):
-    """One function was compiled for as many forms of its inputs as it may be."""
-
-
 class ModelError(CaptureError):
     """The model itself raises with these inputs, as far as Dynamo can tell."""
 
@@ -124,9 +120,8 @@ class Frontend:
 
         Raises:
             AmpError: what `build` raised of its own.
-            TooManyFormsError: it was compiled as often as it may be.
             ModelError: it raises with these inputs.
-            CaptureError: Dynamo cannot take it; names the line of the user's.
+            CaptureError: Dynamo cannot take it, or has compiled it as often as it may; names the line of the user's.
         """
         while True:
             _THREAD.captures = self._captures
@@ -186,7 +181,7 @@ class Frontend:
         if is_recompile_limit(error):
             reason = recompile_reason(error)
             last = f", the last one because this no longer held: {reason}" if reason else ""
-            return TooManyFormsError(
+            return CaptureError(
                 f"{self._subject} was compiled for {most_forms()} forms of its inputs (Dynamo's recompile_limit){last}",
                 hint=FEWER_FORMS,
             )
