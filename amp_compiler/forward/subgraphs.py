@@ -25,8 +25,8 @@ from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.errors import kind_of, user_frame
-from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
+from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
+from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, place_of, words_of
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
 from amp_compiler.fx.capture.spread import refuse_spread
@@ -441,7 +441,8 @@ def execution_of(subgraphs: Sequence[Subgraph]) -> str:
     if not breaks:
         return "as one graph" if len(subgraphs) == 1 else f"as {len(subgraphs)} graphs"
     first = breaks[0]
-    place, line = place_of(first), line_of(first)
+    place = place_of(first)
+    line = source_line(place)
     kind = kind_of(words_of(first), line)
     words, hint = (words_of(first), first.hint) if kind is None else (f"it {kind[0]} (`{line}`)", kind[1])
     return (

@@ -7,7 +7,6 @@ inputs, replays what the function writes to Python objects, and runs itself what
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import threading
 import time
@@ -21,8 +20,7 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
-from amp_compiler.fx.capture.errors import kind_of, user_frame
-from amp_compiler.fx.capture.torch_layers import is_layer
+from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_private.breaks import (
@@ -198,7 +196,7 @@ class Frontend:
                 where=place_of(said),
                 hint="see the error that this one comes from",
             )
-        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := line_of(said))
+        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := source_line(place_of(said)))
         if kind is not None:
             what, hint = kind
             return CaptureError(
@@ -273,12 +271,6 @@ def capture_once(
 def words_of(broken: Break) -> str:
     """What broke a graph, in one line."""
     return f"{broken.what}: {broken.explanation}" if broken.explanation else broken.what
-
-
-def line_of(broken: Break) -> str:
-    """The line of the user's that broke a graph; empty where it is not known."""
-    file, _, number = user_source("".join(traceback.format_list(broken.stack))).rpartition(":")
-    return linecache.getline(file, int(number)).strip() if file else ""
 
 
 def place_of(broken: Break) -> str:
