@@ -136,9 +136,4 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
         if source is Source.CONSTANT or (source is Source.BUFFER and target in program.constants):
             constants[target] = program.constants[target]
         inputs.append(Input(spec.arg.name, source, target))
-    return Captured(
-        new_graph_module(program.graph_module, program.graph),
-        tuple(inputs),
-        constants,
-        program.call_spec.out_spec,
-    )
+    return Captured(new_graph_module(program.graph_module, program.graph), tuple(inputs), constants)

@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
 from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
@@ -320,6 +320,14 @@ def most_forms() -> int:
     return max(MOST_FORMS, recompile_limit())
 
 
+_FOLDER = nn.__file__.rpartition("/")[0]
+# Torch's layers that hold products. Of itself Dynamo compiles nothing in torch's files but what it inlines: behind a
+# break in the forward of an `nn.Sequential` nothing of them would be planned. Others have nothing to plan, or numbers
+# that change at every call, as BatchNorm has.
+_KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
+_LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
+
+
 class _OfProcess:
     """What stands for the whole process while any thread is within: the first sets it, the last takes it back."""
 
@@ -330,7 +338,7 @@ class _OfProcess:
         with self._lock:
             if not self._within:
                 self._stack.enter_context(pad_packed_breaks())
-                self._stack.enter_context(frames_taken(lambda code: within() and is_layer(code)))
+                self._stack.enter_context(frames_taken(lambda code: within() and code.co_filename in _LAYERS))
                 self._stack.enter_context(broken_at_tensor_hooks())
                 self._stack.enter_context(globals_of_no_module())
                 self._stack.enter_context(broken_at_generators())
