@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.capture.autocast_counter import CastCounter
+from amp_compiler.forward.autocast import CastCounter
 
 ERROR_BOUND = 1.2
 BYTES_BOUND = 1.0

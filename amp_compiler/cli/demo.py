@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.forward.settings import make_settings
-from amp_compiler.fx.capture.autocast_counter import CastCounter
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.report.table import human_bytes
 from amp_compiler.training.api import training_step

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.capture.autocast_counter import CastCounter
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.ir.plan import PrecisionPlan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,7 +22,7 @@ from toys import classes, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.capture.autocast_counter import CastCounter
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 from amp_compiler.report.html import plan_html

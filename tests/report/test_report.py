@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.capture.autocast_counter import CastCounter
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 from amp_compiler.report.table import human_bytes, print_plan, summary_line
 
