@@ -336,14 +336,13 @@ class Subgraphs:
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
             warn_of_static(called)
-        inner = self._around(name, subgraph.graph_module, subgraph.run)
+        subgraph.run = self._around(name, subgraph.graph_module, subgraph.run)
 
         def run(*values: Any) -> Any:
             graphs = getattr(self._called, "graphs", None)
             if graphs is not None:
                 graphs.append(subgraph)
-            with autocast_off():
-                return inner(*subgraph.inputs(values))
+            return subgraph(*values)
 
         return run
 
