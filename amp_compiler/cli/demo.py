@@ -236,7 +236,7 @@ class _Run:
         if self.mode == AUTOCAST:
             with self._autocast(), CastCounter() as counter:
                 _loss(model, images, labels)
-            return counter.cast_bytes
+            return int(counter.cast_bytes)
         return 0
 
     def _test(self, model: nn.Module, data: Digits) -> float:

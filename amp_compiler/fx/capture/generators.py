@@ -64,8 +64,8 @@ def seeds_refused() -> contextlib.AbstractContextManager[None]:
         ...
         amp_compiler.fx.capture.generators.SeedIsSetError: a graph cannot set the seed of random numbers
     """
-    unseeded = _Unseeded(torch.random.default_generator, threading.get_ident())
-    return exchanged(torch.random, "default_generator", unseeded)
+    module: Any = torch.random
+    return exchanged(module, "default_generator", _Unseeded(module.default_generator, threading.get_ident()))
 
 
 class _Unseeded:
