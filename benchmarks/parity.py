@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.capture.autocast_counter import CastCounter, count_autocast
+from amp_compiler.forward.autocast import CastCounter
 
 ERROR_BOUND = 1.2
 BYTES_BOUND = 1.0
@@ -205,10 +205,11 @@ def _casts(name: str, settings: Settings) -> tuple[int, ...]:
     plan = setup.compiled_module.plan
     returned = return_bytes(setup.autocast(), setup.plain())
     low = TORCH_TYPES[settings.dtype]
-    autocast = count_autocast(setup.plain, device=settings.device, dtype=low).cast_bytes
+    with torch.autocast(settings.device, dtype=low), CastCounter() as autocast:
+        setup.plain()
     precisions = [node.precision for node in plan.nodes]
     return (
-        autocast + returned,
+        autocast.cast_bytes + returned,
         returned,
         plan.cast_bytes,
         counted.cast_bytes,

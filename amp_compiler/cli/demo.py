@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.forward.settings import make_settings
-from amp_compiler.fx.capture.autocast_counter import count_autocast
-from amp_compiler.fx.graph import cast_bytes
+from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.report.table import human_bytes
 from amp_compiler.training.api import training_step
 from amp_compiler.training.step import TrainingStep
@@ -232,10 +232,11 @@ class _Run:
     ) -> int:
         """Bytes cast by one forward."""
         if isinstance(step, TrainingStep):
-            return cast_bytes(step.graph_module.graph, "forward")
+            return sum(cast.bytes for cast in step_graph_of(step.graph_module).casts if cast.phase == "forward")
         if self.mode == AUTOCAST:
-            counter = count_autocast(lambda: _loss(model, images, labels), device=self.device.type, dtype=self.low)
-            return counter.cast_bytes
+            with self._autocast(), CastCounter() as counter:
+                _loss(model, images, labels)
+            return int(counter.cast_bytes)
         return 0
 
     def _test(self, model: nn.Module, data: Digits) -> float:

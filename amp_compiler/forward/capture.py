@@ -13,7 +13,7 @@ from amp_compiler.fx.capture.errors import name_of
 from amp_compiler.fx.capture.frontend import capture_once
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
-from amp_compiler.fx.capture.uncapturable import refuse_sharded
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.torch_private.dynamo import prints_ignored
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
@@ -63,7 +63,7 @@ def capture_model(
     Raises:
         CaptureError: the forward is no one graph.
     """
-    refuse_sharded(model)
+    refuse_spread(model)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)

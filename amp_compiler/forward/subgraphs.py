@@ -20,17 +20,16 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
-from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.errors import kind_of, user_frame
-from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, line_of, place_of, words_of
+from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
+from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, place_of, words_of
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
-from amp_compiler.fx.capture.uncapturable import refuse_sharded
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
@@ -38,7 +37,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.stand_in import FunctionModule
 from amp_compiler.fx.torch_private.breaks import Break, break_before
 from amp_compiler.fx.torch_private.dynamo import functions_given_up, restart_with_plain_numbers, why_not_captured
-from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_hooks
+from amp_compiler.fx.torch_private.runtime import global_module_hooks, modes_around, no_saved_tensor_hooks
 from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
@@ -196,10 +195,9 @@ class Subgraphs:
         def run(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
+        # Of a function modules are known by the names of its arguments.
         self._captured = model.function if isinstance(model, FunctionModule) else run
-        self._hooks = ModuleHooks(model)
-        self._frontends: dict[object, Frontend] = {}  # by the hooks that stand, and whether it has to be one graph
+        self._frontends: dict[object, Frontend] = {}  # by the hooks of all modules, and whether it has to be one graph
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -215,16 +213,15 @@ class Subgraphs:
         self._forms = Forms(self._name, self._forms.most)
 
     def _frontend(self, whole: bool) -> Frontend:
-        key = self._hooks.key(), whole or self._settings.fullgraph
+        key = global_module_hooks(), whole or self._settings.fullgraph
         if key not in self._frontends:
-            refuse_sharded(self._model)
+            refuse_spread(self._model)
             self._frontends.setdefault(key, self._frontend_of(self._captured, key[1]))
         return self._frontends[key]
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
         dynamic, most = self._settings.dynamic, self._forms.most + 1
-        hooks = isinstance(self._model, FunctionModule)
-        return Frontend(function, self._build, self._name, dynamic, whole, self._capturing, most, hooks=hooks)
+        return Frontend(function, self._build, self._name, dynamic, whole, self._capturing, most)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -339,14 +336,13 @@ class Subgraphs:
         self._forms.note(name, time.perf_counter() - began)
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
             warn_of_static(called)
-        inner = self._around(name, subgraph.graph_module, subgraph.run)
+        subgraph.run = self._around(name, subgraph.graph_module, subgraph.run)
 
         def run(*values: Any) -> Any:
             graphs = getattr(self._called, "graphs", None)
             if graphs is not None:
                 graphs.append(subgraph)
-            with autocast_off():
-                return inner(*subgraph.inputs(values))
+            return subgraph(*values)
 
         return run
 
@@ -444,7 +440,8 @@ def execution_of(subgraphs: Sequence[Subgraph]) -> str:
     if not breaks:
         return "as one graph" if len(subgraphs) == 1 else f"as {len(subgraphs)} graphs"
     first = breaks[0]
-    place, line = place_of(first), line_of(first)
+    place = place_of(first)
+    line = source_line(place)
     kind = kind_of(words_of(first), line)
     words, hint = (words_of(first), first.hint) if kind is None else (f"it {kind[0]} (`{line}`)", kind[1])
     return (

@@ -9,7 +9,6 @@ from torch import nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture.hooks import MODULE_HOOKS
-from amp_compiler.fx.capture.spread import spread_over, spread_tensors
 from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
@@ -57,27 +56,6 @@ def unwrapped_model(model: Any, hint: str) -> Any:
             hint=hint,
         )
     return model
-
-
-def refuse_spread(model: nn.Module, hint: str) -> None:
-    """Refuse a loss of which something is spread over devices or processes already, wherever it is in it.
-
-    Args:
-        model: the loss as a module, which holds the model under a name of its own.
-        hint: what to do about it.
-
-    Raises:
-        AmpError: names the module, the parameter or the buffer.
-    """
-    for name, module in model.named_modules():
-        if spread := spread_over(module):
-            called = f"module '{name}'" if (name := name.partition(".")[2]) else "the model"
-            raise AmpError(f"{called} is {spread}, whose messages a captured graph would lose", hint=hint)
-    for kind, name in spread_tensors(model):
-        raise AmpError(
-            f"{kind} '{name.partition('.')[2]}' is a DTensor, spread over processes already",
-            hint="pass a model whose parameters and buffers are whole on every rank; tensor parallelism is not taken",
-        )
 
 
 def _inside(model: nn.Module) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private.artifacts import kernel_folder, kernel_libraries
+from amp_compiler.fx.torch_private.inductor import kernel_folder, kernel_libraries
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library, processor

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -48,13 +47,11 @@ class Captured:
         graph_module: flat placeholders in, a flat tuple out; ATen training IR.
         inputs: one entry per placeholder, in order.
         constants: tensors that the model's code made at capture, by name.
-        out_spec: tree of the return value; `None` where Dynamo captured it.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[Input, ...]
     constants: dict[str, torch.Tensor]
-    out_spec: Any = None
 
 
 def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:

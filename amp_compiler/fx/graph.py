@@ -149,22 +149,6 @@ def tensor_operands(node: fx.Node) -> list[tuple[str, tuple[Any, ...], fx.Node]]
     ]
 
 
-def cast_bytes(graph: fx.Graph, phase: str) -> int:
-    """Bytes that the casts between float types move in one phase of a graph.
-
-    Args:
-        graph: its nodes carry their fake tensors in `meta["val"]` and their phase in `meta["amp_phase"]`.
-        phase: `forward`, `backward` or `update`.
-    """
-    total = 0
-    for node in graph.nodes:
-        if node.target in (CAST, torch.ops.aten._to_copy.default) and node.meta.get(Key.PHASE) == phase:
-            source, target = node_tensor(node.args[0]), node_tensor(node)
-            if source is not None and target is not None and is_float(source.dtype) and is_float(target.dtype):
-                total += hint(target.numel()) * (source.element_size() + target.element_size())
-    return total
-
-
 def rename_placeholder(node: fx.Node, name: str) -> None:
     """Give a placeholder a name, in the graph and in the signature of the printed code.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -43,18 +42,10 @@ def lower(captured: Captured) -> PrecisionGraph:
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.
     """
-    return lower_graph(captured.graph_module, {entry.name: _KINDS[entry.source] for entry in captured.inputs})
-
-
-def lower_graph(graph_module: fx.GraphModule, kinds: Mapping[str, ValueKind]) -> PrecisionGraph:
-    """Lower an FX graph whose nodes carry their fake tensors in `meta["val"]`.
-
-    Args:
-        graph_module: flat ATen graph in normal form.
-        kinds: kind of each placeholder by name; `INPUT` where it is missing.
-    """
-    graph = PrecisionGraph(_device(graph_module.graph))
-    for node in graph_module.graph.nodes:
+    kinds = {entry.name: _KINDS[entry.source] for entry in captured.inputs}
+    fx_graph = captured.graph_module.graph
+    graph = PrecisionGraph(_device(fx_graph))
+    for node in fx_graph.nodes:
         if node.op == "placeholder":
             tensor = node_tensor(node)
             if tensor is not None:

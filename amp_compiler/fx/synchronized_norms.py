@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture.frontend import raise_at_once
 from amp_compiler.fx.graph import module_of, user_source
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private.runtime import exchanged
 
 GROUPS = "_amp_groups"  # in the `__dict__` of what is captured: gives the group of each `SyncBatchNorm` in it
 _BATCH_NORM = torch.ops.aten.batch_norm.default
@@ -25,26 +25,20 @@ def joins_ranks(model: nn.Module) -> list[str]:
     return [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm) and one.training]
 
 
-@contextlib.contextmanager
-def norms_apart(model: nn.Module) -> Iterator[None]:
+def norms_apart(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Within it, a `SyncBatchNorm` in training is a plain batch norm, where the model knows the groups of its own.
 
     Args:
         model: what is captured.
     """
     if model.__dict__.get(GROUPS) is None:
-        yield
-        return
+        return contextlib.nullcontext()
     theirs = nn.SyncBatchNorm.forward
 
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         return _alone(self, input) if self.training else theirs(self, input)
 
-    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = theirs  # type: ignore[method-assign]
+    return exchanged(nn.SyncBatchNorm, "forward", forward)
 
 
 def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:

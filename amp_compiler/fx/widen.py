@@ -55,26 +55,6 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
     return True
 
 
-def writes_to(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a node changes a tensor of that type in place.
-
-    Args:
-        node: the node.
-        dtype: the type.
-    """
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return False
-    written = {
-        declared.name
-        for declared in node.target._schema.arguments
-        if declared.alias_info is not None and declared.alias_info.is_write
-    }
-    return any(
-        slot.partition(".")[0] in written and (tensor := node_tensor(operand)) is not None and tensor.dtype == dtype
-        for slot, _, operand in tensor_operands(node)
-    )
-
-
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     node = graph.call_function(CAST, (source, dtype))
     node.meta = source_of(source)

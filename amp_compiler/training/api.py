@@ -16,7 +16,8 @@ from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.forward.low_weights import refuse_as_trained
 from amp_compiler.forward.settings import Settings, check_enabled, device_of, make_settings
-from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
+from amp_compiler.forward.unwrap import unwrapped_model
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.onnx.importing.api import trained_module
@@ -144,7 +145,7 @@ def training_step(
         check_uneven(uneven)
         settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         module = LossModule(model, loss_fn)
-        refuse_spread(module, PARALLEL)
+        refuse_spread(module, PARALLEL, of_step=True)
         optimizers = check_optimizers(optimizer)
         check_loss_function(loss_fn)
         device = device_of(module.parameters())

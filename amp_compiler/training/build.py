@@ -14,9 +14,9 @@ from amp_compiler.backends.cuda_graph import GraphedRun, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings
-from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.hooks import refuse_parameter_hooks
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
@@ -121,7 +121,7 @@ def begin_gradients(
     setup = options.setup
     model = setup.module
     model.adopt(setup.optimizers)
-    refuse_spread(model, PARALLEL)
+    refuse_spread(model, PARALLEL, of_step=True)
     low = torch_dtype(setup.low) if setup.enabled else None
     with generators_kept():
         begun, options = begin(capture_once(model, batch, low), options, stages)

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, node_tensor, refresh, tensor_operands, user_source
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.widen import widen, writes_to
+from amp_compiler.fx.widen import widen
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.marks import error_at
@@ -68,7 +69,7 @@ class WidenMath(InPlacePass):
             low = self._low_type(node)
             if low is None:
                 continue
-            if writes_to(node, low):
+            if any(one.meta["val"].dtype == low for one in written_operands(node)):
                 raise error_at(
                     node.meta[Key.MATH],
                     f"'math: fp32' cannot be carried out on node '{node.name}' ({canonical_op(node.target)}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.fx.capture.autocast_counter import count_autocast
+from amp_compiler.forward.autocast import CastCounter
 from amp_compiler.ir.plan import PrecisionPlan
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +83,8 @@ def test_as_many_as_autocast_makes(name, dtype):
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)
     result = amp.explain(model, (x,), dtype=dtype).autocast
-    counted = count_autocast(lambda: model(x), dtype=LOW[dtype])
+    with torch.autocast("cpu", dtype=LOW[dtype]), CastCounter() as counted:
+        model(x)
     assert (result.casts, result.cast_bytes) == (counted.casts, counted.cast_bytes)
     assert 0 < result.low_nodes <= len(amp.explain(model, (x,), dtype=dtype).nodes)
 
@@ -109,7 +110,9 @@ def test_a_plan_keeps_it_and_is_equal_without_it():
 def test_a_symbolic_size_counts_as_large_as_it_was_seen():
     model, x = nn.Linear(8, 8), torch.ones(5, 8)
     result = amp.explain(model, (x,), dtype="bf16", dynamic_shapes=({0: torch.export.Dim("b")},)).autocast
-    assert result.cast_bytes == count_autocast(lambda: model(x)).cast_bytes
+    with torch.autocast("cpu", dtype=torch.bfloat16), CastCounter() as counted:
+        model(x)
+    assert result.cast_bytes == counted.cast_bytes
     assert type(result.cast_bytes) is int
 
 

@@ -7,10 +7,8 @@ import re
 import traceback
 from dataclasses import dataclass
 
-import torch
-
 from amp_compiler.errors import CaptureError, with_causes
-from amp_compiler.fx.graph import shorten_path
+from amp_compiler.fx.graph import user_source
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class _Kind:
 
 
 _BY_VALUES = r"[Dd]ata[- ]?[Dd]ependent|PendingUnbackedSymbolNotFound"
+_BETWEEN = ("contextlib.py", "functools.py")  # files of Python's that stand between a user's frames and torch's
 RETURN_THE_LOSS = "return the loss: the step runs backward and update"
 # The first that holds is said.
 _KINDS = (
@@ -120,8 +119,8 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         cause: the exception.
         model: the module that was to be captured.
     """
-    where, line = _user_place(cause)
-    name = name_of(model)
+    where = user_frame(cause)
+    line, name = source_line(where), name_of(model)
     for error in with_causes(cause):
         if (kind := kind_of(f"{type(error).__name__}: {error}", line)) is not None:
             what, hint = kind
@@ -159,20 +158,15 @@ def kind_of(text: str, line: str) -> tuple[str, str] | None:
 
 def user_frame(cause: BaseException) -> str:
     """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
-    return _user_place(cause)[0]
+    traces = (traceback.extract_tb(one.__traceback__) for one in with_causes(cause))
+    frames = [frame for trace in traces for frame in trace if not frame.filename.endswith(_BETWEEN)]
+    return user_source("".join(traceback.format_list(frames)))
 
 
-def _user_place(cause: BaseException) -> tuple[str, str]:
-    """The place as `user_frame` gives it, and the line that stands there."""
-    torch_root = torch.__file__.rpartition("/")[0]
-    place = line = ""
-    for error in with_causes(cause):
-        for frame in traceback.extract_tb(error.__traceback__):
-            outside = not frame.filename.startswith((torch_root, "<")) and "/amp_compiler/" not in frame.filename
-            if outside and not frame.filename.endswith(("contextlib.py", "functools.py")):
-                place = f"{shorten_path(frame.filename)}:{frame.lineno}"
-                line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return place, line
+def source_line(place: str) -> str:
+    """The line that stands at `file:line`, as `user_source` gives it; empty where there is none."""
+    file, _, number = place.rpartition(":")
+    return linecache.getline(file, int(number)).strip() if file else ""
 
 
 def _said(error: BaseException) -> str:

@@ -8,17 +8,18 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.capture.errors import capture_error
 from amp_compiler.fx.capture.generators import seeds_refused
 from amp_compiler.fx.capture.named_keywords import keywords_named
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.capture.tracing import quiet, tracing_context
-from amp_compiler.fx.capture.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.captured import Captured, Input, Source
-from amp_compiler.fx.torch_private.tracing import exporting, forget_real_tensors, new_graph_module
+from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_private.tracing import exporting, forget_real_tensors, new_graph_module, transform_of
 
 
 def export_module(
@@ -37,7 +38,7 @@ def export_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
-    refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
+    refuse_spread(model)  # before anything looks into it: FSDP has tensors whose memory is given back
     return _export(twin(model), args, kwargs, dynamic_shapes)
 
 
@@ -56,7 +57,7 @@ def twin(model: nn.Module) -> nn.Module:
 def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any
 ) -> torch.export.ExportedProgram:
-    refuse_scripted(model)
+    _refuse_scripted(model)
     try:
         _register_caches()
         with (
@@ -72,9 +73,31 @@ def _export(
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise capture_error(cause, model) from cause
-    refuse_transforms(program.graph)
+    _refuse_transforms(program.graph)
     forget_real_tensors(program.graph)
     return program
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            called = f"module '{name}'" if name else "the model"
+            raise CaptureError(
+                f"{called} is scripted (torch.jit), which a graph cannot look into",
+                hint="put the module that it was made of in its place",
+            )
+
+
+def _refuse_transforms(graph: fx.Graph) -> None:
+    """Refuse a graph in which forward differentiates."""
+    for node in graph.nodes:
+        if transform := transform_of(node):
+            raise CaptureError(
+                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot"
+                f" hold ({transform})",
+                where=user_source(node.meta.get("stack_trace")),
+                hint="do it outside of the model, or in a part that is not captured",
+            )
 
 
 def _register_caches() -> None:
@@ -113,9 +136,4 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
         if source is Source.CONSTANT or (source is Source.BUFFER and target in program.constants):
             constants[target] = program.constants[target]
         inputs.append(Input(spec.arg.name, source, target))
-    return Captured(
-        new_graph_module(program.graph_module, program.graph),
-        tuple(inputs),
-        constants,
-        program.call_spec.out_spec,
-    )
+    return Captured(new_graph_module(program.graph_module, program.graph), tuple(inputs), constants)

@@ -7,7 +7,6 @@ inputs, replays what the function writes to Python objects, and runs itself what
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import threading
 import time
@@ -18,11 +17,10 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
-from amp_compiler.fx.capture.errors import kind_of, user_frame
-from amp_compiler.fx.capture.torch_layers import is_layer
+from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_private.breaks import (
@@ -65,10 +63,6 @@ FEWER_FORMS = (
 )
 
 
-class TooManyFormsError(CaptureError):
-    """One function was compiled for as many forms of its inputs as it may be."""
-
-
 class ModelError(CaptureError):
     """The model itself raises with these inputs, as far as Dynamo can tell."""
 
@@ -91,7 +85,6 @@ class Frontend:
         subject: how errors call it, where that is not its name.
         values: whether sizes and numbers that values of tensors say are part of a graph. Inductor compiles a backward
             when it first runs, and knows some of them then no more.
-        hooks: whether Dynamo looks at the hooks of modules at each call.
     """
 
     def __init__(
@@ -105,7 +98,6 @@ class Frontend:
         forms: int = 0,
         subject: str = "",
         values: bool = False,
-        hooks: bool = False,
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
@@ -114,7 +106,6 @@ class Frontend:
         noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
         backend = as_backend(
             lambda *graph: noted()(*graph),  # type: ignore[misc]
-            hooks=hooks,
             around=lambda code: timed()(code),  # type: ignore[misc]
             forms=forms,
             values=values,
@@ -127,9 +118,8 @@ class Frontend:
 
         Raises:
             AmpError: what `build` raised of its own.
-            TooManyFormsError: it was compiled as often as it may be.
             ModelError: it raises with these inputs.
-            CaptureError: Dynamo cannot take it; names the line of the user's.
+            CaptureError: Dynamo cannot take it, or has compiled it as often as it may; names the line of the user's.
         """
         while True:
             _THREAD.captures = self._captures
@@ -189,7 +179,7 @@ class Frontend:
         if is_recompile_limit(error):
             reason = recompile_reason(error)
             last = f", the last one because this no longer held: {reason}" if reason else ""
-            return TooManyFormsError(
+            return CaptureError(
                 f"{self._subject} was compiled for {most_forms()} forms of its inputs (Dynamo's recompile_limit){last}",
                 hint=FEWER_FORMS,
             )
@@ -206,7 +196,7 @@ class Frontend:
                 where=place_of(said),
                 hint="see the error that this one comes from",
             )
-        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := line_of(said))
+        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := source_line(place_of(said)))
         if kind is not None:
             what, hint = kind
             return CaptureError(
@@ -283,12 +273,6 @@ def words_of(broken: Break) -> str:
     return f"{broken.what}: {broken.explanation}" if broken.explanation else broken.what
 
 
-def line_of(broken: Break) -> str:
-    """The line of the user's that broke a graph; empty where it is not known."""
-    file, _, number = user_source("".join(traceback.format_list(broken.stack))).rpartition(":")
-    return linecache.getline(file, int(number)).strip() if file else ""
-
-
 def place_of(broken: Break) -> str:
     """`file:line` of the user's that broke a graph; empty where it is not known."""
     return user_source("".join(traceback.format_list(broken.stack)))
@@ -296,7 +280,6 @@ def place_of(broken: Break) -> str:
 
 def as_backend(
     build: Build,
-    hooks: bool = True,
     around: Callable[[CodeType], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     forms: int = 0,
     values: bool = False,
@@ -305,7 +288,6 @@ def as_backend(
 
     Args:
         build: as for `Frontend`.
-        hooks: whether Dynamo looks at the hooks of modules at each call.
         around: a context for its captures, made of the code that is captured.
         forms: as for `Frontend`.
         values: as for `Frontend`.
@@ -323,7 +305,7 @@ def as_backend(
                 code.co_name,
                 type(mode).__name__,
             )
-        with settings(hooks, forms, values), around(code):
+        with settings(forms, values), around(code):
             yield
 
     def amp_compiler(graph_module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -338,6 +320,14 @@ def most_forms() -> int:
     return max(MOST_FORMS, recompile_limit())
 
 
+_FOLDER = nn.__file__.rpartition("/")[0]
+# Torch's layers that hold products. Of itself Dynamo compiles nothing in torch's files but what it inlines: behind a
+# break in the forward of an `nn.Sequential` nothing of them would be planned. Others have nothing to plan, or numbers
+# that change at every call, as BatchNorm has.
+_KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
+_LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
+
+
 class _OfProcess:
     """What stands for the whole process while any thread is within: the first sets it, the last takes it back."""
 
@@ -348,7 +338,7 @@ class _OfProcess:
         with self._lock:
             if not self._within:
                 self._stack.enter_context(pad_packed_breaks())
-                self._stack.enter_context(frames_taken(lambda code: within() and is_layer(code)))
+                self._stack.enter_context(frames_taken(lambda code: within() and code.co_filename in _LAYERS))
                 self._stack.enter_context(broken_at_tensor_hooks())
                 self._stack.enter_context(globals_of_no_module())
                 self._stack.enter_context(broken_at_generators())
@@ -361,7 +351,7 @@ class _OfProcess:
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
                     self._stack.enter_context(settings_not_logged())
-                    self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
+                    self._stack.callback(dynamo_settings(most_forms())())
             self._within += 1
 
     def leave(self) -> None:
@@ -396,11 +386,10 @@ def raise_at_once(what: str, hint: str) -> None:
 
 
 @contextlib.contextmanager
-def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None]:
+def settings(forms: int = 0, values: bool = False) -> Iterator[None]:
     """Within it Dynamo has our settings: what this thread captures meanwhile is captured with them.
 
     Args:
-        hooks: whether a hook that is registered later leads to a recompilation.
         forms: as for `Frontend`.
         values: as for `Frontend`.
     """
@@ -412,7 +401,7 @@ def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None
     restore = None
     try:
         if settings_are_of_threads():
-            restore = dynamo_settings(max(most_forms(), forms), hooks, values)()
+            restore = dynamo_settings(max(most_forms(), forms), values)()
         yield
     finally:
         if restore is not None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from amp_compiler.fx.torch_private.runtime import exchanged
+
 _Access = tuple[Callable[[], Any], Callable[[Any], object]]  # reads the state of a generator, and sets it
 
 
@@ -52,8 +54,7 @@ class SeedIsSetError(Exception):
     """A seed is set while a graph is captured, which would hold the numbers drawn and not the seed."""
 
 
-@contextmanager
-def seeds_refused() -> Iterator[None]:
+def seeds_refused() -> contextlib.AbstractContextManager[None]:
     """Within it `torch.manual_seed` and `torch.seed` raise `SeedIsSetError` in this thread.
 
     Example:
@@ -64,12 +65,7 @@ def seeds_refused() -> Iterator[None]:
         amp_compiler.fx.capture.generators.SeedIsSetError: a graph cannot set the seed of random numbers
     """
     module: Any = torch.random
-    kept = module.default_generator
-    module.default_generator = _Unseeded(kept, threading.get_ident())
-    try:
-        yield
-    finally:
-        module.default_generator = kept
+    return exchanged(module, "default_generator", _Unseeded(module.default_generator, threading.get_ident()))
 
 
 class _Unseeded:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -280,6 +281,21 @@ def keeps_compiled() -> bool:
     from torch.compiler import config
 
     return not getattr(config, "force_disable_caches", False)
+
+
+def kernel_folder() -> Path:
+    """Where Inductor keeps its code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def kernel_libraries() -> list[Path]:
+    """The libraries for a CPU that this process has compiled or loaded, which torch's portable cache leaves out."""
+    from torch._inductor import codecache
+
+    keys = {*codecache.CppCodeCache.cache, *codecache.CppPythonBindingsCodeCache.cache}
+    return [file for key in sorted(keys) for file in sorted((kernel_folder() / key[1:3]).glob(f"{key}.*so"))]
 
 
 _INSTEAD = "amp_instead"

@@ -237,36 +237,21 @@ def opaque_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # how a graph switches gradients off and on
 
 
-@contextlib.contextmanager
-def inference_mode_as_no_grad() -> Iterator[None]:
+def inference_mode_as_no_grad() -> contextlib.AbstractContextManager[None]:
     """Within it `torch.inference_mode` is `torch.no_grad` to this thread: tracing notes the one and not the other.
 
     Where the mode is on already there are no gradients to lose, and all stays as it is.
     """
     if torch.is_inference_mode_enabled():
-        yield
-        return
-    module: Any = torch._C
-    theirs, thread = module._InferenceMode, threading.get_ident()
-    module._InferenceMode = lambda mode: _GradientsOff(mode) if threading.get_ident() == thread else theirs(mode)
-    try:
-        yield
-    finally:
-        module._InferenceMode = theirs
+        return contextlib.nullcontext()
+    theirs, thread = torch._C._InferenceMode, threading.get_ident()
 
+    def guard(off: bool) -> Any:
+        if threading.get_ident() != thread:
+            return theirs(off)
+        return torch.no_grad() if off else torch.enable_grad()
 
-class _GradientsOff:
-    """What stands for torch's guard of the inference mode."""
-
-    def __init__(self, off: bool) -> None:
-        self._off, self._before = off, True
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(not self._off)
-
-    def __exit__(self, *_: object) -> None:
-        torch._C._set_grad_enabled(self._before)
+    return exchanged(torch._C, "_InferenceMode", guard)
 
 
 def captures_here() -> bool:
