@@ -33,7 +33,7 @@ from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import bytes_of, traffic_of
-from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
+from amp_compiler.training.capture import CapturedLoss, capture_once, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
@@ -143,7 +143,6 @@ def begin(loss: CapturedLoss, options: StepOptions, stages: Stages) -> tuple[Beg
     if not loss.is_dynamic:
         options = options.under(dynamic_shapes=None)
     captured = with_parameters(loss.copy(), model, _from_elsewhere(options))
-    join_tied(captured, model)
     norms = marked_norms(captured.graph_module)
     plan, emulated = _forward(captured, options, stages)
     check_marks(norms, captured.graph_module)

@@ -18,7 +18,7 @@ from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example
-from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
+from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
@@ -92,24 +92,6 @@ def with_parameters(captured: Captured, model: LossModule, wanted: Collection[in
         entries.append(Input(last.name, Source.PARAMETER, name))
     captured.graph_module.recompile()
     return replace(captured, inputs=tuple(entries))
-
-
-def join_tied(captured: Captured, model: LossModule) -> None:
-    """Let a graph read parameters that have become one since it was captured as one, which has one gradient.
-
-    Dynamo does not guard that parameters are several.
-
-    Args:
-        captured: a captured loss, which is changed.
-        model: the loss as a module.
-    """
-    first: dict[int, fx.Node] = {}
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    for node, entry in zip(nodes, captured.inputs, strict=True):
-        if entry.source is Source.PARAMETER:
-            known = first.setdefault(id(tensor_getter(model, captured, entry)()), node)
-            if known is not node:
-                node.replace_all_uses_with(known)
 
 
 @contextmanager
