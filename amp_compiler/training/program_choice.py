@@ -88,7 +88,7 @@ class ProgramChoice:
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
-        self._told: list[SubgraphStep] = []
+        self._told: set[SubgraphStep] = set()
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
         self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
         self.subgraph_step: SubgraphStep | None = None
@@ -103,20 +103,14 @@ class ProgramChoice:
         """How many programs were built so far."""
         return len(self.programs)
 
-    def clear(self) -> None:
-        """Forget what was built; what Dynamo has captured stays."""
-        for graph in self._graphs:
-            graph.programs.clear()
-
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
+        self, batch: tuple[Any, ...], leaves: list[Any], gather: str, hooked: bool
     ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
         Args:
             batch: arguments of the loss function behind the model.
             leaves: the batch, flat.
-            spec: its tree.
             gather: as for `GatherGradients`.
             hooked: whether an optimizer has hooks that run before its steps.
 
@@ -142,7 +136,7 @@ class ProgramChoice:
                 step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
-        computed = self._computed(step, spec)
+        computed = self._computed(step, batch)
         output = self._guarded(lambda: step.finish(computed))
         return step, replace(output, inputs=leaves)
 
@@ -165,9 +159,7 @@ class ProgramChoice:
         setup, sums = self._setup, self._setup.state.sums
         self._gather, self._leaves = f"step.flush() of {count}", []
         weights = self._gathered()
-        if self._flushing is None:
-            cause = CaptureError("gathered gradients are used up")
-            self._flushing = SubgraphStep(setup, cause)
+        self._flushing = self._flushing or SubgraphStep(setup, CaptureError("gathered gradients are used up"))
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         computed = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
@@ -225,12 +217,10 @@ class ProgramChoice:
         Returns:
             Whether it is the first such call, of which people are told.
         """
-        if step is self.subgraph_step or step in self._told:
-            return False
-        self._told.append(step)
         if step not in self._apart.values():
             self.subgraph_step = step
-        return True
+        known, self._told = self._told, {*self._told, step}
+        return step not in known
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
         if self._ran is None:
@@ -348,11 +338,11 @@ class ProgramChoice:
         batch = batch_form(self._leaves, state.samples is not None)
         return RankState(gradients, shown, batch, self._gather, settings, state.parts.names, norms, held)
 
-    def _computed(self, step: SubgraphStep, spec: Any) -> Made:
+    def _computed(self, step: SubgraphStep, batch: tuple[Any, ...]) -> Made:
         """What forward and backward give in subgraphs; with several ranks, of all that any of them has."""
-        leaves, options = self._leaves, self.options(self._gather, self._leaves)
+        options = self.options(self._gather, self._leaves)
         if options.reduction is None:
-            return step.prepare(leaves, spec, options, self._detector.owners)
+            return step.prepare(batch, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
                 f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
@@ -362,7 +352,7 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        return step.prepare(leaves, spec, options, self._detector.owners, self._decide)
+        return step.prepare(batch, options, self._detector.owners, self._decide)
 
     def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup
