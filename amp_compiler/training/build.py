@@ -207,13 +207,13 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
     step, weights = run_step_passes(begun, options, pipeline)
     resolve = weights.resolvers(step, state)
     static = settings.dynamic_shapes is None or begun.gradients is not None
-    examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
+    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
+    examples = [one(begun.leaves) for one in resolve] if static else [node.meta["val"] for node in placeholders]
     # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
     exact = begun.emulated or state.storage.rounding is Storage.KAHAN
     compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
-    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
     names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
     keys = [node.meta.get(Key.STATE) for node in placeholders]
@@ -229,6 +229,7 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
         compiled=CompiledStep(
             run=run,
             resolve=resolve,
+            batch=places,
             groups=weights.groups,
             results=results,
             gives_scale=gives_scale,
@@ -378,10 +379,6 @@ def _compile(
         options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels)
-
-
-def _values(step: fx.GraphModule) -> list[Any]:
-    return [node.meta["val"] for node in step.graph.find_nodes(op="placeholder")]
 
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings, reduction: Reduction | None = None) -> str:

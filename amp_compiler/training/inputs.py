@@ -323,28 +323,33 @@ class TrainedWeights:
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
         return {*self.placed.wrt, *self.inputs.getters, *kept}
 
+    def behind(self, name: str) -> Tensor | None:
+        """The parameter, buffer or constant that a placeholder is, or is made of; `None` where it is none of these."""
+        copied = self.placed.copies[name][0] if name in self.placed.copies else self.placed.parameter(name)
+        return self.inputs.getters[copied]() if copied in self.inputs.getters else None
+
     def resolvers(self, step: fx.GraphModule, state: StepState) -> list[Resolver]:
-        """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
+        """For each placeholder of a step graph, what gives its tensor from the flat batch at run time."""
         return [self._resolver(node, state) for node in step.graph.find_nodes(op="placeholder")]
 
     def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
         if Key.STATE in node.meta:
-            return Resolver(self._state(node.meta[Key.STATE], state))
+            return self._state(node.meta[Key.STATE], state)
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            return Resolver(lambda leaves: state.low_weights.get(getters[name](), dtype), getters[name])
+            return lambda leaves: state.low_weights.get(getters[name](), dtype)
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
-            return Resolver(lambda leaves: self._master(get(), state), get)
+            return lambda leaves: self._master(get(), state)
         if node.name in getters:
             get = getters[node.name]
             if node.name in self.inputs.trained and get().dtype is torch.float32:
-                return Resolver(lambda leaves: self._taken_in(get(), state), get)
+                return lambda leaves: self._taken_in(get(), state)
             if node.name in self.inputs.trained:
-                return Resolver(lambda leaves: as_real(get().detach()), get)
-            return Resolver(lambda leaves: get().detach(), get)
-        return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
+                return lambda leaves: as_real(get().detach())
+            return lambda leaves: get().detach()
+        return itemgetter(self.inputs.entries[node.name].index)
 
     def _master(self, parameter: Tensor, state: StepState) -> Tensor:
         return state.masters.get(parameter, self._state_of(parameter))
@@ -358,7 +363,7 @@ class TrainedWeights:
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         return self.inputs.holders[id(parameter)].state[parameter]  # type: ignore[no-any-return]
 
-    def _state(self, key: tuple[Any, ...], state: StepState) -> Callable[[Sequence[Any]], Any]:
+    def _state(self, key: tuple[Any, ...], state: StepState) -> Resolver:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
         column, group, number = key
         if column == AMAXES:

@@ -24,23 +24,8 @@ from amp_compiler.training.state import LowWeights
 if TYPE_CHECKING:
     from amp_compiler.training.change_detector import ChangeDetector
 
+Resolver = Callable[[Sequence[Any]], Any]  # gives the tensor of a placeholder from the flat batch
 _Beside = tuple[Tensor, Tensor, tuple[Tensor | Product, ...], Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Resolver:
-    """How to get the tensor of a placeholder of a step graph at run time.
-
-    Args:
-        get: from the flat batch.
-        behind: gives the parameter, buffer or constant that it is, or is made of; `None` where it is kept by the step
-            or by an optimizer.
-        leaf: whether it comes from the batch.
-    """
-
-    get: Callable[[Sequence[Any]], Any]
-    behind: Callable[[], Tensor] | None = None
-    leaf: bool = False
 
 
 @dataclass
@@ -83,7 +68,8 @@ class CompiledStep:
 
     Args:
         run: the compiled graph, replayed as a CUDA graph where it can be.
-        resolve: how to get what it is given, one per placeholder.
+        resolve: what gives its inputs, one per placeholder.
+        batch: places of the inputs that come from the batch.
         groups: the update groups.
         results: number of results of the forward, of which the loss is the first.
         gives_scale: whether its last result is the loss scale that it ran with.
@@ -92,6 +78,7 @@ class CompiledStep:
 
     run: GraphedRun
     resolve: list[Resolver]
+    batch: Sequence[int]
     groups: list[BoundGroup | TracedGroup]
     results: int
     gives_scale: bool
@@ -254,12 +241,12 @@ class StepProgram:
         self._seen = None
         with TENSORS:
             with torch.no_grad():
-                inputs = [resolve.get(leaves) for resolve in self.compiled.resolve]
+                inputs = [resolve(leaves) for resolve in self.compiled.resolve]
             parameters = [parameter for group in self.compiled.groups for parameter in group.parameters]
             written = writable(parameters + [get() for get in self.compiled.buffers])
             if detector is not None:
                 detector.settle()
-                from_batch = [(place, one) for place, one in enumerate(self.compiled.resolve) if one.leaf]
+                from_batch = [(place, self.compiled.resolve[place]) for place in self.compiled.batch]
                 self._seen = _Seen(detector.generation, list(inputs), from_batch, written)
                 self._seen.let_go()
         with torch.no_grad():
@@ -287,7 +274,7 @@ class _Seen:
     def filled(self, leaves: Sequence[Any]) -> list[Any]:
         """All inputs of a call."""
         for place, resolve in self.from_batch:
-            self.inputs[place] = resolve.get(leaves)
+            self.inputs[place] = resolve(leaves)
         return self.inputs
 
     def let_go(self) -> None:
