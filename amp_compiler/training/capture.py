@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,21 +31,41 @@ from amp_compiler.training.weights import is_stored_low
 NAME, SUBJECT = "the training step", "the loss function"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CapturedLoss:
-    """The loss as a graph.
+    """The loss as a graph, one of Dynamo's.
 
     Args:
         captured: the graph; its first result is the loss.
         inputs: what it was captured with, one for each of Dynamo's inputs.
         place: where the loss stands among the results that Dynamo waits for.
         held: the parameters and buffers among the inputs of the last call, by placeholder.
+
+    Attributes:
+        trained: ids of the parameters that it was given last and that require a gradient.
     """
 
     captured: Captured
     inputs: tuple[Any, ...]
     place: int
     held: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.captured.inputs]
+        self._places = [names.index(name) for name in self.held]
+        self._note_trained()
+
+    def _note_trained(self) -> None:
+        self.trained = tuple(id(one) for one in self.held.values() if one.requires_grad)
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
+        held = [inputs[place] for place in self._places]
+        same = all(map(is_, held, self.held.values()))
+        if not same:
+            self.held.update(zip(self.held, held, strict=True))
+            self._note_trained()
+        return same
 
     def copy(self) -> Captured:
         """The graph, to be rewritten."""

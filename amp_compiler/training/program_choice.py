@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from operator import is_
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,39 +36,6 @@ from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
 
-@dataclass(eq=False)
-class StepGraph:
-    """One of Dynamo's graphs of the loss, and what was built of it.
-
-    Args:
-        loss: as it was captured.
-        programs: by what they depend on beside it.
-
-    Attributes:
-        trained: ids of the parameters that it was given last and that require a gradient.
-    """
-
-    loss: CapturedLoss
-    programs: dict[tuple[Any, ...], StepProgram] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        names = [entry.name for entry in self.loss.captured.inputs]
-        self._places = [names.index(name) for name in self.loss.held]
-        self._note_trained()
-
-    def _note_trained(self) -> None:
-        self.trained = tuple(id(one) for one in self.loss.held.values() if one.requires_grad)
-
-    def takes(self, inputs: Sequence[Any]) -> bool:
-        """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
-        held = [inputs[place] for place in self._places]
-        same = all(map(is_, held, self.loss.held.values()))
-        if not same:
-            self.loss.held.update(zip(self.loss.held, held, strict=True))
-            self._note_trained()
-        return same
-
-
 class ProgramChoice:
     """Runs a batch: by a program of the graph that Dynamo finds or makes of it, or in subgraphs.
 
@@ -84,7 +50,7 @@ class ProgramChoice:
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
         self._hooks, self._frontends = ModuleHooks(setup.module), dict[Any, Frontend]()
-        self._graphs: list[StepGraph] = []
+        self._programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
@@ -96,7 +62,7 @@ class ProgramChoice:
     @property
     def programs(self) -> tuple[StepProgram, ...]:
         """What was built so far."""
-        return tuple(program for graph in self._graphs for program in graph.programs.values())
+        return tuple(self._programs.values())
 
     @property
     def compilations(self) -> int:
@@ -254,9 +220,8 @@ class ProgramChoice:
         """What Dynamo calls in the place of a graph."""
         if self._setup.settings.dynamic and not loss.is_dynamic and self._setup.speaks:
             warn_of_static(NAME)
-        graph = StepGraph(replace(loss, inputs=()))  # which are a batch of the user's
+        graph = replace(loss, inputs=())  # which are a batch of the user's
         self._convert_weights(loss)
-        self._graphs.append(graph)
         if loss.is_dynamic and self._setup.coordinator is None:
             self._program(graph, loss.inputs)  # Dynamo guards a size that only one value of fits, while it captures
         return lambda *inputs: self._run_graph(graph, inputs)
@@ -272,40 +237,41 @@ class ProgramChoice:
             begun, options = begin(loss, options, Stages())
             converted_inputs(begun, options)
 
-    def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+    def _run_graph(self, graph: CapturedLoss, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
             self._detector.another()
         program = self._program(graph, inputs)
         output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
-        return graph.loss.returned(output.results)
+        return graph.returned(output.results)
 
     def _guarded(self, run: Callable[[], StepOutput]) -> StepOutput:
         coordinator = self._setup.coordinator
         return run() if coordinator is None else coordinator.ranks.guarded(run)
 
-    def _program(self, graph: StepGraph, inputs: Sequence[Any]) -> StepProgram:
+    def _program(self, graph: CapturedLoss, inputs: Sequence[Any]) -> StepProgram:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
-        detector, gather = self._detector, self._gather
+        detector, gather, coordinator = self._detector, self._gather, self._setup.coordinator
         beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
-        key = (graph.trained, detector.owners, detector.hooked, *beside)
-        program = graph.programs.get(key)
-        if program is not None and not program.flags_changed and self._may_run(program):
-            return program
-        coordinator, stages = self._setup.coordinator, Stages()
-        options = self.options(gather, self._leaves)
+        key = (graph, graph.trained, detector.owners, detector.hooked, *beside)
+        program = self._programs.get(key)
+        if program is None or program.flags_changed or not self._may_run(program):
+            program = self._programs[key] = self._built(graph, inputs)
         if coordinator is not None:
-            coordinator.builds()
+            coordinator.settle(self._state_with(program), program.agreement.shared)
+        return program
+
+    def _built(self, graph: CapturedLoss, inputs: Sequence[Any]) -> StepProgram:
+        stages, options = Stages(), self.options(self._gather, self._leaves)
+        if self._setup.coordinator is not None:
+            self._setup.coordinator.builds()
         with building(), telling(NAME, self._seconds) as course:
             self._seconds = 0.0
-            course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
+            course.stages, loss = stages, replace(graph, inputs=tuple(inputs))
             program = build_step(loss, options, stages)
             course.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
-        detector.settle()
-        graph.programs[key] = program
-        if coordinator is not None:
-            coordinator.settle(self._state_with(program), program.agreement.shared)
+        self._detector.settle()
         return program
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
@@ -315,13 +281,7 @@ class ProgramChoice:
     def _may_run(self, program: StepProgram) -> bool:
         """Whether the other ranks have what goes with a program."""
         coordinator = self._setup.coordinator
-        if coordinator is None:
-            return True
-        state, shared = self._state_with(program), program.agreement.shared
-        if not coordinator.keeps(state, shared):
-            return False
-        coordinator.settle(state, shared)
-        return True
+        return coordinator is None or coordinator.keeps(self._state_with(program), program.agreement.shared)
 
     def _state_with(self, program: StepProgram) -> RankState:
         agreement = program.agreement
