@@ -36,8 +36,7 @@ from amp_compiler.ranks.traffic import bytes_of, traffic_of
 from amp_compiler.training.capture import CapturedLoss, capture_once, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.loss_module import ROOT
-from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
-from amp_compiler.training.reporting.events import Places
+from amp_compiler.training.program import CompiledStep, StepProgram, StepReport
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.weights import check_parameters
 
@@ -222,7 +221,9 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
         compiled = _with_first(compiled, keys.index(_SCALE))
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
-        compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
+        compiled = state.events.watched(
+            compiled, weights.names(), flags=results + 2, skipped=keys.index(_SKIPPED), scale=scale
+        )
     notes = _notes_on_ranks(step, weights, options, results + 3)
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     return StepProgram(
@@ -244,7 +245,7 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             parts=weights.parts,
             divisor=options.divisor,
         ),
-        agreement=Agreement(offered=weights.offered, shared=weights.shared, written=begun.written, norms=weights.norms),
+        agreement=replace(weights.agreement, written=begun.written),
     )
 
 
