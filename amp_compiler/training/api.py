@@ -31,7 +31,7 @@ from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.arguments import Uneven, check_loss_function, check_numbers, check_uneven
 from amp_compiler.training.build import PARALLEL
 from amp_compiler.training.loss_module import ROOT, LossModule
-from amp_compiler.training.optimizers.fused import check_optimizers, check_split, check_storage
+from amp_compiler.training.optimizers.fused import check_optimizers, check_updates
 from amp_compiler.training.optimizers.state import keep_state_types
 from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
@@ -151,15 +151,13 @@ def training_step(
         device = device_of(module.parameters())
         scale = HeldScale.of(_chosen_scale(loss_scale, settings, device, enabled), loss_scale, device)
         storage = weight_storage(settings.rules.weights) if enabled else WeightStorage()
-        check_storage(optimizers, storage.low)
+        shards = ranks is not None and enabled and settings.rules.reduce.get("shard") == "update"
+        check_updates(optimizers, storage.low, shards)
         rounding, parts = RoundingState(storage, device), Parts(ranks)
         low = settings.low(device)
         check_parameters(module, optimizers, torch_dtype(low), enabled)
         coordinator, reduction = None, None
         if ranks is not None:
-            shards = enabled and settings.rules.reduce.get("shard") == "update"
-            if shards:
-                check_split(optimizers, storage.low)
             options = {
                 "enabled": enabled,
                 "dtype": low.short,

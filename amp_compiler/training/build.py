@@ -33,11 +33,10 @@ from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import bytes_of, traffic_of
-from amp_compiler.training.capture import CapturedLoss, capture_once, join_tied, with_parameters
+from amp_compiler.training.capture import CapturedLoss, capture_once, with_parameters
 from amp_compiler.training.inputs import StepInputs, TrainedWeights
 from amp_compiler.training.loss_module import ROOT
-from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
-from amp_compiler.training.reporting.events import Places
+from amp_compiler.training.program import CompiledStep, StepProgram, StepReport
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.weights import check_parameters
 
@@ -143,7 +142,6 @@ def begin(loss: CapturedLoss, options: StepOptions, stages: Stages) -> tuple[Beg
     if not loss.is_dynamic:
         options = options.under(dynamic_shapes=None)
     captured = with_parameters(loss.copy(), model, _from_elsewhere(options))
-    join_tied(captured, model)
     norms = marked_norms(captured.graph_module)
     plan, emulated = _forward(captured, options, stages)
     check_marks(norms, captured.graph_module)
@@ -208,13 +206,13 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
     step, weights = run_step_passes(begun, options, pipeline)
     resolve = weights.resolvers(step, state)
     static = settings.dynamic_shapes is None or begun.gradients is not None
-    examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
+    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
+    examples = [one(begun.leaves) for one in resolve] if static else [node.meta["val"] for node in placeholders]
     # An error of rounding is there to be kept only where a cast of a compiled update really rounds.
     exact = begun.emulated or state.storage.rounding is Storage.KAHAN
     compiled = _compile(step, examples, settings, exact, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
-    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
     names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
     keys = [node.meta.get(Key.STATE) for node in placeholders]
@@ -223,13 +221,16 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
         compiled = _with_first(compiled, keys.index(_SCALE))
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
-        compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
+        compiled = state.events.watched(
+            compiled, weights.names(), flags=results + 2, skipped=keys.index(_SKIPPED), scale=scale
+        )
     notes = _notes_on_ranks(step, weights, options, results + 3)
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     return StepProgram(
         compiled=CompiledStep(
             run=run,
             resolve=resolve,
+            batch=places,
             groups=weights.groups,
             results=results,
             gives_scale=gives_scale,
@@ -244,7 +245,7 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             parts=weights.parts,
             divisor=options.divisor,
         ),
-        agreement=Agreement(offered=weights.offered, shared=weights.shared, written=begun.written, norms=weights.norms),
+        agreement=replace(weights.agreement, written=begun.written),
     )
 
 
@@ -379,10 +380,6 @@ def _compile(
         options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels)
-
-
-def _values(step: fx.GraphModule) -> list[Any]:
-    return [node.meta["val"] for node in step.graph.find_nodes(op="placeholder")]
 
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings, reduction: Reduction | None = None) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example
-from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
+from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
@@ -30,21 +31,41 @@ from amp_compiler.training.weights import is_stored_low
 NAME, SUBJECT = "the training step", "the loss function"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CapturedLoss:
-    """The loss as a graph.
+    """The loss as a graph, one of Dynamo's.
 
     Args:
         captured: the graph; its first result is the loss.
         inputs: what it was captured with, one for each of Dynamo's inputs.
         place: where the loss stands among the results that Dynamo waits for.
         held: the parameters and buffers among the inputs of the last call, by placeholder.
+
+    Attributes:
+        trained: ids of the parameters that it was given last and that require a gradient.
     """
 
     captured: Captured
     inputs: tuple[Any, ...]
     place: int
     held: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        names = [entry.name for entry in self.captured.inputs]
+        self._places = [names.index(name) for name in self.held]
+        self._note_trained()
+
+    def _note_trained(self) -> None:
+        self.trained = tuple(id(one) for one in self.held.values() if one.requires_grad)
+
+    def takes(self, inputs: Sequence[Any]) -> bool:
+        """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
+        held = [inputs[place] for place in self._places]
+        same = all(map(is_, held, self.held.values()))
+        if not same:
+            self.held.update(zip(self.held, held, strict=True))
+            self._note_trained()
+        return same
 
     def copy(self) -> Captured:
         """The graph, to be rewritten."""
@@ -92,24 +113,6 @@ def with_parameters(captured: Captured, model: LossModule, wanted: Collection[in
         entries.append(Input(last.name, Source.PARAMETER, name))
     captured.graph_module.recompile()
     return replace(captured, inputs=tuple(entries))
-
-
-def join_tied(captured: Captured, model: LossModule) -> None:
-    """Let a graph read parameters that have become one since it was captured as one, which has one gradient.
-
-    Dynamo does not guard that parameters are several.
-
-    Args:
-        captured: a captured loss, which is changed.
-        model: the loss as a module.
-    """
-    first: dict[int, fx.Node] = {}
-    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    for node, entry in zip(nodes, captured.inputs, strict=True):
-        if entry.source is Source.PARAMETER:
-            known = first.setdefault(id(tensor_getter(model, captured, entry)()), node)
-            if known is not node:
-                node.replace_all_uses_with(known)
 
 
 @contextmanager

@@ -252,19 +252,14 @@ class StepContents:
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], masters: Mapping[int, Tensor]
     ) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes; of what the ranks share, their parts."""
-        state: dict[int, dict[str, Any]] = {}
-        numbered: list[dict[str, Any]] = []
-        number = 0
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            numbered.append({**saved, "params": list(range(number, number + len(group["params"])))})
-            for parameter in group["params"]:
-                own = self._state_of(parameter)
-                if id(parameter) in masters:
-                    own[MASTER] = masters[id(parameter)]
-                if own:
-                    state[number] = own
-                number += 1
-        return {"state": state, "param_groups": numbered}
+        numbers = [group["params"] for group in optimizer.state_dict()["param_groups"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {number: self._state_of(parameter) for number, parameter in enumerate(parameters)}
+        for number, parameter in enumerate(parameters):
+            if id(parameter) in masters:
+                state[number][MASTER] = masters[id(parameter)]
+        named = [{**saved, "params": own} for saved, own in zip(groups, numbers, strict=True)]
+        return {"state": {number: own for number, own in state.items() if own}, "param_groups": named}
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         name = self._names[id(parameter)]

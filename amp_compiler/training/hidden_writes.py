@@ -37,14 +37,10 @@ class HiddenWrites:
     def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], state: StepState) -> None:
         self._model, self._optimizers, self._state = model, optimizers, state
         self._at: tuple[int, int] | None = None
-        self._key: object = None
-        self._held: object = None  # so that no other tensor gets an identity that the key is made of
+        self._key: list[tuple[Any, ...]] = []
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
-        self._tensors, self._places = list[Tensor](), list[int]()  # of all of it, and where they lie
         self._turn = 0
-        self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
-        self._flags: list[tuple[BoundGroup | TracedGroup, Any]] = []  # on a CPU, with what their updates have found
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -55,7 +51,7 @@ class HiddenWrites:
         at = generation, self._state.low_weights.generation
         if at != self._at:
             self._at = at
-            self._follow(generation)
+            self._make_watch()
         self._turn += 1
         places = self._watch.look(self._turn)
         if places:
@@ -72,11 +68,8 @@ class HiddenWrites:
         Args:
             groups: of the call's program.
         """
-        if groups is not self._groups:
-            self._groups = groups
-            self._flags = [(group, group.stale.numpy()) for group in groups if group.stale.is_cpu]
-        for group, flags in self._flags if not self._said else ():
-            if flags.any():
+        for group in groups if not self._said else ():
+            if group.stale.is_cpu and (flags := group.stale.numpy()).any():
                 self._say(group.parameters[int(flags.argmax())])
 
     def tell(self) -> None:
@@ -87,26 +80,18 @@ class HiddenWrites:
                 self._say(weights[place]())
         self._unread.clear()
 
-    def _follow(self, generation: int) -> None:
+    def _make_watch(self) -> None:
         """Make another watch where what is watched is another, or may lie elsewhere."""
-        trained, state = self._trained(), self._state
-        low = [weight for weight in trained if weight.dtype in LOW_TYPES]
-        masters, asked_for = [self._master(weight) for weight in low], list(map(state.masters.has, low))
-        part = generation if state.parts.count > 1 else 0
-        key = part, state.low_weights.generation, [*map(id, trained)], [*map(id, masters)], asked_for
-        if key != self._key or [*map(Tensor.data_ptr, self._tensors)] != self._places:
-            self._make_watch(trained)
-            self._key, self._held = key, (trained, masters)
-
-    def _make_watch(self, trained: Sequence[Tensor]) -> None:
+        pairs = [(weight, pair) for weight in writable(self._trained()) for pair in self._pairs(weight)]
+        key = [(id(weight), *((one.data_ptr(), one.stride()) for one in pair)) for weight, pair in pairs]
+        if key == self._key:  # the weights and the watch are held, so that no other tensor has these
+            return
         if not self._said and self._watch.looks_elsewhere:
             self._unread = [*self._unread[1 - _MOST_UNREAD :], (self._watch.unread(), list(map(ref, self._weights)))]
-        pairs = [(weight, pair) for weight in writable(trained) for pair in self._pairs(weight)]
+        self._key = key
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
         self._watch = CopyWatch([pair for _, pair in pairs], takes)
-        self._tensors = [*self._weights, *(one for _, pair in pairs for one in pair)]
-        self._places = [*map(Tensor.data_ptr, self._tensors)]
 
     def _trained(self) -> list[Tensor]:
         return [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]

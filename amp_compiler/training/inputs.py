@@ -34,7 +34,7 @@ from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.optimizers.fused import KINDS, BoundGroup, bind
 from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.outside import OUTSIDE
-from amp_compiler.training.program import Resolver
+from amp_compiler.training.program import Agreement, Resolver
 from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import MASTER, store_alone
 
@@ -158,10 +158,8 @@ class TrainedWeights:
         gathered: ids of the parameters that batches before this one have a gradient of.
 
     Attributes:
-        offered: what this rank has a gradient of; empty for one process.
-        norms: the messages of its forward and backward, in order.
-        shared: what all ranks together have a gradient of.
-        buckets: what of that is sent so that each rank gets a part.
+        agreement: what the ranks have agreed on.
+        buckets: what of all gradients is sent so that each rank gets a part.
         parts: number of those gradients; they stand first.
         amaxes: placeholders of what is kept for delayed scaling.
     """
@@ -172,9 +170,7 @@ class TrainedWeights:
     placed: PlacedWeights = field(init=False)
     updated: tuple[str, ...] = ()
     groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
-    offered: tuple[SharedGradient, ...] = ()
-    norms: tuple[str, ...] = ()
-    shared: tuple[SharedGradient, ...] = ()
+    agreement: Agreement = field(default_factory=Agreement)
     buckets: tuple[Bucket, ...] = ()
     parts: int = 0
     amaxes: tuple[str, ...] = ()
@@ -260,7 +256,7 @@ class TrainedWeights:
         """
         self._agree(graph_module, agree)
         names = self.inputs.of_parts(parts)
-        split = [one for one in self.shared if one.name in names]
+        split = [one for one in self.agreement.shared if one.name in names]
         if keeps or not split:
             return ()
         weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
@@ -281,19 +277,19 @@ class TrainedWeights:
         Returns:
             All but what `ShardUpdate` sends.
         """
-        if not self.shared:  # a pipeline without ShardUpdate
+        if not self.agreement.shared:  # a pipeline without ShardUpdate
             self._agree(graph_module, agree)
         split = self.updated[: self.parts]
-        whole = tuple(one for one in self.shared if one.name not in split)
+        whole = tuple(one for one in self.agreement.shared if one.name not in split)
         if not keeps:
             self.updated = (*split, *in_order(graph_module.graph, whole))
         return whole
 
     def _agree(self, graph_module: fx.GraphModule, agree: Agree) -> None:
-        self.offered = shared_gradients(graph_module.graph, self.updated)
+        offered = shared_gradients(graph_module.graph, self.updated)
         sent = [(node, node.all_input_nodes[0].meta["val"]) for node in norm_messages(graph_module.graph)]
-        self.norms = tuple(f"{node.target} of {list(value.shape)}" for node, value in sent)
-        self.shared = agree(self.offered, self.norms)
+        norms = tuple(f"{node.target} of {list(value.shape)}" for node, value in sent)
+        self.agreement = Agreement(offered=offered, shared=agree(offered, norms), norms=norms)
 
     def specs(self, parts: Parts) -> tuple[Any, ...]:
         """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here.
@@ -323,28 +319,33 @@ class TrainedWeights:
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
         return {*self.placed.wrt, *self.inputs.getters, *kept}
 
+    def behind(self, name: str) -> Tensor | None:
+        """The parameter, buffer or constant that a placeholder is, or is made of; `None` where it is none of these."""
+        copied = self.placed.copies[name][0] if name in self.placed.copies else self.placed.parameter(name)
+        return self.inputs.getters[copied]() if copied in self.inputs.getters else None
+
     def resolvers(self, step: fx.GraphModule, state: StepState) -> list[Resolver]:
-        """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
+        """For each placeholder of a step graph, what gives its tensor from the flat batch at run time."""
         return [self._resolver(node, state) for node in step.graph.find_nodes(op="placeholder")]
 
     def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
         if Key.STATE in node.meta:
-            return Resolver(self._state(node.meta[Key.STATE], state))
+            return self._state(node.meta[Key.STATE], state)
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            return Resolver(lambda leaves: state.low_weights.get(getters[name](), dtype), getters[name])
+            return lambda leaves: state.low_weights.get(getters[name](), dtype)
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
-            return Resolver(lambda leaves: self._master(get(), state), get)
+            return lambda leaves: self._master(get(), state)
         if node.name in getters:
             get = getters[node.name]
             if node.name in self.inputs.trained and get().dtype is torch.float32:
-                return Resolver(lambda leaves: self._taken_in(get(), state), get)
+                return lambda leaves: self._taken_in(get(), state)
             if node.name in self.inputs.trained:
-                return Resolver(lambda leaves: as_real(get().detach()), get)
-            return Resolver(lambda leaves: get().detach(), get)
-        return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
+                return lambda leaves: as_real(get().detach())
+            return lambda leaves: get().detach()
+        return itemgetter(self.inputs.entries[node.name].index)
 
     def _master(self, parameter: Tensor, state: StepState) -> Tensor:
         return state.masters.get(parameter, self._state_of(parameter))
@@ -358,7 +359,7 @@ class TrainedWeights:
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         return self.inputs.holders[id(parameter)].state[parameter]  # type: ignore[no-any-return]
 
-    def _state(self, key: tuple[Any, ...], state: StepState) -> Callable[[Sequence[Any]], Any]:
+    def _state(self, key: tuple[Any, ...], state: StepState) -> Resolver:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
         column, group, number = key
         if column == AMAXES:

@@ -45,7 +45,10 @@ def adopt(loss: nn.Module, function: Any, optimizers: Iterable[torch.optim.Optim
     if before is not None and all(own.get(name) is one for name, one in adopted.items()):
         loss._modules[OUTSIDE] = before
     elif adopted:
-        loss.add_module(OUTSIDE, _holder(adopted))
+        holder: Any = nn.Module()
+        for name, value in adopted.items():  # a tensor that is no nn.Parameter too
+            (holder._modules if isinstance(value, nn.Module) else holder._parameters)[name] = value
+        loss.add_module(OUTSIDE, holder)
 
 
 def held_by(function: Any) -> Iterator[tuple[str, Any]]:
@@ -99,16 +102,6 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
-
-
-def _holder(adopted: Mapping[str, Any]) -> nn.Module:
-    holder = nn.Module()
-    for name, value in adopted.items():
-        if isinstance(value, nn.Module):
-            holder.add_module(name, value)
-        else:
-            holder._parameters[name] = value  # a tensor that is no nn.Parameter too
-    return holder
 
 
 def _name(reached: Iterable[tuple[str, Any]], value: Any, taken: Mapping[str, Any]) -> str:

@@ -24,23 +24,8 @@ from amp_compiler.training.state import LowWeights
 if TYPE_CHECKING:
     from amp_compiler.training.change_detector import ChangeDetector
 
+Resolver = Callable[[Sequence[Any]], Any]  # gives the tensor of a placeholder from the flat batch
 _Beside = tuple[Tensor, Tensor, tuple[Tensor | Product, ...], Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Resolver:
-    """How to get the tensor of a placeholder of a step graph at run time.
-
-    Args:
-        get: from the flat batch.
-        behind: gives the parameter, buffer or constant that it is, or is made of; `None` where it is kept by the step
-            or by an optimizer.
-        leaf: whether it comes from the batch.
-    """
-
-    get: Callable[[Sequence[Any]], Any]
-    behind: Callable[[], Tensor] | None = None
-    leaf: bool = False
 
 
 @dataclass
@@ -83,7 +68,8 @@ class CompiledStep:
 
     Args:
         run: the compiled graph, replayed as a CUDA graph where it can be.
-        resolve: how to get what it is given, one per placeholder.
+        resolve: what gives its inputs, one per placeholder.
+        batch: places of the inputs that come from the batch.
         groups: the update groups.
         results: number of results of the forward, of which the loss is the first.
         gives_scale: whether its last result is the loss scale that it ran with.
@@ -92,6 +78,7 @@ class CompiledStep:
 
     run: GraphedRun
     resolve: list[Resolver]
+    batch: Sequence[int]
     groups: list[BoundGroup | TracedGroup]
     results: int
     gives_scale: bool
@@ -134,10 +121,10 @@ class Agreement:
         norms: the messages that this rank sends in forward and backward.
     """
 
-    offered: tuple[SharedGradient, ...]
-    shared: tuple[SharedGradient, ...]
-    written: tuple[str, ...]
-    norms: tuple[str, ...]
+    offered: tuple[SharedGradient, ...] = ()
+    shared: tuple[SharedGradient, ...] = ()
+    written: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -219,18 +206,17 @@ class StepProgram:
             group.refresh()
         seen = self._seen
         self.found_anew = seen is None or detector is None or seen.generation != detector.generation
-        if seen is None or self.found_anew:
-            flat, written = self._run_anew(leaves, detector)
-            note_writes(written)
-            return self._output(flat, self._beside(flat[self.compiled.results :]))
-        with TENSORS:
-            inputs = seen.filled(leaves)
-        SET_GRAD_ENABLED(False)  # a capture runs with gradients
+        recorded = torch.is_grad_enabled()
+        SET_GRAD_ENABLED(False)
         try:
-            copied = self.compiled.run.again(inputs)
+            with TENSORS:
+                if seen is None or self.found_anew:
+                    seen = self._found(leaves, detector)
+                inputs = seen.filled(leaves)
+            copied = None if self.found_anew else self.compiled.run.again(inputs)
             flat = list(self.compiled.run(*inputs)) if copied is None else copied
         finally:
-            SET_GRAD_ENABLED(True)
+            SET_GRAD_ENABLED(recorded)
         note_writes(seen.written)
         seen.let_go()
         if copied is None:
@@ -249,21 +235,18 @@ class StepProgram:
         results = list(flat[: self.compiled.results])
         return StepOutput(results[0], None, *beside, results=results)
 
-    def _run_anew(self, leaves: Sequence[Any], detector: ChangeDetector | None) -> tuple[list[Any], list[Tensor]]:
-        """Find all inputs, run, and remember the inputs where they will be found again."""
+    def _found(self, leaves: Sequence[Any], detector: ChangeDetector | None) -> _Seen:
+        """Find all inputs, and remember them where they will be found again."""
         self._seen = None
-        with TENSORS:
-            with torch.no_grad():
-                inputs = [resolve.get(leaves) for resolve in self.compiled.resolve]
-            parameters = [parameter for group in self.compiled.groups for parameter in group.parameters]
-            written = writable(parameters + [get() for get in self.compiled.buffers])
-            if detector is not None:
-                detector.settle()
-                from_batch = [(place, one) for place, one in enumerate(self.compiled.resolve) if one.leaf]
-                self._seen = _Seen(detector.generation, list(inputs), from_batch, written)
-                self._seen.let_go()
-        with torch.no_grad():
-            return list(self.compiled.run(*inputs)), written
+        inputs = [resolve(leaves) for resolve in self.compiled.resolve]
+        parameters = [parameter for group in self.compiled.groups for parameter in group.parameters]
+        written = writable(parameters + [get() for get in self.compiled.buffers])
+        from_batch = [(place, self.compiled.resolve[place]) for place in self.compiled.batch]
+        if detector is None:
+            return _Seen(-1, inputs, from_batch, written)
+        detector.settle()
+        self._seen = _Seen(detector.generation, inputs, from_batch, written)
+        return self._seen
 
 
 @dataclass
@@ -287,7 +270,7 @@ class _Seen:
     def filled(self, leaves: Sequence[Any]) -> list[Any]:
         """All inputs of a call."""
         for place, resolve in self.from_batch:
-            self.inputs[place] = resolve.get(leaves)
+            self.inputs[place] = resolve(leaves)
         return self.inputs
 
     def let_go(self) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from operator import is_
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,39 +35,6 @@ from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
 
-@dataclass(eq=False)
-class StepGraph:
-    """One of Dynamo's graphs of the loss, and what was built of it.
-
-    Args:
-        loss: as it was captured.
-        programs: by what they depend on beside it.
-
-    Attributes:
-        trained: ids of the parameters that it was given last and that require a gradient.
-    """
-
-    loss: CapturedLoss
-    programs: dict[tuple[Any, ...], StepProgram] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        names = [entry.name for entry in self.loss.captured.inputs]
-        self._places = [names.index(name) for name in self.loss.held]
-        self._note_trained()
-
-    def _note_trained(self) -> None:
-        self.trained = tuple(id(one) for one in self.loss.held.values() if one.requires_grad)
-
-    def takes(self, inputs: Sequence[Any]) -> bool:
-        """Take the inputs of a call: whether its parameters and buffers are those of the last one."""
-        held = [inputs[place] for place in self._places]
-        same = all(map(is_, held, self.loss.held.values()))
-        if not same:
-            self.loss.held.update(zip(self.loss.held, held, strict=True))
-            self._note_trained()
-        return same
-
-
 class ProgramChoice:
     """Runs a batch: by a program of the graph that Dynamo finds or makes of it, or in subgraphs.
 
@@ -83,11 +49,11 @@ class ProgramChoice:
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
         self._frontends: dict[object, Frontend] = {}  # by the hooks of all modules
-        self._graphs: list[StepGraph] = []
+        self._programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
-        self._told: list[SubgraphStep] = []
+        self._told: set[SubgraphStep] = set()
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
         self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
         self.subgraph_step: SubgraphStep | None = None
@@ -95,27 +61,21 @@ class ProgramChoice:
     @property
     def programs(self) -> tuple[StepProgram, ...]:
         """What was built so far."""
-        return tuple(program for graph in self._graphs for program in graph.programs.values())
+        return tuple(self._programs.values())
 
     @property
     def compilations(self) -> int:
         """How many programs were built so far."""
         return len(self.programs)
 
-    def clear(self) -> None:
-        """Forget what was built; what Dynamo has captured stays."""
-        for graph in self._graphs:
-            graph.programs.clear()
-
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
+        self, batch: tuple[Any, ...], leaves: list[Any], gather: str, hooked: bool
     ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
         Args:
             batch: arguments of the loss function behind the model.
             leaves: the batch, flat.
-            spec: its tree.
             gather: as for `GatherGradients`.
             hooked: whether an optimizer has hooks that run before its steps.
 
@@ -141,7 +101,7 @@ class ProgramChoice:
                 step = self._subgraph_step(CaptureError(f"a size or number is another than captured: {error}"))
             else:
                 return self._result(loss, aux)
-        computed = self._computed(step, spec)
+        computed = self._computed(step, batch)
         output = self._guarded(lambda: step.finish(computed))
         return step, replace(output, inputs=leaves)
 
@@ -164,9 +124,7 @@ class ProgramChoice:
         setup, sums = self._setup, self._setup.state.sums
         self._gather, self._leaves = f"step.flush() of {count}", []
         weights = self._gathered()
-        if self._flushing is None:
-            cause = CaptureError("gathered gradients are used up")
-            self._flushing = SubgraphStep(setup, cause)
+        self._flushing = self._flushing or SubgraphStep(setup, CaptureError("gathered gradients are used up"))
         gathered = {name: sums.get(one).clone() for name, one in weights.items()}  # which can be read behind it
         computed = Made(torch.zeros(()) if last is None else last[1].loss, None, gathered, {})
         options = self.options("", [])
@@ -224,12 +182,10 @@ class ProgramChoice:
         Returns:
             Whether it is the first such call, of which people are told.
         """
-        if step is self.subgraph_step or step in self._told:
-            return False
-        self._told.append(step)
         if step not in self._apart.values():
             self.subgraph_step = step
-        return True
+        known, self._told = self._told, {*self._told, step}
+        return step not in known
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
         if self._ran is None:
@@ -263,9 +219,8 @@ class ProgramChoice:
         """What Dynamo calls in the place of a graph."""
         if self._setup.settings.dynamic and not loss.is_dynamic and self._setup.speaks:
             warn_of_static(NAME)
-        graph = StepGraph(replace(loss, inputs=()))  # which are a batch of the user's
+        graph = replace(loss, inputs=())  # which are a batch of the user's
         self._convert_weights(loss)
-        self._graphs.append(graph)
         if loss.is_dynamic and self._setup.coordinator is None:
             self._program(graph, loss.inputs)  # Dynamo guards a size that only one value of fits, while it captures
         return lambda *inputs: self._run_graph(graph, inputs)
@@ -281,40 +236,41 @@ class ProgramChoice:
             begun, options = begin(loss, options, Stages())
             converted_inputs(begun, options)
 
-    def _run_graph(self, graph: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+    def _run_graph(self, graph: CapturedLoss, inputs: Sequence[Any]) -> list[Any]:
         if not graph.takes(inputs):
             self._detector.another()
         program = self._program(graph, inputs)
         output = self._guarded(lambda: program(inputs, self._detector))
         self._ran = program, output, inputs
-        return graph.loss.returned(output.results)
+        return graph.returned(output.results)
 
     def _guarded(self, run: Callable[[], StepOutput]) -> StepOutput:
         coordinator = self._setup.coordinator
         return run() if coordinator is None else coordinator.ranks.guarded(run)
 
-    def _program(self, graph: StepGraph, inputs: Sequence[Any]) -> StepProgram:
+    def _program(self, graph: CapturedLoss, inputs: Sequence[Any]) -> StepProgram:
         """The program of a graph for this call; a new one where there is none that all ranks have."""
-        detector, gather = self._detector, self._gather
+        detector, gather, coordinator = self._detector, self._gather, self._setup.coordinator
         beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
-        key = (graph.trained, detector.owners, detector.hooked, *beside)
-        program = graph.programs.get(key)
-        if program is not None and not program.flags_changed and self._may_run(program):
-            return program
-        coordinator, stages = self._setup.coordinator, Stages()
-        options = self.options(gather, self._leaves)
+        key = (graph, graph.trained, detector.owners, detector.hooked, *beside)
+        program = self._programs.get(key)
+        if program is None or program.flags_changed or not self._may_run(program):
+            program = self._programs[key] = self._built(graph, inputs)
         if coordinator is not None:
-            coordinator.builds()
+            coordinator.settle(self._state_with(program), program.agreement.shared)
+        return program
+
+    def _built(self, graph: CapturedLoss, inputs: Sequence[Any]) -> StepProgram:
+        stages, options = Stages(), self.options(self._gather, self._leaves)
+        if self._setup.coordinator is not None:
+            self._setup.coordinator.builds()
         with building(), telling(NAME, self._seconds) as course:
             self._seconds = 0.0
-            course.stages, loss = stages, replace(graph.loss, inputs=tuple(inputs))
+            course.stages, loss = stages, replace(graph, inputs=tuple(inputs))
             program = build_step(loss, options, stages)
             course.plan = program.plan
         stages.texts.clear()  # it would keep every graph that was made on the way
-        detector.settle()
-        graph.programs[key] = program
-        if coordinator is not None:
-            coordinator.settle(self._state_with(program), program.agreement.shared)
+        self._detector.settle()
         return program
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
@@ -324,13 +280,7 @@ class ProgramChoice:
     def _may_run(self, program: StepProgram) -> bool:
         """Whether the other ranks have what goes with a program."""
         coordinator = self._setup.coordinator
-        if coordinator is None:
-            return True
-        state, shared = self._state_with(program), program.agreement.shared
-        if not coordinator.keeps(state, shared):
-            return False
-        coordinator.settle(state, shared)
-        return True
+        return coordinator is None or coordinator.keeps(self._state_with(program), program.agreement.shared)
 
     def _state_with(self, program: StepProgram) -> RankState:
         agreement = program.agreement
@@ -347,11 +297,11 @@ class ProgramChoice:
         batch = batch_form(self._leaves, state.samples is not None)
         return RankState(gradients, shown, batch, self._gather, settings, state.parts.names, norms, held)
 
-    def _computed(self, step: SubgraphStep, spec: Any) -> Made:
+    def _computed(self, step: SubgraphStep, batch: tuple[Any, ...]) -> Made:
         """What forward and backward give in subgraphs; with several ranks, of all that any of them has."""
-        leaves, options = self._leaves, self.options(self._gather, self._leaves)
+        options = self.options(self._gather, self._leaves)
         if options.reduction is None:
-            return step.prepare(leaves, spec, options, self._detector.owners)
+            return step.prepare(batch, options, self._detector.owners)
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
                 f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
@@ -361,7 +311,7 @@ class ProgramChoice:
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        return step.prepare(leaves, spec, options, self._detector.owners, self._decide)
+        return step.prepare(batch, options, self._detector.owners, self._decide)
 
     def _subgraph_step(self, cause: AmpError) -> SubgraphStep:
         setup = self._setup

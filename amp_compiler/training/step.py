@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic
 
 import torch
@@ -93,12 +94,8 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if self._last is None and self._coordinator is None:
             ranks_of(self._setup.group)
         hooks, skipped = self._hooks_behind()
-        with autocast_off(), silent(not self._setup.speaks):
-            if self._coordinator is None:
-                program, output, leaves, spec = self._run(batch)
-            else:
-                with self._coordinator.call():
-                    program, output, leaves, spec = self._run(batch)
+        with autocast_off(), silent(not self._setup.speaks), self._with_ranks():
+            program, output, leaves, spec = self._run(batch)
         self._note(program, output, leaves, spec)
         if self._gathered == 0:
             self._behind_update(hooks, skipped)
@@ -119,13 +116,10 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             RankError: the ranks gathered other numbers of batches, or one of them does not call it.
         """
         hooks, skipped = self._hooks_behind()
-        with autocast_off(), silent(not self._setup.speaks):
-            if self._coordinator is None:
-                ran = self._flushed() if self._gathered else None
-            else:
-                with self._coordinator.call():
-                    self._coordinator.join(FLUSHING)
-                    ran = self._flushed()
+        with autocast_off(), silent(not self._setup.speaks), self._with_ranks():
+            if self._coordinator is not None:
+                self._coordinator.join(FLUSHING)
+            ran = self._flushed() if self._gathered or self._coordinator is not None else None
         if ran is None:
             return
         self._gathered = self._accumulate - 1  # as if all were there
@@ -138,6 +132,9 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         Gradients are averaged over `accumulate` calls as ever: scale the losses where fewer are to count in full.
         """
         self._gathered = self._accumulate - 1
+
+    def _with_ranks(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._coordinator is None else self._coordinator.call()
 
     def _flushed(self) -> tuple[StepProgram, StepOutput] | None:
         self._look()
@@ -221,7 +218,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._state.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
-        program, output = self._choice.run(batch, leaves, spec, gather, hooked=bool(before))
+        program, output = self._choice.run(batch, leaves, gather, hooked=bool(before))
         return program, output, leaves, spec
 
     def _look(self) -> None:
@@ -277,10 +274,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
                 f"the saved state of a step is a {type(state).__name__}",
                 hint="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
             )
-        before = self._scale_config
         self._state.scale.load(state)
-        if before != self._scale_config:  # none of them will fit again
-            self._choice.clear()
         self._state.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._state.amaxes.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))

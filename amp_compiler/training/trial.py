@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,11 +73,8 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(scale)
         if not seen.spoilt:
-            return (
-                self._swallowed(graph, seen, scale)
-                or self._vanished(graph, seen, scale)
-                or self._saturated(graph, seen, scale)
-            )
+            looks = (self._swallowed, self._vanished, self._saturated)
+            return next(filter(None, (look(graph, seen, scale) for look in looks)), NonfiniteReport())
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
@@ -87,11 +86,8 @@ class StepTrials:
             return NonfiniteReport()
         rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
         cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
-        return (
-            NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.message)
-            if cure.rule
-            else NonfiniteReport()
-        )
+        report = NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.message)
+        return report if cure.rule else NonfiniteReport()
 
     def _vanished(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Gradients that 16 bits lose in zeros altogether, as far as FP32 does not."""
@@ -192,16 +188,10 @@ class StepTrials:
         def is_finite(halvings: int) -> bool:
             return not graph.run(scale * 2.0**-halvings).spoilt
 
-        most = 0
-        while float(scale) * 2.0 ** -(most + 1) >= 1:
-            most += 1
-        if not most or not is_finite(most):
+        most = math.frexp(float(scale))[1] - 1
+        if most < 1 or not is_finite(most):
             return None
-        good, bad = most, 0
-        while good - bad > 1:
-            middle = (good + bad) // 2
-            good, bad = (middle, bad) if is_finite(middle) else (good, middle)
-        return float(scale) * 2.0**-good
+        return float(scale) * 2.0 ** -(1 + bisect_left(range(1, most), True, key=is_finite))
 
     def _tried(self, rules: RuleSet, scale: Tensor, *, swallowed: bool = False) -> Trial:
         graph = self._build(rules)
@@ -223,14 +213,14 @@ class StepTrials:
             resolve = {node: one for node, one in pairs if node not in scales}
             every = [one.state for one in options.setup.optimizers]
             known = [(states, {key: {**held} for key, held in states.items()}) for states in every]
-            values = {node: one.get(leaves) for node, one in resolve.items()}
+            values = {node: one(leaves) for node, one in resolve.items()}
             for states, before in known:  # a first call makes masters of 16-bit parameters
                 for parameter in [*states]:
                     if parameter not in before:
                         del states[parameter]
                     elif states[parameter].keys() != before[parameter].keys():
                         states[parameter] = before[parameter]
-        behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
+        behind = {node: one for node in resolve if (one := weights.behind(node.name)) is not None}
         return _Joint(joint, values, behind, begun.plan, weights.names(), _names(begun.captured))
 
 

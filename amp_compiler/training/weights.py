@@ -58,16 +58,13 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
     return WeightStorage(low, rounding, skips)
 
 
-def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightStorage) -> bool:
+def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightStorage) -> None:
     """Convert FP32 parameters in place, as `store_low`, that have no master beside them.
 
     Args:
         named: the parameters by name.
         low: the 16-bit type.
         storage: whether finite numbers beyond that type are stored as the largest that it holds, which is said.
-
-    Returns:
-        Whether there were such numbers.
 
     Raises:
         AmpError: they are not, and there are some; nothing is converted then.
@@ -84,7 +81,6 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
         if overflows[name]:
             parameter.data = saturated(parameter.data, low)
         store_low(parameter, low)
-    return any(overflows.values())
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:

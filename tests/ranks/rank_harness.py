@@ -20,7 +20,6 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.training.program import StepProgram
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
@@ -269,11 +268,6 @@ def same_everywhere(step: amp.TrainingStep, *models: nn.Module) -> list[Tensor]:
     """All that must be the same on every rank."""
     states = [tensor for one in step._optimizers for state in one.state.values() for tensor in state.values()]
     return [*(tensor for model in models for tensor in weights_of(model)), step.loss_scale, step.skipped_steps, *states]
-
-
-def programs_of(step: amp.TrainingStep) -> list[StepProgram]:
-    """All that a step has built so far."""
-    return [program for graph in step._choice._graphs for program in graph.programs.values()]
 
 
 def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:

@@ -21,7 +21,6 @@ from rank_harness import (
     Place,
     Tied,
     overflowing,
-    programs_of,
     rows,
     rules,
     same_everywhere,
@@ -114,7 +113,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     """Batches of two parts each: the ranks reduce once for both."""
     case = replace(CASES["adamw"], options={"accumulate": 2, "clip_norm": 0.1})
     model, step = trained_together(place, replace(case, batches=lambda: rows(6)), dtype="fp16")
-    texts = [program.report.graph_module.print_readable(print_output=False) for program in programs_of(step)]
+    texts = [program.report.graph_module.print_readable(print_output=False) for program in step._choice.programs]
     messages = sorted(text.count("all_reduce.default(") for text in texts)
     result = {"same": same_everywhere(step, model), "messages": messages}
     exact, _ = trained_together(place, case, enabled=False)
@@ -245,7 +244,7 @@ def low_types(place: Place) -> dict[str, Any]:
         case = replace(CASES[name], options=_scaled(low), batches=lambda: rows(3))
         model, step = trained_together(place, case)
         result["same"][low, name] = same_everywhere(step, model)
-        graphs = [one.report.graph_module.graph for one in programs_of(step)]
+        graphs = [one.report.graph_module.graph for one in step._choice.programs]
         result["sent"][low, name] = [traffic_of(graph, place.size, ()).sent for graph in graphs]
     return result
 

@@ -11,7 +11,7 @@ from toys import eager_step
 import amp_compiler as amp
 from amp_compiler.fx.finiteness import range_of
 from amp_compiler.ops.loss_scale import DynamicLossScale
-from amp_compiler.training.reporting.events import MOST, Events, NonfiniteEvent, Places
+from amp_compiler.training.reporting.events import MOST, Events, NonfiniteEvent
 
 
 class Attention(nn.Module):
@@ -175,7 +175,7 @@ def test_only_parameters_with_bad_gradients_are_named():
         return [flags]
 
     events = Events(torch.device("cpu"))
-    run = events.watched(step, ("a", "b", "c"), Places(flags=0, skipped=1, scale=2.0))
+    run = events.watched(step, ("a", "b", "c"), flags=0, skipped=1, scale=2.0)
     run(torch.tensor([0, 1, 1], dtype=torch.uint8), torch.tensor(0))
     assert events.read() == (NonfiniteEvent(1, 2.0, ("b", "c")),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,8 +130,6 @@ class BoundGroup:
     stale: Tensor
     parts: Parts | None = None
     _written: Sequence[Any] = field(default=(), repr=False)
-    _known_begun: bool = field(default=False, repr=False)
-    _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
@@ -158,7 +156,7 @@ class BoundGroup:
             self.tensor(first, number)
         states = [self.optimizer.state[parameter] for parameter in self.parameters]
         flags = {id(state.get(BEGUN)): state.get(BEGUN) for state in states}
-        if flags.keys() == {id(self.started)} or (self._known_begun and flags.keys() == {id(None)}):
+        if flags.keys() == {id(self.started)}:
             return  # nothing is read from the device
         begun = {flag is None or bool(flag) for flag in flags.values()}
         if len(begun) > 1:
@@ -166,8 +164,7 @@ class BoundGroup:
                 f"optimizer.state holds '{first}' for some parameters of a group and not for others",
                 hint="make the training step anew, or give all of them one",
             )
-        self._known_begun = begun.pop()
-        self.started.fill_(self._known_begun)
+        self.started.fill_(begun.pop())
         for state in states if flags.keys() != {id(None)} else []:
             state[BEGUN] = self.started
 
@@ -179,30 +176,18 @@ class BoundGroup:
 
     def tensor(self, column: str, number: int) -> Tensor:
         """Today's state tensor of one parameter, real; made first where there is none yet."""
-        if column == "hyper":
-            return self.hyper
-        if column == "started":
-            return self.started
-        if column == "stale":
-            return self.stale
-        parameter = self.parameters[number]
-        state = self.optimizer.state[parameter]
-        place = parameter.data_ptr(), parameter.stride()
-        known = self._checked.get((column, number))
-        held: Tensor | None = state.get(column)
-        if known is not None and held is not None and held is known[0]() and place == known[1]:
-            return as_real(held)
-        tensor = self._state_tensor(column, parameter, state)
-        self._checked[column, number] = weakref.ref(tensor), place
-        return as_real(tensor)
+        if column in ("hyper", "started", "stale"):
+            return getattr(self, column)  # type: ignore[no-any-return]
+        return as_real(self._state_tensor(column, self.parameters[number]))
 
-    def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    def _state_tensor(self, column: str, parameter: Tensor) -> Tensor:
+        state = self.optimizer.state[parameter]
         if column not in state or column == STEP:
             new = _zeros if self.parts is None else self.parts.zeros
             _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index], new)
         if column == COMPENSATION:
-            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state.setdefault(COMPENSATION, zeros)
+            if column not in state:
+                state[column] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             retyped(state, column, parameter.dtype)
             return laid_out(state, column, parameter)
         if column == STEP:
@@ -234,7 +219,7 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         if type(one) not in KINDS:
             check_traceable(one)
         _check_l1(one)
-        for parameter in _parameters(one):
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
             if id(parameter) in seen:
                 raise AmpError("a parameter stands in two optimizers or groups", hint="give each parameter one owner")
             seen.add(id(parameter))
@@ -264,51 +249,35 @@ def _check_l1(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
-    """Refuse weights without FP32 masters for optimizers whose update cannot store them.
+def check_updates(optimizers: Sequence[torch.optim.Optimizer], low: bool, shards: bool) -> None:
+    """Refuse weights without FP32 masters, and updates part by part, where an optimizer's update has no such form.
 
     Args:
         optimizers: checked optimizers.
         low: whether the weights have no masters.
-
-    Raises:
-        AmpError: names the first optimizer without such an update.
-    """
-    for one in optimizers if low else ():
-        if type(one) not in KINDS:
-            raise AmpError(
-                f"{type(one).__name__} updates FP32 masters only, and the rules say weights: {{master: low}}",
-                hint=f"use {FUSED_NAMES}, or weights: {{master: fp32}}",
-            )
-
-
-def check_split(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
-    """Refuse what cannot be updated part by part.
-
-    Args:
-        optimizers: checked optimizers.
-        low: whether the weights have no masters.
+        shards: whether the update is split over the ranks.
 
     Raises:
         AmpError: names the first optimizer whose own code is traced, which may look at whole weights; there are no
             masters that could be split.
     """
-    if low:
+    traced = next((type(one).__name__ for one in optimizers if type(one) not in KINDS), "")
+    if low and traced:
+        raise AmpError(
+            f"{traced} updates FP32 masters only, and the rules say weights: {{master: low}}",
+            hint=f"use {FUSED_NAMES}, or weights: {{master: fp32}}",
+        )
+    if shards and low:
         raise AmpError(
             "the rules say reduce: {shard: update} and weights: {master: low}, which has no masters to split",
             hint=f"write weights: {{master: fp32}}, or {UNSPLIT}",
         )
-    for one in optimizers:
-        if type(one) not in KINDS:
-            raise AmpError(
-                f"the update of {type(one).__name__} may need whole weights (its own code is traced), and the rules say"
-                " reduce: {shard: update}",
-                hint=f"use {FUSED_NAMES}, or {UNSPLIT}",
-            )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if shards and traced:
+        raise AmpError(
+            f"the update of {traced} may need whole weights (its own code is traced), and the rules say"
+            " reduce: {shard: update}",
+            hint=f"use {FUSED_NAMES}, or {UNSPLIT}",
+        )
 
 
 def bind(
@@ -344,20 +313,14 @@ def bind(
             asks = kind.started is not None and kind.started(group)
             alike: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
-                if id(parameter) in masters:
-                    number = id(parameter)
+                number = id(parameter)
+                if number in masters:
                     begun = not asks or _has_begun(kind, optimizer.state.get(parameter, {}))
-                    place = (
-                        parameter.device,
-                        parameter.dtype,
-                        number in low_weights,
-                        stored.get(number),
-                        buckets.get(number),
-                    )
-                    alike.setdefault((*place, begun), []).append(parameter)
-            for some in alike.values():
-                split = parts if id(some[0]) in buckets else None
-                bound.append(_bind_part(optimizer, index, some, masters, low_weights, stored.get(id(some[0])), split))
+                    place = stored.get(number), buckets.get(number), number in low_weights, begun
+                    alike.setdefault((*place, parameter.device, parameter.dtype), []).append(parameter)
+            for (storage, bucket, *_), some in alike.items():
+                split = None if bucket is None else parts
+                bound.append(_bind_part(optimizer, index, some, masters, low_weights, storage, split))
     return bound
 
 

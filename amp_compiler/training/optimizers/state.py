@@ -33,10 +33,7 @@ def send_numbers(target: Tensor, values: Sequence[Any], sent: Sequence[Any]) -> 
     """
     if any(isinstance(value, Tensor) for value in values):
         for place, value in enumerate(values):
-            if isinstance(value, Tensor):
-                target[place].copy_(value.squeeze(), non_blocking=True)
-            else:
-                target[place].fill_(value)
+            target[place].copy_(torch.as_tensor(value, dtype=torch.float64).squeeze(), non_blocking=True)
         return ()
     if values != sent:
         target.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)

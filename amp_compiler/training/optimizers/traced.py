@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,7 @@ def _own_update(
         before = _numbers(view)
         reads = isinstance(optimizer, _READS_VALUES)
         calls = StepCalls(name, {id(p): g for p, g in zip(own, grads, strict=True)}, reads=reads)
-        with torch.no_grad(), compiling(), selecting(type(optimizer).step) if reads else _nothing(), calls:
+        with torch.no_grad(), compiling(), selecting(type(optimizer).step) if reads else nullcontext(), calls:
             own_step(view)
         if _numbers(view) != before:
             raise _keeps_numbers(name, "an attribute or a hyperparameter")
@@ -223,9 +223,4 @@ def _keeps_numbers(name: str, what: str) -> OptimizerError:
 def _numbers(view: Optimizer) -> list[dict[str, Any]]:
     """Plain values of an optimizer that its step might change."""
     attributes = {k: v for k, v in view.__dict__.items() if isinstance(v, (int, float, str)) and not k.startswith("_")}
-    return [attributes, *({k: v for k, v in group.items() if k not in _NOTES} for group in view.param_groups)]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    return [attributes, *_hyperparameters(view)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import OptimizerError
+from amp_compiler.fx.torch_private.runtime import exchanged
 from amp_compiler.ops.update.operators import FUSED_NAMES
 
 _READS = (
@@ -111,15 +112,9 @@ _NUMBERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]] 
 }  # fmt: skip
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> AbstractContextManager[None]:
     """Let torch's optimizers take the branches that they take under a compiler: no check of devices, no reading."""
-    real = torch.compiler.is_compiling
-    torch.compiler.is_compiling = lambda: True
-    try:
-        yield
-    finally:
-        torch.compiler.is_compiling = real
+    return exchanged(torch.compiler, "is_compiling", lambda: True)
 
 
 @contextmanager

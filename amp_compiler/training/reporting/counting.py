@@ -46,7 +46,7 @@ def build_counting(batch: tuple[Any, ...], options: StepOptions, *, with_weights
 
     def inputs(leaves: Sequence[Any]) -> list[Any]:
         own_leaves = inputs_for(begun.leaves, leaves, first)
-        return [one.get(own_leaves) for one in resolve]
+        return [one(own_leaves) for one in resolve]
 
     def compiled(graph_module: fx.GraphModule, values: Sequence[Any]) -> Run:
         with building():

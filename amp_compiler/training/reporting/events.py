@@ -31,25 +31,6 @@ class NonfiniteEvent:
     parameters: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the graph of a step has what is noted.
-
-    Args:
-        flags: which of its results are the flags, uint8 [number of parameters]: 1 where a gradient was not finite.
-        skipped: which of its inputs is the number of steps skipped by now, INT64 scalar.
-        scale: which of its results is the loss scale that it ran with, FP32 scalar; a number where that never changes.
-    """
-
-    flags: int
-    skipped: int
-    scale: int | float
-
-    def scale_of(self, results: Sequence[Any]) -> Tensor | float:
-        """The loss scale of a run."""
-        return results[self.scale] if isinstance(self.scale, int) else self.scale
-
-
 class Events:
     """Keeps the last 16 of them, and never waits for the device.
 
@@ -68,7 +49,7 @@ class Events:
         >>> def step(bad, skipped):
         ...     skipped.add_(bad[0])
         ...     return [bad]
-        >>> run = events.watched(step, ("weight",), Places(flags=0, skipped=1, scale=8.0))
+        >>> run = events.watched(step, ("weight",), flags=0, skipped=1, scale=8.0)
         >>> for bad in (0, 1, 0):
         ...     _ = run(torch.tensor([bad], dtype=torch.uint8), skipped)
         >>> events.read()
@@ -80,13 +61,16 @@ class Events:
         self.looks = device.type == "cpu"
         self._tables: dict[tuple[str, ...], _Table] = {}
 
-    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
+    def watched(self, run: Run, names: tuple[str, ...], *, flags: int, skipped: int, scale: int | float) -> Run:
         """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
 
         Args:
             run: takes the placeholders' tensors; gives the results.
             names: of the parameters whose flags it gives.
-            places: where it has what is noted.
+            flags: which of its results are the flags, uint8 [number of parameters]: 1 where a gradient was not finite.
+            skipped: which of its inputs is the number of steps skipped by now, INT64 scalar.
+            scale: which of its results is the loss scale that it ran with, FP32 scalar; a number where that never
+                changes.
         """
         table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
 
@@ -94,9 +78,9 @@ class Events:
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps.add_(1)
-            flags = results[places.flags]
-            if not self.looks or bool(flags.any()):
-                table.put(self._steps, flags, places.scale_of(results), inputs[places.skipped])
+            bad, ran_with = results[flags], results[scale] if isinstance(scale, int) else scale
+            if not self.looks or bool(bad.any()):
+                table.put(self._steps, bad, ran_with, inputs[skipped])
             return results
 
         return noted
@@ -142,7 +126,7 @@ class _Table:
 
         Args:
             step: its number, INT64 [1].
-            flags: as in `Places`.
+            flags: as for `Events.watched`.
             scale: that it ran with.
             skipped: how many were skipped, this one counted.
         """

@@ -60,7 +60,7 @@ def _replayed(program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> Fin
     for node, resolve in zip(placeholders, program.compiled.resolve, strict=True):
         if not only_update_reads(node):
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
-            values[node] = scale if is_scale else resolve.get(leaves)
+            values[node] = scale if is_scale else resolve(leaves)
     return Replay(program.report.graph_module).run_again(values, scale.device)
 
 

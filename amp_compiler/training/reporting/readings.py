@@ -1,8 +1,10 @@
-"""What can be read off a training step after a call."""
+"""What can be read off a training step after a call, and what is built of it to be looked at, not trained on."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,35 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, LossScaleError
+from amp_compiler.forward.autocast import autocast_totals
+from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.program import normalize
+from amp_compiler.fx.capture.autocast_state import autocast_off
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.step_graph import step_graph_of
+from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteReport
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.parts import UNSPLIT
+from amp_compiler.ranks.traffic import Traffic, traffic_of
+from amp_compiler.training.build import begin_gradients
+from amp_compiler.training.capture import capture_once
+from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.program_choice import ProgramChoice
+from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.reporting.events import NonfiniteEvent
-from amp_compiler.training.reporting.inspection import StepInspection
 from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
+from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.state import StepState
+from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
+from amp_compiler.training.trial import StepTrials
+from amp_compiler.training.weights import widened
 
 _GATHERED = (
     "a batch that was gathered before the last one made it, or the last one with other random numbers:"
@@ -36,9 +54,27 @@ _TRAINED = (
 )
 
 
-class StepReadings(StepInspection):
-    """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
+@dataclass(frozen=True)
+class DryStep:
+    """A step that was built as far as its graph.
 
+    Args:
+        graph_module: the whole step, as all passes of STEP leave it.
+        traffic: what a rank sends and holds; `None` for one process.
+    """
+
+    graph_module: fx.GraphModule
+    traffic: Traffic | None
+
+
+class StepReadings:
+    """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it.
+
+    It also builds what `amp.find_nonfinite`, `amp.profile` and `amp.tune` run.
+    """
+
+    _setup: StepSetup
+    _choice: ProgramChoice
     _accumulate: int
     _gathered: int
     _enabled: bool
@@ -239,6 +275,67 @@ class StepReadings(StepInspection):
         except LossScaleError as error:
             error.add_report(report)
             raise
+
+    def graph_for(self, *batch: Any) -> DryStep:
+        """The graph of a step for a batch, which is neither compiled nor run; for reading, of any size.
+
+        Model and batch may lie on torch's meta device. Weights are converted as the first call does it. Of several
+        ranks nothing is sent, so that the others may be those of a fake process group.
+
+        Args:
+            batch: what stands behind `model` in `loss_fn`.
+
+        Raises:
+            CaptureError: the loss cannot be captured as one graph.
+
+        Example:
+            >>> import torch, amp_compiler as amp
+            >>> model = torch.nn.Linear(4096, 4096, device="meta")
+            >>> step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            ...                          dtype="bf16")
+            >>> graph = step.graph_for(torch.empty(8, 4096, device="meta")).graph_module.graph
+            >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
+            1
+        """
+        self._check_hooks()
+        options, reduction = self._choice.options(""), self._setup.reduction
+        if reduction is not None:  # all ranks are taken to have gradients of the same weights
+            options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
+        with autocast_off(), building():
+            step, weights, _ = begin_gradients(batch, options, Stages(), whole=True)
+        traffic = None if reduction is None else traffic_of(step.graph, reduction.ranks, weights.updated)
+        return DryStep(step, traffic)
+
+    def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
+        self._check_hooks()
+        with autocast_off(), building():
+            return build_counting(batch, self._choice.options(""), with_weights=with_weights)
+
+    def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
+        self._check_hooks()
+        return StepTrials(batch, self._choice.options(""))
+
+    def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
+        """What `torch.autocast` would cast in the forward: the loss is captured once more, and nothing is changed."""
+        setup = self._setup
+        with autocast_off(), building(), generators_kept():
+            captured = capture_once(setup.module, batch, torch_dtype(setup.low)).captured
+            normalize(captured.graph_module, setup.settings, None, ROOT, setup.low)
+        frozen = {name for name, parameter in setup.module.named_parameters() if not parameter.requires_grad}
+        return autocast_totals(captured, setup.low, setup.device.type, frozen)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[LossModule]:
+        """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
+        self._check_hooks()
+        module = self._setup.module
+        module.adopt(self._setup.optimizers)
+        with widened(module.parameters()):
+            yield module
+
+    def _check_hooks(self) -> None:
+        check_hooks(self._setup.optimizers, self._setup.between)
 
 
 def _flags(output: StepOutput) -> list[int]:

@@ -53,7 +53,7 @@ class StuckWatch:
 
     def __init__(self, device: torch.device, copy: PinnedCopy | None = None) -> None:
         self._device, self._copy = device, copy
-        self._pending = self._stale = False
+        self._pending = False
         self._every, self._steps = 1, 0
 
     def note(self, scaling: LossScale, state: LossScaleState) -> bool:
@@ -76,7 +76,7 @@ class StuckWatch:
         # One at a time, and not after every step: a scale that is stuck still is so when the next copy starts.
         if not self._pending and self._steps % self._every == 0:
             self._copy.start(scaling.stuck(state))
-            self._pending, self._stale = True, False
+            self._pending = True
         return False
 
     def arrived(self) -> bool:
@@ -84,8 +84,8 @@ class StuckWatch:
         if self._copy is None or not self._pending or not self._copy.done():
             return False
         self._pending = False
-        return not self._stale and self._copy.value()
+        return self._copy.value()
 
     def forget(self) -> None:
         """Pass over what is under way, because the state was replaced."""
-        self._stale = True
+        self._pending = False

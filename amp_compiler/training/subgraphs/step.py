@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -62,14 +62,11 @@ class SubgraphStep:
     def _new_subgraphs(self) -> Subgraphs:
         return Subgraphs(self.model, self._settings, name_of(self.model), root=ROOT)
 
-    def prepare(
-        self, leaves: Sequence[Any], spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
-    ) -> Made:
+    def prepare(self, batch: tuple[Any, ...], options: StepOptions, owners: Any, decide: Decide | None = None) -> Made:
         """Run forward and backward, and have the update's program ready.
 
         Args:
-            leaves: the batch.
-            spec: its tree.
+            batch: arguments of the loss function behind the model.
             options: what to build an update for.
             owners: which parameters stand in which group of which optimizer.
             decide: gives what all ranks have a gradient of, see `shared`; `None` for one process.
@@ -78,7 +75,6 @@ class SubgraphStep:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
             LoweringError: a subgraph, or the update, cannot be compiled.
         """
-        batch, _ = pytree.tree_unflatten(list(leaves), spec)
         computed = self.hooked(self.forward_and_backward(batch, options.setup.optimizers), options)
         computed = self.completed(computed, options.gather)
         if decide is not None:
@@ -137,7 +133,7 @@ class SubgraphStep:
         try:
             return self._run(batch, optimizers)
         except Exception as error:  # the model's own code may raise anything
-            if isinstance(error, AmpError) and self.cause.hint == RETURN_THE_LOSS:
+            if self.cause.hint == RETURN_THE_LOSS:
                 raise self.cause from error
             twice = isinstance(error, DoubleBackwardError) or needs_double_backward(error)
             if twice and self._settings.runs_on.compiled:
@@ -150,8 +146,6 @@ class SubgraphStep:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> AmpError:
-        if self.cause.hint == RETURN_THE_LOSS:
-            return self.cause
         return CaptureError(
             f"the step failed in subgraphs: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",
@@ -217,12 +211,12 @@ class SubgraphStep:
         if gather != "use":
             return computed
         gathered = self.state.sums.gathered
-        gradients = {
-            name: computed.gradients[name] if name in computed.gradients else _no_gradient(parameter)
+        types = {
+            name: torch.float32 if is_stored_low(parameter) else as_real(parameter.detach()).dtype
             for name, parameter in self.model.named_parameters()
             if name in computed.gradients or id(parameter) in gathered
         }
-        return replace(computed, gradients=gradients)
+        return self._with_zeros(computed, types)
 
     def shared(self, computed: Made, decide: Decide, gather: str) -> Made:
         """With zeros for what other ranks have a gradient of, and this one does not.
@@ -240,22 +234,24 @@ class SubgraphStep:
         agreed = decide(tuple(own), tuple(computed.buffers))
         if gather == "add":
             return computed
-        parameters = dict(self.model.named_parameters())
-        gradients = {}
-        for one in agreed:
-            name = named[one.name]
-            gradient = computed.gradients.get(name)
-            gradients[name] = (
-                torch.zeros_like(as_real(parameters[name].detach()), dtype=one.dtype) if gradient is None else gradient
-            )
-        return replace(computed, gradients=gradients)
+        return self._with_zeros(computed, {named[one.name]: one.dtype for one in agreed})
+
+    def _with_zeros(self, computed: Made, types: Mapping[str, torch.dtype]) -> Made:
+        """With a gradient for each of these parameters, in this order."""
+        parameters, known = dict(self.model.named_parameters()), computed.gradients
+        missing = {
+            name: torch.zeros_like(as_real(parameters[name].detach()), dtype=dtype)
+            for name, dtype in types.items()
+            if name not in known
+        }
+        return replace(computed, gradients={name: known[name] if name in known else missing[name] for name in types})
 
     def update_for(self, computed: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         types = tuple((name, gradient.dtype) for name, gradient in computed.gradients.items())
         key = (owners, options.gather, options.divisor, options.scale, types, tuple(computed.buffers))
         program = self._updates.get(key)
-        if program is None or any(group.flags_changed() for group in program.compiled.groups):
+        if program is None or program.flags_changed:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(begun, options)
         return program
@@ -316,9 +312,3 @@ def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
     if is_laid_out_like(gradient, parameter):
         return gradient
     return empty_laid_out_like(parameter, gradient.dtype).copy_(gradient)
-
-
-def _no_gradient(parameter: Tensor) -> Tensor:
-    """Zeros as the gradient of a parameter: FP32 where it is stored in 16 bits alone."""
-    real = as_real(parameter.detach())
-    return torch.zeros_like(real, dtype=torch.float32 if is_stored_low(parameter) else real.dtype)
