@@ -183,7 +183,10 @@ class _Run:
         torch.manual_seed(0)
         model = SmallCnn(batch_norm).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = self._our_step(model, optimizer) if self.mode == STEP else self._torch_step(model, optimizer)
+        if self.mode == STEP:
+            step = training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
+        else:
+            step = self._torch_step(model, optimizer)
         order = _batches(len(data.train_labels), steps)
         times = []
         for index in order:
@@ -199,9 +202,6 @@ class _Run:
             ms_per_step=1000 * statistics.median(times[WARM_UP:]),
             cast_bytes=self._cast_bytes(step, model, data.train_images[order[0]], data.train_labels[order[0]]),
         )
-
-    def _our_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
-        return training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
 
     def _torch_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
         # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
