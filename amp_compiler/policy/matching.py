@@ -95,24 +95,20 @@ class RuleMatcher:
 
     def _merge(self, node: Node, rule: Rule, matched: list[Rule]) -> Decision:
         """The decision of `rule` with what later rules (`matched`, last first, ending in `rule`) refine."""
-        backward = next(
-            (refining_rule.backward for refining_rule in matched if refining_rule.backward is not None), None
-        )
         reason = rule.why or default_reason(node.op, self.rules.ops.info(node.op).family, rule)
         refining = [later.where for later in reversed(matched[:-1])]
         if refining:
             reason += f"; arithmetic refined by {', '.join(refining)}"
-        said = next((refining_rule for refining_rule in matched if refining_rule.math is not None), None)
+        said = next((one for one in matched if one.math is not None), None)
+        backward = next((one for one in matched if one.backward is not None), None)
+        backward_math = next((one for one in matched if one.backward_math is not None), None)
         return Decision(
             precision=rule.precision or Precision.KEEP,
             rule=rule.where,
             reason=reason,
             math=None if said is None else said.math,
-            backward=backward,
-            backward_math=next(
-                (refining_rule.backward_math for refining_rule in matched if refining_rule.backward_math is not None),
-                None,
-            ),
+            backward=None if backward is None else backward.backward,
+            backward_math=None if backward_math is None else backward_math.backward_math,
             refusal=rule.refusal,
             math_rule="" if said is None else said.where,
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.policy.exclusions import Imported
-from amp_compiler.policy.importing.facts import facts, read_text
+from amp_compiler.policy.importing.facts import LEAST, MOST, facts, read_text
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
@@ -17,7 +17,6 @@ from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 PRESET = "deepspeed"
 _OLD = "bfloat16"  # read where there is no bf16
 _BESIDE = ("torch_autocast", "amp")
-_LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
 _READ = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "zero_optimization", "gradient_clipping",
          "gradient_accumulation_steps", "optimizer", "data_types")  # fmt: skip
 _OWN = (*_READ[:7], "train_batch_size", "train_micro_batch_size_per_gpu")  # no option of a converter has such a name
@@ -169,7 +168,7 @@ class _Config:
         scale = float(options["loss_scale"])
         if scale < 0:
             raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write 0 for a dynamic scale, or a number")
-        if scale and not _LEAST <= scale <= _MOST:
+        if scale and not LEAST <= scale <= MOST:
             raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write a number of FP32's normal range")
         section = {"mode": "static", "init": scale} if scale else self.dynamic(options)
         return {"extends": PRESET, "loss_scale": section, **self.weights("fp16", options)}
