@@ -19,7 +19,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 BUDGET = {
     "errors": 190,
     "ir": 1_760,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
-    "policy": 3_490,  # to come to 3,400: tables of execution providers came
+    "policy": 3_470,  # to come to 3,400: tables of execution providers came
     "planner": 1_940,
     "fx": 5_650,  # to come to 3,900: compiled code in one file for other machines came
     "forward": 3_150,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
@@ -27,7 +27,7 @@ BUDGET = {
     "ranks": 1_600,
     "backends": 1_040,
     "ops": 7_400,
-    "onnx": 11_680,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "onnx": 11_670,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_600,
     "report": 2_900,
     "cli": 1_900,
@@ -35,7 +35,7 @@ BUDGET = {
     "passes": 9_390,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 63_200  # of all rooms together; to come to 59,400
+SOURCES = 63_180  # of all rooms together; to come to 59,400
 TESTS = 50_000  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py

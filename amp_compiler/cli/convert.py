@@ -129,7 +129,8 @@ def convert(
         done = convert_onnx(
             opened, output, dtype=dtype, calibration=calibration, providers=provider or None,
             custom_ops=custom_ops or None, rules=rules, keep_io_types=keep_io_type or keep_io_types,
-            raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse, target=target,
+            raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+            target=target,  # type: ignore[arg-type]  # one of the tables', or refused there
         )  # fmt: skip
         progress.advance(task)
         written, compared = open_to_run(output), None

@@ -78,8 +78,8 @@ def attention_backward(
     """
     if not can_run(query, key, value, dropout_p, attn_mask):
         rest = (logsumexp, dropout_p, is_causal)
-        made = ATEN_BACKWARD(grad_out, query, key, value, out, *rest, attn_mask=attn_mask, scale=scale)
-        return made[0], made[1], made[2]
+        result = ATEN_BACKWARD(grad_out, query, key, value, out, *rest, attn_mask=attn_mask, scale=scale)
+        return result[0], result[1], result[2]
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     operands = [_dense_rows(one) for one in (grad_out, query, key, value, out)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu.build import library
@@ -50,7 +49,7 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
     if can_run(x):
         _call("amp_unfold", x, matrix, (rows, columns), (kernel, stride, padding, dilation))
     elif matrix.numel():
-        matrix.copy_(F.unfold(x, kernel, dilation, padding, stride).transpose(1, 2).flatten(0, 1))
+        matrix.copy_(torch.ops.aten.im2col(x, kernel, dilation, padding, stride).transpose(1, 2).flatten(0, 1))
     return matrix
 
 
@@ -93,8 +92,8 @@ def fold_patches(
         _call("amp_fold", images, gradient.contiguous(), (rows, columns), (kernel, stride, padding, dilation))
         return images
     columns_of_patches = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
-    images = F.fold(columns_of_patches, size[2:], kernel, dilation, padding, stride)
-    return images.to(gradient.dtype, memory_format=torch.channels_last)
+    summed: Tensor = torch.ops.aten.col2im(columns_of_patches, size[2:], kernel, dilation, padding, stride)
+    return summed.to(gradient.dtype, memory_format=torch.channels_last)
 
 
 @fold_patches.register_fake

@@ -119,7 +119,7 @@ class RuleMatcher:
         if candidates is None:
             info = self.rules.ops.info(node.op)
             candidates = tuple(
-                (rule, tuple(one for one in rule.match.conditions if self._is_own(one)))
+                (rule, tuple(one for one in rule.match.conditions if one.kind.holds and not one.kind.by_part))
                 for rule in reversed(self.rules.rules)
                 if all(
                     one.possible(info, self.context) and (not one.kind.by_part or one.holds(node, self.view))
@@ -128,11 +128,6 @@ class RuleMatcher:
             )
             self._by_kind[kind] = candidates
         return candidates
-
-    @staticmethod
-    def _is_own(condition: Condition) -> bool:
-        """True for what must be asked of each node of one op and part."""
-        return not condition.kind.by_part and condition.kind.holds is not None
 
 
 def default_reason(op: str, family: str, rule: Rule) -> str:

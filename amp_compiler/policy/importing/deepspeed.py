@@ -247,7 +247,8 @@ class _Config:
                 self.notes.append(f"{key} is 'auto', for the Trainer to fill in; the step takes {name}=")
             elif value is not None and not (key == "gradient_clipping" and value == 0):
                 if name == "accumulate":
-                    value = int(_number(self.place(key), value, _counts, "a whole number from 1 on"))
+                    known = "a whole number from 1 on"
+                    value = int(_number(self.place(key), value, lambda it: it >= 1 and it == int(it), known))
                 else:
                     _number(self.place(key), value, lambda it: it > 0, "a positive number")
                 taken.append(f"{name}={value!r}")
@@ -279,7 +280,3 @@ def _number(mark: Mark, value: Any, good: Callable[[float], bool], must: str) ->
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
         raise mark.error(f"it is {value!r}, and must be {must}", "correct it")
     return value
-
-
-def _counts(number: float) -> bool:
-    return number >= 1 and number == int(number)
