@@ -18,19 +18,19 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 190,
-    "ir": 1_770,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
-    "policy": 3_530,  # to come to 3,400: tables of execution providers came
+    "ir": 1_760,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
+    "policy": 3_470,  # to come to 3,400: tables of execution providers came
     "planner": 1_940,
     "fx": 5_470,  # to come to 3,900: compiled code in one file for other machines came
     "forward": 3_100,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
     "training": 7_090,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,
-    "ops": 7_520,  # to come to 7,400: the update finds what was written past version counters
-    "onnx": 11_730,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
-    "diagnose": 3_660,  # to come to 3,600: models with graph breaks are looked into too; the form of a batch came
-    "report": 2_910,  # to come to 2,900: lists of hits, print as a whole, a head came
-    "cli": 1_970,  # to come to 1,900
+    "ops": 7_400,
+    "onnx": 11_670,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "diagnose": 3_600,
+    "report": 2_900,
+    "cli": 1_900,
     "integrations": 300,
     "passes": 9_390,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`

@@ -1,168 +1,123 @@
-"""What `amp-compiler convert` does: convert, verify, report."""
+"""The command `amp-compiler convert`: convert, verify, report. What is heavy is imported last."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+import typer
 
-from amp_compiler.cli.usage import check_place
-from amp_compiler.ir.dtypes import ShortName
-from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.check.batches import count_batches, iterate_batches
-from amp_compiler.onnx.check.loads import Refusal
-from amp_compiler.onnx.check.memory import MEMORY, SECONDS
-from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.run import make_engine, open_to_run, stored_bytes
-from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport
-from amp_compiler.onnx.check.verify import verify as compare
-from amp_compiler.onnx.convert import convert_onnx
-from amp_compiler.onnx.lowering.scale_products import fp8_nodes
-from amp_compiler.onnx.model.external import external_files
-from amp_compiler.onnx.model.model import OnnxFile
-from amp_compiler.report.table import human_bytes
+from amp_compiler.cli.options import JsonOption, RulesOption, TargetOption
+from amp_compiler.cli.usage import UsageError, check_place, read_stored_type
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What came of it.
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="The FP32 model; it is never changed.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
+    rules: RulesOption = "default",
+    dtype: Annotated[
+        Any, typer.Option("--dtype", parser=read_stored_type, metavar="[fp16|bf16]", help="The 16-bit type.")
+    ] = "fp16",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate", metavar="DATA", help="An npz file of inputs, or a folder of them: one batch a file."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or drawn inputs."),
+    ] = False,
+    verify_memory: Annotated[
+        float, typer.Option("--verify-memory", min=0, metavar="GB", help="What a run on drawn inputs may take.")
+    ] = 1.0,
+    verify_seconds: Annotated[
+        float,
+        typer.Option("--verify-seconds", min=0, metavar="S", help="What a batch of them may take, by estimate."),
+    ] = 10.0,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16, 0.1 in fp8."
+        ),
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write the plan as a page for the browser.")] = None,
+    keep_io_types: Annotated[
+        bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
+    ] = True,
+    keep_io_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-io-type", metavar="NAME", help="Only this input or output keeps its type. Give it once for each."
+        ),
+    ] = None,
+    raise_opset: Annotated[
+        bool,
+        typer.Option(
+            "--raise-opset/--no-raise-opset",
+            help="Raise the opset where only a later one admits the 16-bit type; else such nodes stay FP32.",
+        ),
+    ] = True,
+    opset: Annotated[
+        int | None, typer.Option("--opset", min=1, metavar="N", help="Raise the model to this opset, and no further.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime.",
+        ),
+    ] = True,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provider",
+            metavar="NAME",
+            help="Execution provider of ONNX Runtime to calibrate and verify on, such as CUDAExecutionProvider. Give "
+            "it once for each, the first choice first.",
+        ),
+    ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option("--custom-ops", metavar="LIBRARY", help="A library of custom ops. Give it once for each."),
+    ] = None,
+    as_fp32: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as-fp32",
+            metavar="TYPE",
+            help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
+        ),
+    ] = None,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse/--no-fuse",
+            help="Write norms and GELUs that stand in parts as the one op that the opset has for each. "
+            "By default none. An RMSNorm has an op from opset 23 on.",
+        ),
+    ] = False,
+    target: TargetOption = None,
+    json_: JsonOption = False,
+) -> None:
+    """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
+    named = {"the input": source, "the output": output, "the data of the output": Path(f"{output}.data")}
+    check_place("--report", report, named | {"the rules": Path(rules), "the calibration data": calibrate})
+    if tolerance is not None and not verify:
+        raise UsageError("it says which --verify passes", where="--tolerance", hint="give --verify as well")
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    Args:
-        output: the file that was written.
-        plan: the plan.
-        run_time_casts: casts of values that are made when the model runs; stored weights are cast once, here.
-        cast_bytes: bytes that those casts move in one run.
-        input_bytes: size of the input with its external data.
-        output_bytes: size of the output with its external data.
-        verification: the comparison, where it was asked for.
-        calibrate: the data that it was compared on; `None` for random inputs.
-        tolerance: the error that passes.
-        refusal: why the installed ONNX Runtime does not load the output.
-        notes: what else there is to know.
-    """
+    from amp_compiler.cli.summary import Summary
+    from amp_compiler.onnx.check.probes import Probes
+    from amp_compiler.onnx.check.run import make_engine, open_to_run, stored_bytes
+    from amp_compiler.onnx.check.verify import TOLERANCES
+    from amp_compiler.onnx.check.verify import verify as compare
+    from amp_compiler.onnx.convert import convert_onnx
+    from amp_compiler.onnx.lowering.scale_products import fp8_nodes
+    from amp_compiler.onnx.model.external import external_files
 
-    output: Path
-    plan: PrecisionPlan
-    run_time_casts: int
-    cast_bytes: int
-    input_bytes: int
-    output_bytes: int
-    verification: VerifyReport | None
-    calibrate: Path | None
-    tolerance: float
-    refusal: Refusal | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def failed(self) -> bool:
-        """Whether there was a verification and it failed."""
-        return self.verification is not None and not self.verification.ok(self.tolerance)
-
-    @property
-    def precisions(self) -> Counter[str]:
-        """Number of nodes by precision."""
-        return Counter(node.precision for node in self.plan.nodes)
-
-    def to_json(self) -> str:
-        """The summary as JSON, for scripts."""
-        data: dict[str, Any] = {
-            "output": str(self.output),
-            "dtype": self.plan.dtype,
-            "rules": self.plan.rules,
-            "nodes": {name: self.precisions[name] for name in ("low", "fp32", "keep")},
-            "casts": self.run_time_casts,
-            "cast_bytes": self.cast_bytes,
-            "input_bytes": self.input_bytes,
-            "output_bytes": self.output_bytes,
-            "size_ratio": self.output_bytes / self.input_bytes,
-            "verification": None,
-            "refusal": None if self.refusal is None else asdict(self.refusal),
-            "notes": list(self.notes),
-        }
-        if self.verification is not None:
-            data["verification"] = {
-                **self.verification.to_dict(),
-                "tolerance": self.tolerance,
-                "passed": not self.failed,
-                "random_inputs": self.calibrate is None,
-            }
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
-    def print(self, console: Console) -> None:
-        """The summary as a table, for people."""
-        table = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        counts = self.precisions
-        nodes = f"{counts['low']} {self.plan.dtype}, {counts['fp32']} fp32, {counts['keep']} kept as they were"
-        table.add_row("nodes", nodes)
-        table.add_row("casts", f"{self.run_time_casts}, {human_bytes(self.cast_bytes)} a run")
-        sizes = f"{human_bytes(self.input_bytes)} → {human_bytes(self.output_bytes)}"
-        table.add_row("size", f"{sizes} (ratio {self.output_bytes / self.input_bytes:.2f})")
-        if self.verification is not None:
-            source = "random inputs" if self.calibrate is None else str(self.calibrate)
-            verdict = "FAILED" if self.failed else "passed"
-            error = f"{self.verification.largest_error:.3g} (at most {self.tolerance:g}): {verdict}, on {source}"
-            table.add_row("largest error", error)
-        table.add_row("written", str(self.output))
-        console.print(table, markup=False)
-        for note in (*self.notes, *([str(self.refusal)] if self.refusal is not None else [])):
-            console.print(f"note: {note}", markup=False, highlight=False)
-        report = self.verification
-        if report is not None and not (self.failed or report.first_bad is not None) and report.untried:
-            console.print(f"not tried: {'; '.join(report.untried)}", markup=False, highlight=False)
-        if self.verification is not None and (self.failed or self.verification.first_bad is not None):
-            console.print(str(self.verification), markup=False, highlight=False, end="")
-        if self.failed:
-            data = "DATA.npz" if self.calibrate is None else self.calibrate
-            hint = f"amp-compiler tune IN.onnx tuned.yaml --data {data} finds the nodes that have to stay in FP32"
-            if self.calibrate is None:
-                hint = f"verify on data of the model's own kind, --calibrate {data}; if that fails too, {hint}"
-            console.print(f"hint: {hint}; convert with --rules tuned.yaml", markup=False, highlight=False)
-
-
-def run_convert(
-    source: Path,
-    output: Path,
-    *,
-    dtype: ShortName = "fp16",
-    calibrate: Path | None = None,
-    verify: bool = False,
-    verify_memory: float = MEMORY / 1e9,
-    verify_seconds: float = SECONDS,
-    tolerance: float | None = None,
-    report: Path | None = None,
-    providers: Sequence[str] | None = None,
-    custom_ops: Sequence[Path] | None = None,
-    **options: Any,
-) -> Summary:
-    """Convert as the command line asks, with a progress bar on the standard error where that is a terminal.
-
-    Args:
-        source: the model.
-        output: the file to write.
-        dtype: `fp16` or `bf16`.
-        calibrate: an npz file or a folder of them.
-        verify: run both models and compare.
-        verify_memory: GB that a run on drawn inputs may take.
-        verify_seconds: seconds that a batch of them may take, by estimate.
-        tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
-        report: write the plan there as a page for the browser.
-        providers: execution providers of ONNX Runtime.
-        custom_ops: libraries of custom ops for ONNX Runtime.
-        options: others of `convert_onnx`.
-
-    Raises:
-        AmpError: the model, the rules or the data cannot be read, or the model cannot be converted or written.
-    """
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
     opened = open_to_run(source)
@@ -172,13 +127,15 @@ def run_convert(
         calibration = None if calibrate is None else _ticking(progress, "calibrate", calibrate, opened)
         task = progress.add_task("convert", total=1)
         done = convert_onnx(
-            opened, output, dtype=dtype, calibration=calibration, providers=providers or None,
-            custom_ops=custom_ops or None, **options,
+            opened, output, dtype=dtype, calibration=calibration, providers=provider or None,
+            custom_ops=custom_ops or None, rules=rules, keep_io_types=keep_io_type or keep_io_types,
+            raise_opset=raise_opset, opset=opset, check=check, as_fp32=tuple(as_fp32 or ()), fuse=fuse,
+            target=target,  # type: ignore[arg-type]  # one of the tables', or refused there
         )  # fmt: skip
         progress.advance(task)
         written, compared = open_to_run(output), None
         if verify:
-            engine = make_engine(providers or None, custom_ops or None)
+            engine = make_engine(provider or None, custom_ops or None)
             if calibrate is not None:
                 compared = compare(opened, written, _ticking(progress, "verify", calibrate, opened), engine=engine)
             else:
@@ -190,14 +147,22 @@ def run_convert(
     weights = {tensor.name for tensor in opened.proto.graph.initializer}
     casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
     usual = TOLERANCES["fp8" if fp8_nodes(done.plan) else dtype]
-    return Summary(
+    summary = Summary(
         output, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened), stored_bytes(written),
         compared, calibrate, usual if tolerance is None else tolerance, done.refusal, done.notes,
     )  # fmt: skip
+    if json_:
+        typer.echo(summary.to_json(), nl=False)
+    else:
+        summary.print(Console())
+    if summary.failed:
+        raise typer.Exit(3)
 
 
-def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:
+def _ticking(progress: Any, name: str, batches: Path, model: Any) -> Iterator[dict[str, Any]]:
     """The batches, each of which moves a bar on when the next is asked for."""
+    from amp_compiler.onnx.check.batches import count_batches, iterate_batches
+
     task = progress.add_task(name, total=count_batches(batches))
     for batch in iterate_batches(batches, model):
         yield batch

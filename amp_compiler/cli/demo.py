@@ -183,7 +183,7 @@ class _Run:
         torch.manual_seed(0)
         model = SmallCnn(batch_norm).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = self._our_step(model, optimizer) if self.mode == STEP else self._torch_step(model, optimizer)
+        step = self._step(model, optimizer)
         order = _batches(len(data.train_labels), steps)
         times = []
         for index in order:
@@ -200,10 +200,9 @@ class _Run:
             cast_bytes=self._cast_bytes(step, model, data.train_images[order[0]], data.train_labels[order[0]]),
         )
 
-    def _our_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
-        return training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
-
-    def _torch_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+        if self.mode == STEP:
+            return training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
         # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.mode != FP32 and self.low is torch.float16)
 

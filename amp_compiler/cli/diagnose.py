@@ -9,7 +9,7 @@ import typer
 
 from amp_compiler.cli.options import ArgsOption, EvalOption, OutputOption, RulesOption, TypeOption
 from amp_compiler.cli.tune import model_and_batches
-from amp_compiler.cli.usage import UsageError, check_place, emit
+from amp_compiler.cli.usage import check_place, emit
 
 _Model = Annotated[str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory, or an ONNX file.")]
 _Data = Annotated[
@@ -27,14 +27,8 @@ def _opened(
 ) -> tuple[Any, Any, dict[str, Any]]:  # fmt: skip
     """What is looked into, its batches and the options."""
     check_place("--output", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
-    options = {"rules": rules, "dtype": dtype}
-    if loss:
-        if model.endswith(".onnx"):
-            raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
-        from amp_compiler.cli.model_spec import load_loss
-
-        options["loss_fn"] = load_loss(loss)
-    return *model_and_batches(model, data, args, eval_mode, options.get("loss_fn")), options
+    subject, batches, loss_fn = model_and_batches(model, data, args, eval_mode, loss)
+    return subject, batches, {"rules": rules, "dtype": dtype, "loss_fn": loss_fn}
 
 
 def profile(

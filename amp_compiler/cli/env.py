@@ -1,4 +1,4 @@
-"""The command `env`: what to paste into a report of a bug."""
+"""The command `amp-compiler env`. Torch is imported last."""
 
 from __future__ import annotations
 
@@ -6,40 +6,44 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterator
 from importlib import metadata
 
-import torch
-
-from amp_compiler.fx.torch_private.runtime import has_bf16_kernels
-from amp_compiler.ops.cache_folder import cache_folder
-from amp_compiler.ops.cpu.build import compiler_command
+import typer
 
 _PACKAGES = ("amp_compiler", "torch", "triton", "numpy", "networkx", "pydantic", "onnx", "onnx-ir", "onnxscript",
              "onnxruntime", "onnxruntime-gpu", "transformers", "accelerate", "lightning")  # fmt: skip
 _VARIABLES = ("AMP_", "TORCH", "OMP_", "MKL_", "CUDA_", "CXX", "NCCL_")
 
 
-def environment() -> Iterator[str]:
-    """Versions, devices, the compiler, the caches and the variables that are set, a line each."""
-    yield f"Python: {platform.python_version()} on {platform.platform()}"
+def env() -> None:
+    """Print versions, devices, the compiler, caches and variables: what to paste into a report of a bug."""
+    import torch
+
+    from amp_compiler.fx.torch_private.runtime import has_bf16_kernels
+    from amp_compiler.ops.cache_folder import cache_folder
+    from amp_compiler.ops.cpu.build import compiler_command
+
+    typer.echo(f"Python: {platform.python_version()} on {platform.platform()}")
     for package in _PACKAGES:
         try:
-            yield f"{package}: {metadata.version(package)}"
+            typer.echo(f"{package}: {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            yield f"{package}: not installed"
+            typer.echo(f"{package}: not installed")
     kernels = "with" if has_bf16_kernels() else "without"
-    yield f"CPU: {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {kernels} BF16 products"
+    threads = f"{torch.get_num_threads()} threads, {kernels} BF16 products"
+    typer.echo(f"CPU: {torch.backends.cpu.get_cpu_capability()}, {threads}")
     for number in range(torch.cuda.device_count()):
         capability = ".".join(map(str, torch.cuda.get_device_capability(number)))
-        yield f"GPU {number}: {torch.cuda.get_device_name(number)}, capability {capability}, CUDA {torch.version.cuda}"
-    yield f"C++ compiler: {_compiler()}"
-    yield f"cache of loops: {cache_folder()}"
-    yield from (f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES))
+        name = torch.cuda.get_device_name(number)
+        typer.echo(f"GPU {number}: {name}, capability {capability}, CUDA {torch.version.cuda}")
+    typer.echo(f"C++ compiler: {_compiler(compiler_command())}")
+    typer.echo(f"cache of loops: {cache_folder()}")
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES):
+            typer.echo(f"{name}={value}")
 
 
-def _compiler() -> str:
-    command = compiler_command()
+def _compiler(command: list[str]) -> str:
     if not command:
         return "none"
     try:

@@ -43,7 +43,11 @@ def load_model(
     """
     example_args = example_arguments(argument_specs)
     if spec.endswith(".onnx"):
-        return _onnx_file(spec, eval_mode), example_args
+        if not Path(spec).is_file():
+            raise AmpError("there is no such file", where=spec, hint="name an ONNX file that exists")
+        if eval_mode:
+            raise UsageError("an ONNX file says its own mode", where="--eval", hint="leave it out")
+        return spec, example_args
     model, own_example = _build(_find(spec), spec)
     if eval_mode:
         model.eval()
@@ -59,14 +63,6 @@ def load_model(
     else:
         _check_fit(loss, (model,), example, getattr(loss, "__name__", "the loss"), "--args")
     return model, example
-
-
-def _onnx_file(spec: str, eval_mode: bool) -> str:
-    if not Path(spec).is_file():
-        raise AmpError("there is no such file", where=spec, hint="name an ONNX file that exists")
-    if eval_mode:
-        raise UsageError("an ONNX file says its own mode", where="--eval", hint="leave it out")
-    return spec
 
 
 def load_loss(spec: str) -> Callable[..., Any]:

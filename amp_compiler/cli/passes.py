@@ -9,12 +9,12 @@ from typing import Any
 
 from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import InPlacePass, Pass
-from amp_compiler.passes.pipeline import PIPELINES, Pipeline
+from amp_compiler.passes.pipeline import PIPELINES
 
 
 def catalogue() -> Iterator[str]:
     """A line for each pipeline and for each of its passes, in the order of the run."""
-    for pipeline in filled():
+    for pipeline in PIPELINES:
         yield f"{pipeline.name}: {pipeline.about}"
         for name in pipeline.names:
             kind = find_pass(name)
@@ -35,11 +35,6 @@ def entry(name: str) -> Iterator[str]:
     yield f"{name}: {facts(kind)}"
     yield ""
     yield inspect.getdoc(kind) or ""
-
-
-def filled() -> list[Pipeline]:
-    """The pipelines that have passes, in the order of the run."""
-    return [pipeline for pipeline in PIPELINES if pipeline.names]
 
 
 def traits(kind: type[Pass[Any]]) -> tuple[str, str, str]:

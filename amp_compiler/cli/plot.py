@@ -1,37 +1,40 @@
-"""`plot`: recorded runs as a picture."""
+"""The command `amp-compiler plot`: recorded runs as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from amp_compiler.cli.usage import check_place
-from amp_compiler.ir.run_file import read_run
-from amp_compiler.report.plots import draw_runs
 
 
-def run_plot(sources: Sequence[Path], output: Path | None) -> None:
-    """Draw runs over each other; what was passed over in their files is told.
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN.jsonl...", help="Files of amp.callbacks.JSONLines, drawn over each other."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The picture, .png, .svg or .pdf; by default the first RUN with .png."),
+    ] = None,
+) -> None:
+    """Draw recorded runs: loss, gradient norm, loss scale, what is lost in 16 bits, milliseconds and memory."""
+    from amp_compiler.ir.run_file import read_run
+    from amp_compiler.report.plots import draw_runs
 
-    Args:
-        sources: files of `amp.callbacks.JSONLines`.
-        output: the picture; by default beside the first file, as PNG.
-
-    Raises:
-        AmpError: a file cannot be read, or the picture not be drawn.
-    """
-    runs = {}
-    for name, source in zip(_names(sources), sources, strict=True):
+    records = {}
+    for name, source in zip(_names(runs), runs, strict=True):
         run = read_run(source)
         for note in run.notes:
             typer.echo(f"note: {source}: {note}", err=True)
-        runs[name] = run.records
-    target = sources[0].with_suffix(".png") if output is None else output
-    check_place("--output", target, {str(source): source for source in sources})
-    draw_runs(runs, target)
-    typer.echo(f"{target}: {', '.join(f'{name} ({len(records)} records)' for name, records in runs.items())}")
+        records[name] = run.records
+    target = runs[0].with_suffix(".png") if output is None else output
+    check_place("--output", target, {str(source): source for source in runs})
+    draw_runs(records, target)
+    typer.echo(f"{target}: {', '.join(f'{name} ({len(known)} records)' for name, known in records.items())}")
 
 
 def _names(sources: Sequence[Path]) -> list[str]:

@@ -66,17 +66,12 @@ def make_stages(
         if needs_step and (model.training or loss is not None):
             stages = _of_step(model, args, kwargs, loss or mean_of_first, options)
         else:
-            stages = _of_forward(model, args, kwargs, options)
+            run = forward.compile(model, **options)
+            with torch.set_grad_enabled(model.training):
+                run(*args, **kwargs)
+            stages = run.stages
     if not chosen(stages, show):
         raise UsageError(f"the pass '{show}' did not run", where="--print-after", hint=_where_it_runs(show))
-    return stages
-
-
-def _of_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Stages:
-    run = forward.compile(model, **options)
-    with torch.set_grad_enabled(model.training):
-        run(*args, **kwargs)
-    stages: Stages = run.stages
     return stages
 
 

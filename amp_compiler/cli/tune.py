@@ -53,15 +53,11 @@ def tune(
     the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
     """
     check_place("OUT.yaml", output, {"the model": Path(model), "the rules": Path(rules), "the data": data})
-    if model.endswith(".onnx") and loss:
-        raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
-    from amp_compiler.cli.model_spec import load_loss
     from amp_compiler.diagnose.losses import loss_step
     from amp_compiler.diagnose.tuning import api
     from amp_compiler.forward.settings import make_settings
 
-    loss_fn: Any = load_loss(loss) if loss else None
-    subject, batches = model_and_batches(model, data, args, eval_mode, loss_fn)
+    subject, batches, loss_fn = model_and_batches(model, data, args, eval_mode, loss)
     check_data_files(model, {"OUT.yaml": output})
     if loss_fn is not None:
         if not isinstance(batches[0], tuple):
@@ -77,35 +73,38 @@ def tune(
 
 
 def model_and_batches(
-    model: str, data: Path | None, args: list[str] | None, eval_mode: bool, loss_fn: Any
-) -> tuple[Any, list[Any]]:
-    """The model that a command line names, and its batches.
+    model: str, data: Path | None, args: list[str] | None, eval_mode: bool, loss: str
+) -> tuple[Any, list[Any], Any]:
+    """The model that a command line names, its batches, and the loss function, `None` for none.
 
     Args:
         model: as for `explain`.
         data: `--data`.
         args: `--args`.
         eval_mode: `--eval`.
-        loss_fn: what calls the model, where that is not the model itself.
+        loss: `--loss`.
 
     Raises:
         UsageError: these do not go together.
     """
+    from amp_compiler.cli.model_spec import load_loss, load_model
+
+    if model.endswith(".onnx") and loss:
+        raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
+    loss_fn: Any = load_loss(loss) if loss else None
     if not model.endswith(".onnx") and data is not None:
         raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
-    from amp_compiler.cli.model_spec import load_model
-
     subject, example = load_model(model, args or (), eval_mode=eval_mode, loss=loss_fn)
     if example is not None:
-        return subject, [_batch(example, "--args" if args else model)]
+        return subject, [_batch(example, "--args" if args else model)], loss_fn
     if data is None:
         from amp_compiler.onnx.check.probes import random_batch
 
-        return subject, [random_batch(model)]
+        return subject, [random_batch(model)], loss_fn
     from amp_compiler.onnx.check.batches import iterate_batches
     from amp_compiler.onnx.model.model import open_model
 
-    return subject, [*iterate_batches(data, open_model(model))]
+    return subject, [*iterate_batches(data, open_model(model))], loss_fn
 
 
 def _batch(example: Any, where: str) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from amp_compiler.diagnose.terminal import Terminal
-from amp_compiler.diagnose.writers import JSONLines, TensorBoard
+from amp_compiler.diagnose.writers import JSONLines, TensorBoard, Terminal
 from amp_compiler.ir.run_file import Run, StepRecord, read_run
 from amp_compiler.training.reporting.log import Callback
 

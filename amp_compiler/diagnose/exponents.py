@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from amp_compiler.ir.ranges import RANGES as RANGES  # also asked for here
-from amp_compiler.ir.ranges import Range as Range
 from amp_compiler.ir.ranges import lost_in
 from amp_compiler.ops.exponents import BINS, INFINITE, LOWEST, NAN, ZERO
 

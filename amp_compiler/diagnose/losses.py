@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -14,12 +14,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture.frontend import raise_at_once
-from amp_compiler.ir.dtypes import DType, low_type, short_name
+from amp_compiler.ir.dtypes import low_type, short_name
 from amp_compiler.training.api import ALONE, RUN, training_step
 from amp_compiler.training.step import TrainingStep
 
@@ -69,6 +69,37 @@ def _tensor(one: Any) -> Any:
         raise AmpError(f"an array of {one.dtype} is no tensor", hint="pass arrays of numbers") from cause
 
 
+def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Exact form of the flattened inputs: shapes, strides, types, values of what is no tensor, and who is who.
+
+    Raises:
+        CaptureError: for an input that cannot be a key, such as an object that is not hashable.
+    """
+    first: dict[int, int] = {}
+    key = tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, first.setdefault(id(leaf), place))
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        else _plain_key(leaf)
+        for place, leaf in enumerate(leaves)
+    )
+    try:
+        hash(key)
+    except TypeError as cause:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if type(leaf).__hash__ is None})
+        raise CaptureError(
+            f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart"
+            + (" (of dict() of it they can)" if any(isinstance(leaf, Mapping) for leaf in leaves) else ""),
+            hint="pass tensors, numbers, strings, or containers of them",
+        ) from cause
+    return key
+
+
+def _plain_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # 0.0 and -0.0 differ, nan is itself
+
+
 def check_given(
     subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool, backward: bool = False
 ) -> None:
@@ -91,18 +122,16 @@ def check_given(
         raise AmpError(f"loss_scale={loss_scale!r} is no scale", hint="pass a number above 0: scaler.get_scale()")
     refused = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
     if isinstance(subject, (TrainingStep, CompiledModule)):
-        low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
+        if isinstance(subject, TrainingStep):
+            low = subject._low
+        else:
+            low = subject.settings.low(device_of(subject.original.parameters()))
         refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")
     kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
     for name in (name for name, is_given in refused.items() if is_given):
         raise AmpError(f"{name}= is given with a {kind}, which has its own", hint="leave it out")
-
-
-def _low_of(compiled: CompiledModule) -> DType:
-    low: DType = compiled.settings.low(device_of(compiled.original.parameters()))
-    return low
 
 
 def loss_step(

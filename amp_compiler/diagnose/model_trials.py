@@ -23,7 +23,6 @@ from amp_compiler.fx.capture.export import twin
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.captured import Input, Source
 from amp_compiler.ir.nonfinite import LOSS, SHOWN, NonfiniteNode, NonfiniteReport
-from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.inputs import depends_on_nothing
@@ -33,20 +32,16 @@ OUTPUT = "the output"
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What a run showed.
+class Observed(Trial):
+    """What a run showed; its nodes are those that outputs or gradients that are not finite go back to.
 
     Args:
-        plan: what ran.
-        nodes: the first nodes that broke, of those that outputs or gradients that are not finite go back to.
         swallowed: the same of all of the forward that is not finite, whether anything came of it or not.
         results: outputs that are not finite, in words.
         parameters: those whose gradient is not, of a step.
         names: what each placeholder is, in words.
     """
 
-    plan: PrecisionPlan
-    nodes: tuple[NonfiniteNode, ...]
     swallowed: tuple[NonfiniteNode, ...]
     results: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -83,7 +78,7 @@ class ModelTrials:
             first = Trial(seen.plan, seen.swallowed)
             cure = find_cure(rules, first, lambda others: self._trial(others, swallowed=True))
             return self._report(seen.swallowed, cure) if cure.rule else NonfiniteReport()
-        cure = spoilt_inputs(seen.nodes, seen.names) or find_cure(rules, Trial(seen.plan, seen.nodes), self._trial)
+        cure = spoilt_inputs(seen.nodes, seen.names) or find_cure(rules, seen, self._trial)
         return replace(self._report(seen.nodes, cure), parameters=seen.parameters, results=seen.results)
 
     def _report(self, nodes: tuple[NonfiniteNode, ...], cure: Cure) -> NonfiniteReport:

@@ -17,12 +17,8 @@ from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.ranges import RANGES, Range
 from amp_compiler.ops.exponents import BINS, LOWEST
 
-ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (
-    "activation",
-    "activation gradient",
-    "weight gradient",
-    "weight",
-)
+ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation gradient"
+WEIGHT, WEIGHT_GRADIENT = "weight", "weight gradient"
 GRADIENTS = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
 _HEADROOM = 2  # exponents above the greatest gradient that was seen
 _MOST_SCALE = 24  # exponent of the greatest scale, as the dynamic one has it

@@ -15,9 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from amp_compiler.diagnose.batch_forms import leaves_key
 from amp_compiler.diagnose.exponents import Counts, Histogram
-from amp_compiler.diagnose.losses import arguments, batches_of, check_given, loss_step, positional
+from amp_compiler.diagnose.losses import arguments, batches_of, check_given, leaves_key, loss_step, positional
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -379,15 +378,11 @@ def _count(values: Sequence[Tensor]) -> Counts:
 
 
 def _place_of(parameter: str, kind: str, dtype: torch.dtype) -> _Place:
-    return (parameter, kind, "", parameter.rpartition(".")[0], "", "", _short(dtype))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return neutral_dtype(dtype).short
+    return (parameter, kind, "", parameter.rpartition(".")[0], "", "", neutral_dtype(dtype).short)
 
 
 def _key(node: fx.Node, kind: str, name: str = "", planned: str = "") -> _Place:
     maker = node.all_input_nodes[0] if node.target is operator.getitem else node
     where, planned = user_source(node.meta.get("stack_trace")), planned or str(node.meta.get(Key.PLANNED, ""))
-    op, module, dtype = canonical_op(maker.target), module_of(node)[0], _short(node.meta["val"].dtype)
-    return (name or node.name, kind, op, module, where, planned, dtype)
+    op, dtype = canonical_op(maker.target), neutral_dtype(node.meta["val"].dtype).short
+    return (name or node.name, kind, op, module_of(node)[0], where, planned, dtype)

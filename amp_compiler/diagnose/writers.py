@@ -1,4 +1,4 @@
-"""Callbacks that write: lines of JSON, and TensorBoard's event files."""
+"""Callbacks that write: lines of JSON, lines for a terminal, and TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.training.reporting.log import Callback
 
 _TAIL = 1 << 16  # bytes at the end of a file, in which its last record is
+_MIB = 1 << 20
 logger = logging.getLogger("amp_compiler")
 
 
@@ -112,6 +113,35 @@ class JSONLines(Writer):
         with self._path.open("ab") as file:
             file.write(begins + record.to_json().encode() + b"\n")
         self._begins = b""
+
+
+class Terminal(Writer):
+    """Prints the numbers of a record on one line of the standard output.
+
+    Args:
+        every: after how many updates a line is printed.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__(every, "the terminal")
+
+    def _write(self, record: StepRecord) -> None:
+        texts = {
+            "loss": f"{record.loss:.4g}",
+            **{name: f"{value:.4g}" for name, value in record.aux.items()},
+            "grad norm": f"{record.grad_norm:.3g}",
+            "scale": f"{record.loss_scale:.10g}",
+            "skipped": str(record.skipped_steps),
+            f"{record.dtype}: zero": f"{record.zero:.1%}",
+            "subnormal": f"{record.subnormal:.1%}",
+            "infinite": f"{record.infinite:.1%}",
+        }
+        if record.milliseconds is not None:
+            texts["ms"] = f"{record.milliseconds:.1f}"
+        if record.memory is not None:
+            texts["MiB"] = f"{record.memory / _MIB:.0f}"
+        line = "  ".join(f"{name} {value}" for name, value in texts.items())
+        print(f"step {record.step:>6}  {line}", flush=True)
 
 
 class TensorBoard(Writer):

@@ -142,11 +142,12 @@ def element_type(dtype: object) -> DType | None:
     return _BY_NAME.get(name)
 
 
-def low_type(dtype: object) -> DType:
+def low_type(dtype: object, taken: str = "'fp16' or 'bf16'") -> DType:
     """The 16-bit type that a user names.
 
     Args:
         dtype: one of `LowName`, or torch's or NumPy's type.
+        taken: what may be given, for the error.
 
     Raises:
         AmpError: for anything else. `"auto"` is resolved by whoever knows the device.
@@ -155,10 +156,6 @@ def low_type(dtype: object) -> DType:
         >>> low_type("half"), low_type("bfloat16").short
         (<DType.FLOAT16: 'float16'>, 'bf16')
     """
-    return _low_type(dtype, "'fp16' or 'bf16'")
-
-
-def _low_type(dtype: object, taken: str) -> DType:
     element = element_type(dtype)
     if element in (DType.FLOAT16, DType.BFLOAT16):
         return element
@@ -178,7 +175,7 @@ def low_name(dtype: object) -> Literal[ShortName, "auto"]:
     """
     if isinstance(dtype, str) and dtype == AUTO:
         return AUTO
-    return short_name(_low_type(dtype, f"'fp16', 'bf16' or '{AUTO}'"))
+    return short_name(low_type(dtype, f"'fp16', 'bf16' or '{AUTO}'"))
 
 
 def short_name(low: DType) -> ShortName:

@@ -109,17 +109,24 @@ def _locked(folder: Path) -> tuple[Path, int | None]:
         if fcntl is None:
             return created, None
         handle = os.open(created, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if created.stat().st_ino == os.fstat(handle).st_ino:
+        locked = _lock(handle)
+        with contextlib.suppress(FileNotFoundError):
+            if locked and created.stat().st_ino == os.fstat(handle).st_ino:
                 return created, handle
-        except BlockingIOError:
-            pass  # a run beside this one takes it for one left behind
-        except OSError:
-            if created.exists():  # a file system without locks
-                os.close(handle)
-                return created, None
         os.close(handle)
+        if locked is False and created.exists():  # else a run beside this one takes it for one left behind
+            return created, None
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the lock on a folder is had; `None` where another run has it, false in a file system without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return False
+    return True
 
 
 def sweep(folder: Path) -> None:
@@ -155,24 +162,12 @@ def alone(folder: Path) -> Iterator[bool]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield _wait_for(handle)
+        until = time.monotonic() + _PATIENCE
+        while (locked := _lock(handle)) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        yield bool(locked)
     finally:
         os.close(handle)
-
-
-def _wait_for(handle: int) -> bool:
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.02)
-        except OSError:
-            return False
-        else:
-            return True
 
 
 def publish(draft: Path, target: Path) -> None:

@@ -141,7 +141,11 @@ class NonfiniteReport:
                 " and amp.tune writes the rules that cure it"
             )
         title = "first made by" if self.repeated else "gradients made by"
-        what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
+        gradients = [_gradients(self.parameters)] if self.parameters else []
+        what = (
+            ", ".join([*self.results, *gradients])
+            or "values between, and what is made of them is finite all the same, and may be wrong"
+        )
         first = f"zero, and not so in FP32: {_gradients(self.zeros)}" if self.zeros else f"not finite: {what}"
         text = "".join(f"{one}\n" for one in ([f"saturated: {each}" for each in self.saturated] or [first]))
         text += "".join(f"  {title} {node}\n" for node in self.nodes)
@@ -151,9 +155,6 @@ class NonfiniteReport:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-    def _what(self) -> str:
-        return ", ".join([*self.results, *([_gradients(self.parameters)] if self.parameters else [])])
 
 
 def _gradients(parameters: Sequence[str]) -> str:

@@ -15,14 +15,10 @@ def cache_folder() -> Path:
         OSError: it cannot be made, or belongs to another user, who could have put anything into it.
     """
     setting = os.environ.get("AMP_COMPILER_CACHE")
-    folder = Path(setting) if setting else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
+    user = str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()  # in a container it may have no name
+    folder = Path(setting) if setting else Path(tempfile.gettempdir()) / f"amp_compiler_{user}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if hasattr(os, "getuid") and owner != os.getuid():
         raise OSError(f"the folder {folder} belongs to another user; set AMP_COMPILER_CACHE to one of yours")
     return folder
-
-
-def _user() -> str:
-    """Tells users of one machine apart; in a container a user may have no name."""
-    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()

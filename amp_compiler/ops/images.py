@@ -1,16 +1,25 @@
-"""Patches of BF16 images on a CPU, with which a convolution is a matrix product, and the way back for gradients."""
+"""Patches of BF16 images on a CPU, with which a convolution is a matrix product, and the way back for gradients.
+
+Both are native loops (`cpu/patches.cpp`) where these are compiled.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.ops.cpu import patches as cpu_patches
+from amp_compiler.ops.cpu.build import library
+
+
+def can_run(tensor: Tensor) -> bool:
+    """Whether the loops take it: BF16 on a CPU, not empty, and the loops are compiled."""
+    fits = tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and tensor.numel() > 0
+    return fits and library() is not None
 
 
 @torch.library.custom_op("amp_compiler::patches", mutates_args=())
@@ -36,11 +45,11 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
         [[0.0, 1.0, 2.0, 3.0]]
     """
     rows, columns = _places(x.shape, kernel, stride, padding, dilation)
-    if cpu_patches.can_run(x):
-        return cpu_patches.unfold(x, (rows, columns), kernel, stride, padding, dilation)
     matrix = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
-    if matrix.numel():
-        matrix.copy_(F.unfold(x, *_tuples(kernel, dilation, padding, stride)).transpose(1, 2).flatten(0, 1))
+    if can_run(x):
+        _call("amp_unfold", x, matrix, (rows, columns), (kernel, stride, padding, dilation))
+    elif matrix.numel():
+        matrix.copy_(torch.ops.aten.im2col(x, kernel, dilation, padding, stride).transpose(1, 2).flatten(0, 1))
     return matrix
 
 
@@ -78,11 +87,13 @@ def fold_patches(
             where="amp_compiler.fold_patches",
             hint="give it the gradient of what `patches` made of such images, with the same settings",
         )
-    if cpu_patches.can_run(gradient):
-        return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
+    if can_run(gradient):
+        images = torch.empty_permuted(size, (0, 2, 3, 1), dtype=gradient.dtype, device=gradient.device)
+        _call("amp_fold", images, gradient.contiguous(), (rows, columns), (kernel, stride, padding, dilation))
+        return images
     columns_of_patches = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
-    images = F.fold(columns_of_patches, *_tuples(size[2:], kernel, dilation, padding, stride))
-    return images.to(gradient.dtype, memory_format=torch.channels_last)
+    summed: Tensor = torch.ops.aten.col2im(columns_of_patches, size[2:], kernel, dilation, padding, stride)
+    return summed.to(gradient.dtype, memory_format=torch.channels_last)
 
 
 @fold_patches.register_fake
@@ -109,8 +120,11 @@ def _along(pixels: int, kernel: int, stride: int, padding: int, dilation: int) -
     return (pixels + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def _tuples(*settings: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(pair) for pair in settings)
+def _call(name: str, images: Tensor, rows: Tensor, places: tuple[int, int], settings: Sequence[Sequence[int]]) -> None:
+    numbers = [*images.shape, *images.stride(), *places, *(number for pair in settings for number in pair)]
+    shape = (ctypes.c_int64 * len(numbers))(*numbers)
+    addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (images, rows))
+    getattr(library(), name)(shape, *addresses, torch.get_num_threads())
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -1,13 +1,15 @@
 """LSTM, GRU and plain recurrent layers on a CPU as operators whose backward is made of operators too.
 
 ATen runs such a layer as some ten operators per step: a compiler takes minutes for a few hundred steps, and in 16 bits
-each of them rounds the hidden state. Here one direction of one layer is one operator in BF16, the native loop of
-`ops.cpu.recurrent`. Where that does not run, all of a network is one operator that runs torch's own, in FP32 if it has
-16 bits. So what goes from step to step is never rounded, but for the products, and the results are rounded once.
+each of them rounds the hidden state. Here one direction of one layer is one operator in BF16, a native loop over time
+(`cpu/recurrent.cpp`); what is left of its backward are products over all steps at once, which a graph can show. Where
+that does not run, all of a network is one operator that runs torch's own, in FP32 if it has 16 bits. So what goes from
+step to step is never rounded, but for the products, and the results are rounded once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +19,13 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops import recurrent_network
-from amp_compiler.ops.cpu import recurrent as cpu_recurrent
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.cpu.build import library
 
 KINDS = recurrent_network.KINDS
 _INPUTS = 7  # tensors that a layer reads: data, two weights, two biases, and the first states
 _WEIGHTS = 5  # which of them come before the first states
+_BLOCK = 32  # units that the loops compute together; widths must be multiples of it
 
 
 def can_run(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *rest: Any) -> bool:
@@ -32,6 +36,15 @@ def can_run(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tenso
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     fits = input.device.type == "cpu" and {one.dtype for one in (*states, *params)} == {input.dtype}
     return fits and input.dtype in (recurrent_network.LOW if _is_projected(states) else recurrent_network.FLOATS)
+
+
+def runs_natively(data: Tensor) -> bool:
+    """Whether the loops take a layer: BF16 on a CPU that multiplies it.
+
+    Args:
+        data: [steps, batch, features].
+    """
+    return data.dtype == torch.bfloat16 and data.device.type == "cpu" and cpu_update.most_inner() > 0
 
 
 def _is_projected(states: Sequence[Tensor]) -> bool:
@@ -57,7 +70,7 @@ def recurrent(
     if not recurrent_network.takes(data, hx, parameters):
         if not can_run(data, hx, parameters):
             return getattr(torch.ops.aten, kind).input(data, hx, parameters, *options)  # type: ignore[no-any-return]
-        if cpu_recurrent.can_run(data) and not _is_projected(states):
+        if runs_natively(data) and not _is_projected(states):
             return recurrent_network.network(kind, data, states, parameters, *options, layer=_native_layer)
     return recurrent_network.network(kind, data, states, parameters, *options)
 
@@ -114,13 +127,24 @@ def recurrent_layer(
     Raises:
         LoweringError: the native loops do not take it.
     """
-    if not cpu_recurrent.can_run(data):
+    if not runs_natively(data):
         raise LoweringError(
             f"the native loops take no recurrent layer in {data.dtype} on this machine",
             hint="call amp_compiler.lstm, gru, rnn_tanh or rnn_relu, which run torch's own there",
         )
-    inputs = [one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h, c) if one is not None]
-    return cpu_recurrent.forward(inputs, kind, reverse)
+    hidden = h.shape[-1]
+    memory = _kept(data, hidden, kind)
+    data, *weights = (one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh))
+    states = [one.contiguous() for one in (h, c) if one is not None]
+    whole = [_filled(data), *(_filled(one, hidden) for one in weights), *map(_filled, states)]
+    data, h = whole[0], whole[_WEIGHTS]
+    out, last = data.new_empty(*data.shape[:2], h.shape[-1]), torch.empty_like(h)
+    cell = h.new_empty(h.shape if kind == "lstm" else 0)
+    sizes = (*data.shape, h.shape[-1], int(reverse))
+    _call("amp_recurrent_forward", kind, sizes, whole, (out, last, cell), memory)
+    if h.shape[-1] != hidden:
+        out, last, cell = (one[..., :hidden].contiguous() for one in (out, last, cell))
+    return out, last, cell, *memory
 
 
 @recurrent_layer.register_fake
@@ -131,7 +155,7 @@ def _(
     steps, batch, hidden = *data.shape[:2], h.shape[-1]
     out, last = data.new_empty(steps, batch, hidden), data.new_empty(h.shape)
     cell = data.new_empty(0) if c is None else data.new_empty(c.shape)
-    return out, last, cell, *cpu_recurrent.kept(data, hidden, kind)
+    return out, last, cell, *_kept(data, hidden, kind)
 
 
 @torch.library.custom_op("amp_compiler::recurrent_sums_backward", mutates_args=())
@@ -152,9 +176,18 @@ def recurrent_sums_backward(
         Gradients of the first states, and of the sums in the gates, [steps, batch, gates * hidden]: what is added to
         them of the data and, of a GRU, what is added to them of the state; else that is the same.
     """
-    w_hh, *tensors = (one.contiguous() for one in (w_hh, *first, *gradients))
-    states, seeds = tensors[: len(first)], tensors[len(first) :]
-    return cpu_recurrent.sums_backward(w_hh, states, seeds, (memory[0], memory[1]), kind, reverse)
+    hidden = w_hh.shape[1]
+    tensors = [one.contiguous() for one in (first[-1], *gradients)]
+    whole = [_filled(w_hh.contiguous(), hidden), *map(_filled, tensors)]
+    steps, batch, units = whole[2].shape
+    states = [torch.empty_like(whole[1]) for _ in first]
+    sums = [w_hh.new_empty(steps, batch, len(whole[0])) for _ in range(1 + (kind == "gru"))]
+    sizes, results = (steps, batch, 0, units, int(reverse)), (states[0], states[-1], sums[0], sums[-1])
+    _call("amp_recurrent_backward", kind, sizes, whole, results, memory)
+    if units == hidden:
+        return [*states, *sums]
+    by_gate = (one.unflatten(-1, (-1, units))[..., :hidden].flatten(-2) for one in sums)
+    return [*(one[..., :hidden].contiguous() for one in states), *by_gate]
 
 
 @recurrent_sums_backward.register_fake
@@ -163,6 +196,45 @@ def _(
 ) -> list[Tensor]:
     sums = [w_hh.new_empty(*gradients[0].shape[:2], w_hh.shape[0]) for _ in range(1 + (kind == "gru"))]
     return [*(one.new_empty(one.shape) for one in first), *sums]
+
+
+def _kept(data: Tensor, hidden: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Memory for what the forward leaves for the backward: gates [steps, 4, units, batch] and FP32 states.
+
+    Args:
+        data: [steps, batch, features].
+        hidden: number of units; memory is for whole blocks of them.
+        kind: `lstm` or `gru` (four BF16 values per unit and step), or `rnn_tanh` or `rnn_relu` (none).
+    """
+    steps, batch, units = *data.shape[:2], hidden + -hidden % _BLOCK
+    gates = data.new_empty(steps, 4 if kind in ("lstm", "gru") else 0, units, batch)
+    return gates, data.new_empty(steps, units, batch, dtype=torch.float32)
+
+
+def _filled(tensor: Tensor, hidden: int = 0) -> Tensor:
+    """Filled up to whole blocks with zeros, which stay zeros: what lies last and, of weights, the units of each gate.
+
+    Args:
+        tensor: contiguous.
+        hidden: number of units of weights, [gates * hidden, …].
+    """
+    if not (tensor.shape[-1] % _BLOCK or hidden % _BLOCK):
+        return tensor
+    parts = tensor.unflatten(0, (-1, hidden)) if hidden else tensor
+    pads = [0, -parts.shape[-1] % _BLOCK, *([0, -hidden % _BLOCK] if hidden and parts.dim() == 3 else [])]
+    filled = torch.nn.functional.pad(parts, pads)
+    return filled.flatten(0, 1) if hidden else filled
+
+
+def _call(
+    name: str, kind: str, sizes: tuple[int, ...], inputs: Sequence[Tensor], outputs: Sequence[Tensor],
+    memory: Sequence[Tensor],
+) -> None:  # fmt: skip
+    shape = (ctypes.c_int64 * len(sizes))(*sizes)
+    read, written = ((ctypes.c_void_p * len(some))(*[one.data_ptr() for one in some]) for some in (inputs, outputs))
+    gates, states = (ctypes.c_void_p(one.data_ptr()) for one in memory)
+    number = ctypes.c_int64(KINDS.index(kind))
+    getattr(library(), name)(number, shape, read, written, gates, states, torch.get_num_threads())
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -137,7 +137,7 @@ class _Reader:
             "op_types_to_exclude": self._ops("fp32"),
             "op_types_to_include": self._ops("low"),
             "op_block_list": self._ops("fp32"),
-            "node_block_list": self._nodes("fp32", _exactly),
+            "node_block_list": self._nodes("fp32", lambda name: f"^{re.escape(name)}$"),
             "layer_precisions": self._precisions,
             "data_max": self._bound("absmax"),
             "init_max": self._bound("weight_absmax"),
@@ -235,10 +235,6 @@ class _Reader:
             value = [f"{name}:{precision}" for name, precision in value.items()]
         for entry in self._listed(key, value):
             self.line(entry)
-
-
-def _exactly(name: str) -> str:
-    return f"^{re.escape(name)}$"
 
 
 def _glob(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,8 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
     return Rule(
         where=mark.where,
         match=_matcher(model.match, source, (*path, "match"), table),
-        precision=_precision(model),
+        # A refusal decides on a node as a precision does, though nothing runs in it.
+        precision=Precision.KEEP if model.refuse is not None else model.precision and Precision(model.precision),
         math=_arithmetic(model.math),
         backward=Precision(backward["precision"]) if "precision" in backward else None,
         backward_math=_arithmetic(backward.get("math")),
@@ -191,13 +192,6 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
         text="" if source.preset else _text(source.tree.locate(path).plain()),
         own=not source.preset,
     )
-
-
-def _precision(model: RuleModel) -> Precision | None:
-    """What a rule asks for; a refusal decides on a node as a precision does, though nothing runs in it."""
-    if model.refuse is not None:
-        return Precision.KEEP
-    return None if model.precision is None else Precision(model.precision)
 
 
 def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
@@ -212,8 +206,9 @@ def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
         return
     mark = source.mark((*path, "math"))
     if model.precision == "fp32" and model.math != "fp32":
+        said = model.math if isinstance(model.math, str) else FP8
         raise mark.error(
-            f"a node that runs in FP32 cannot compute in {_named(model.math)}, which is narrower than its data",
+            f"a node that runs in FP32 cannot compute in {said}, which is narrower than its data",
             "write 'precision: low' for 16-bit inputs and outputs, or leave 'math' out",
         )
     if model.precision == "keep":
@@ -228,13 +223,9 @@ def _matcher(model: Any, source: Source, path: Keys, table: OpTable) -> Matcher:
     for key, kind in MATCHERS.items():
         written = getattr(model, key)
         if written is not None:
-            conditions.append(read_condition(kind, written, table, _item_marks(source, (*path, key), written)))
+            mark = functools.partial(source.item_mark, (*path, key), written)
+            conditions.append(read_condition(kind, written, table, mark))
     return Matcher(tuple(conditions))
-
-
-def _item_marks(source: Source, path: Keys, written: Any) -> Callable[[str], Mark]:
-    """For each item of a list, which may stand alone, its place."""
-    return lambda item: source.item_mark(path, written, item)
 
 
 def _text(data: Any) -> str:
@@ -256,7 +247,3 @@ def _arithmetic(said: str | dict[str, Any] | MathModel | None) -> Any:
     return (
         dtype_from_short(said) if isinstance(said, str) else Fp8.of(said if isinstance(said, dict) else _present(said))
     )
-
-
-def _named(said: str | MathModel) -> str:
-    return said if isinstance(said, str) else FP8

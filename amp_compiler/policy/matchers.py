@@ -16,7 +16,7 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark
-from amp_compiler.policy.names import check_family, check_op, matches
+from amp_compiler.policy.names import known_family, known_op, matches
 from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import Comparison, Condition, Context, Kind, OpInfo, OpTable, View
 
@@ -39,17 +39,6 @@ def read_condition(kind: Kind, written: Any, table: OpTable, mark: Callable[[str
 
 
 # ---- what an item stands for
-
-
-def _family(text: str, table: OpTable, mark: Mark) -> str:
-    check_family(text, mark, table)
-    return text
-
-
-def _op(text: str, table: OpTable, mark: Mark) -> str:
-    """A glob that matches an op of the table."""
-    check_op(text, mark, table)
-    return text
 
 
 def _regex(text: str, table: OpTable, mark: Mark) -> re.Pattern[str]:
@@ -205,8 +194,8 @@ def _name(key: str, about: str) -> Kind:
 
 
 _KINDS = (  # in the order in which they are asked about a node, the cheap ones first
-    Kind("family", "op family, such as matmul or softmax", forms.Texts, possible=_of_family, item=_family),
-    Kind("op", "glob on the canonical op name: aten.linear, onnx.Reduce*", forms.Texts, possible=_of_op, item=_op,
+    Kind("family", "op family, such as matmul or softmax", forms.Texts, possible=_of_family, item=known_family),
+    Kind("op", "glob on the canonical op name: aten.linear, onnx.Reduce*", forms.Texts, possible=_of_op, item=known_op,
          name_of="op"),
     _name(
         "module", f"glob on the qualified module name; * crosses dots; {LOSS_FUNCTION} is the loss function of a step"
@@ -221,7 +210,8 @@ _KINDS = (  # in the order in which they are asked about a node, the cheap ones 
     Kind("output", "whether the node makes an output of the model", bool, holds=_makes_output, read=bool),
     Kind("depthwise", "whether the node is a convolution whose filters read one channel each", bool,
          holds=_is_depthwise, read=bool),
-    Kind("feeds", "glob on the canonical name of an op that reads the result", forms.Texts, holds=_feeds, item=_op),
+    Kind("feeds", "glob on the canonical name of an op that reads the result", forms.Texts, holds=_feeds,
+         item=known_op),
     Kind("inputs", "captured types: every float operand must have one of them", forms.Floats, holds=_reads_types,
          item=_type),
     _bound("reduction_size", 'elements that one output element sums over: "> 8192" or a number', _reduction_size),

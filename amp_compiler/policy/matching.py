@@ -95,24 +95,20 @@ class RuleMatcher:
 
     def _merge(self, node: Node, rule: Rule, matched: list[Rule]) -> Decision:
         """The decision of `rule` with what later rules (`matched`, last first, ending in `rule`) refine."""
-        backward = next(
-            (refining_rule.backward for refining_rule in matched if refining_rule.backward is not None), None
-        )
         reason = rule.why or default_reason(node.op, self.rules.ops.info(node.op).family, rule)
         refining = [later.where for later in reversed(matched[:-1])]
         if refining:
             reason += f"; arithmetic refined by {', '.join(refining)}"
-        said = next((refining_rule for refining_rule in matched if refining_rule.math is not None), None)
+        said = next((one for one in matched if one.math is not None), None)
+        backward = next((one for one in matched if one.backward is not None), None)
+        backward_math = next((one for one in matched if one.backward_math is not None), None)
         return Decision(
             precision=rule.precision or Precision.KEEP,
             rule=rule.where,
             reason=reason,
             math=None if said is None else said.math,
-            backward=backward,
-            backward_math=next(
-                (refining_rule.backward_math for refining_rule in matched if refining_rule.backward_math is not None),
-                None,
-            ),
+            backward=None if backward is None else backward.backward,
+            backward_math=None if backward_math is None else backward_math.backward_math,
             refusal=rule.refusal,
             math_rule="" if said is None else said.where,
         )
@@ -123,7 +119,7 @@ class RuleMatcher:
         if candidates is None:
             info = self.rules.ops.info(node.op)
             candidates = tuple(
-                (rule, tuple(one for one in rule.match.conditions if self._is_own(one)))
+                (rule, tuple(one for one in rule.match.conditions if one.kind.holds and not one.kind.by_part))
                 for rule in reversed(self.rules.rules)
                 if all(
                     one.possible(info, self.context) and (not one.kind.by_part or one.holds(node, self.view))
@@ -132,11 +128,6 @@ class RuleMatcher:
             )
             self._by_kind[kind] = candidates
         return candidates
-
-    @staticmethod
-    def _is_own(condition: Condition) -> bool:
-        """True for what must be asked of each node of one op and part."""
-        return not condition.kind.by_part and condition.kind.holds is not None
 
 
 def default_reason(op: str, family: str, rule: Rule) -> str:

@@ -18,14 +18,14 @@ def is_op(entry: str) -> bool:
     return "." in entry or _GLOB.search(entry) is not None
 
 
-def check_family(name: str, mark: Mark, table: OpTable) -> None:
-    """Check that there is such a family.
+def known_family(name: str, table: OpTable, mark: Mark) -> str:
+    """The name of a family, as it is.
 
     Raises:
         RuleError: there is none; the hint names the nearest.
     """
     if name in table.families:
-        return
+        return name
     if name in {precision.value for precision in Precision}:
         raise mark.error(f"'{name}' is a precision, not an op family", "name a family here")
     ops = [op for op in table.ops if op.split(".", 1)[1] == name]
@@ -33,8 +33,8 @@ def check_family(name: str, mark: Mark, table: OpTable) -> None:
     raise mark.error(f"there is no op family '{name}'", hint)
 
 
-def check_op(glob: str, mark: Mark, table: OpTable) -> None:
-    """Check that a glob matches some op of the table.
+def known_op(glob: str, table: OpTable, mark: Mark) -> str:
+    """A glob that matches some op of the table, as it is.
 
     A literal namespace other than `aten` and `onnx` is a user's own, of which the table can know nothing.
 
@@ -45,7 +45,7 @@ def check_op(glob: str, mark: Mark, table: OpTable) -> None:
     is_glob = _GLOB.search(glob) is not None
     own = bool(dot) and bool(name) and _GLOB.search(namespace) is None and namespace not in NAMESPACES
     if own or glob in table.ops or (is_glob and any(fnmatch.fnmatchcase(op, glob) for op in table.ops)):
-        return
+        return glob
     what = f"'{glob}' matches no known op"
     if name.endswith("_") and glob[:-1] in table.ops:
         raise mark.error(what, f"an op in place has the name of the other: '{glob[:-1]}'")

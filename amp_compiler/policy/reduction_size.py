@@ -101,8 +101,7 @@ def _ratio(graph: PrecisionGraph, node: Node, data: Value) -> int | None:
 
 def _running(graph: PrecisionGraph, node: Node, data: Value) -> int | None:
     """The dimension that a running sum goes along."""
-    result = graph.values.get(node.outputs[0]) if node.outputs else None
-    if result is None or _sizes(data) is None or _sizes(result) is None or result.numel == 0:
+    if _ratio(graph, node, data) is None:
         return None
     return _along(data, node.attrs.get("dim", node.attrs.get("axis")))
 

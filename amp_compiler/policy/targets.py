@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
-from amp_compiler.policy.names import check_op
+from amp_compiler.policy.names import known_op
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml, tree_error
 
@@ -132,7 +132,7 @@ def parse_table(text: str, file: str) -> KernelTable:
     ops: dict[str, tuple[Kernels, ...]] = {}
     for op, entry in kernels.value.items():
         key = kernels.keys[op]
-        check_op(op, Mark(file, key.line, key.column, op), op_table())
+        known_op(op, op_table(), Mark(file, key.line, key.column, op))
         if not isinstance(entry.value, dict):
             hint = "write {7-12: fp32, 13-: fp32 fp16}"
             raise tree_error(f"'{op}' needs its types by range of opsets", file, entry, hint)

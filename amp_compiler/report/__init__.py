@@ -57,7 +57,7 @@ def to_svg(plan: PrecisionPlan, path: str | Path) -> None:
 
 def _cell(plan: PrecisionPlan) -> str:
     """What a notebook shows of a plan."""
-    from amp_compiler.report.cell import plan_cell
+    from amp_compiler.report.html import plan_cell
 
     return plan_cell(plan)
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs nothing beside it."""
+"""A plan as HTML that needs nothing beside it: a page, and short tables for the cell of a notebook."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ir.step_graph import StepGraph
+from amp_compiler.report.names import for_people
 from amp_compiler.report.page_data import PRECISIONS, page_data
-from amp_compiler.report.table import human_bytes
+from amp_compiler.report.table import CAST_HEADS, NODE_HEADS, cast_cells, human_bytes, node_cells, summary_line
 
 PARTS = "page"  # the folder beside this file that the page is put together from
 LIBRARIES = "libraries.min.js"
@@ -26,6 +27,7 @@ SCRIPTS = (
     "model.js", "text.js", "tree.js", "layout.js", "drawing.js", "histogram.js", "filters.js", "details.js",
     "tables.js", "page.js",
 )  # fmt: skip
+MOST_NODES, MOST_CASTS = 40, 20  # of a cell, which has some ten kilobytes whatever the plan
 _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}  # JSON may write any letter so
 
 
@@ -70,6 +72,21 @@ def plan_html(
         script="".join(map(part, SCRIPTS)),
         data=data.translate(_UNSAFE),
     )
+
+
+def plan_cell(plan: PrecisionPlan) -> str:
+    """The first nodes, the largest casts and a summary of all, as HTML; what comes from the model is escaped.
+
+    Args:
+        plan: any plan.
+    """
+    plan = for_people(plan, plan)
+    nodes = [node_cells(node, plan.dtype) for node in plan.nodes]
+    casts = [cast_cells(cast) for cast in sorted(plan.casts, key=lambda cast: -cast.bytes)]
+    return render(
+        "cell.html", summary=summary_line(plan), nodes=nodes, casts=casts, most_nodes=MOST_NODES,
+        most_casts=MOST_CASTS, node_heads=NODE_HEADS, cast_heads=CAST_HEADS,
+    )  # fmt: skip
 
 
 def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:

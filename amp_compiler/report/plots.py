@@ -125,8 +125,12 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
     return [
         _Panel("loss", (_Line(lambda record: record.loss),)),
         *(_Panel(_plain(name), (_Line(of_aux(name)),)) for name in aux),
-        _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), _logarithmic),
-        _Panel("loss scale, ▾ behind skipped steps", (_Line(lambda record: record.loss_scale, style=_STEPS),), _binary),
+        _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), lambda axes: axes.set_yscale("log")),
+        _Panel(
+            "loss scale, ▾ behind skipped steps",
+            (_Line(lambda record: record.loss_scale, style=_STEPS),),
+            lambda axes: axes.set_yscale("log", base=2),
+        ),
         _Panel(
             f"gradients in {' and '.join(dtypes)}, % of all elements",
             (
@@ -147,14 +151,6 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
 def _plain(name: str) -> str:
     """A name that matplotlib takes for no formula."""
     return name.replace("$", r"\$")
-
-
-def _logarithmic(axes: Any) -> None:
-    axes.set_yscale("log")
-
-
-def _binary(axes: Any) -> None:
-    axes.set_yscale("log", base=2)
 
 
 def _from_zero(axes: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto
 from onnx_corpus import parts, ranges
 
-from amp_compiler.cli import convert
 from amp_compiler.errors import AmpError
+from amp_compiler.onnx import convert
 from amp_compiler.onnx.check.verify import verify
 
 

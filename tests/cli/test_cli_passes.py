@@ -12,10 +12,12 @@ from amp_compiler.passes.pipeline import PIPELINES
 def test_the_catalogue_has_every_pass_in_the_order_of_the_run(shell):
     code, out, _ = shell("passes")
     assert code == 0
-    lines, filled = out.splitlines(), [pipeline for pipeline in PIPELINES if pipeline.names]
-    assert [line for line in lines if not line.startswith(" ")] == [f"{one.name}: {one.about}" for one in filled]
-    assert [line.split()[0] for line in lines if line.startswith(" ")] == [name for one in filled for name in one.names]
-    assert {name for one in filled for name in one.names} == set(PASSES)
+    lines = out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == [f"{one.name}: {one.about}" for one in PIPELINES]
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == [
+        name for one in PIPELINES for name in one.names
+    ]
+    assert {name for one in PIPELINES for name in one.names} == set(PASSES)
     assert all(one.about.endswith(".") for one in PIPELINES)
     assert "\x1b" not in out
 

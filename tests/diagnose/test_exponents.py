@@ -9,7 +9,8 @@ from counted_by_numpy import counted_by_numpy, update_by_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amp_compiler.diagnose.exponents import RANGES, Histogram
+from amp_compiler.diagnose.exponents import Histogram
+from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ops import exponents
 from amp_compiler.ops.exponents import count, count_exponents, count_update
 

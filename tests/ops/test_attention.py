@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 import amp_compiler as amp
 from amp_compiler.ops import attention
-from amp_compiler.ops.cpu import attention as cpu_attention
 from amp_compiler.ops.cpu import update as cpu_update
 
 ATEN = torch.ops.aten
@@ -43,7 +42,7 @@ def both(shape, causal=False, mask=None, scale=None, seed=0):
         query, key, value, 0.0, causal, attn_mask=mask, scale=scale
     )
     inputs = (gradient, query, key, value, out, sums)
-    native = cpu_attention.backward(*inputs, causal, mask, scale)
+    native = attention.attention_backward(*inputs, 0.0, causal, mask, scale)
     aten = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal, attn_mask=mask, scale=scale)
     return native, aten, [one.grad for one in wide]
 
@@ -102,7 +101,7 @@ def test_a_nan_reaches_what_depends_on_it_and_no_other_head():
     query, key, value, gradient = tensors((2, 2, 40, 40, 16))
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
     gradient[1, 0, 5, 3] = math.nan
-    d_query, d_key, d_value = cpu_attention.backward(gradient, query, key, value, out, sums, True, None, None)
+    d_query, d_key, d_value = attention.attention_backward(gradient, query, key, value, out, sums, 0.0, True)
     bad = torch.zeros(2, 2, 40, dtype=torch.bool)
     bad[1, 0, 5] = True
     assert torch.equal(d_query.isnan().any(-1), bad)
@@ -116,11 +115,11 @@ def test_operands_may_lie_in_any_way():
     query, key, value, gradient = tensors((2, 3, 20, 30, 16))
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
     inputs = (gradient, query, key, value, out)
-    plain = cpu_attention.backward(*inputs, sums, False, None, None)
+    plain = attention.attention_backward(*inputs, sums, 0.0, False)
     sparse = [F.pad(one, (0, 3))[..., :16] for one in inputs]
     turned = [one.transpose(2, 3).contiguous().transpose(2, 3) for one in inputs]
     for some in (sparse, turned):
-        result = cpu_attention.backward(*some, sums.contiguous(), False, None, None)
+        result = attention.attention_backward(*some, sums.contiguous(), 0.0, False)
         assert all(torch.equal(a, b) for a, b in zip(plain, result, strict=True))
 
 
@@ -131,7 +130,7 @@ def test_what_the_loops_do_not_take_is_left_to_aten(change):
         query, key, value, gradient = (one.float() for one in (query, key, value, gradient))
     dropout = 0.5 if change == "dropout" else 0.0
     grouped = key[:, :2] if change == "grouped" else key
-    assert not cpu_attention.can_run(query, grouped, grouped, dropout, None)
+    assert not attention.can_run(query, grouped, grouped, dropout, None)
     if change == "fp32":
         out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
         inputs = (gradient, query, key, value, out, sums, 0.0, False)
@@ -154,7 +153,7 @@ def test_another_default_device_changes_nothing():
     query, key, value, gradient = tensors(shape)
     out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
     with torch.device("meta"):
-        result = cpu_attention.backward(gradient, query, key, value, out, sums, False, None, None)
+        result = attention.attention_backward(gradient, query, key, value, out, sums, 0.0, False)
     assert all(torch.equal(mine, expected) for mine, expected in zip(result, both(shape)[0], strict=True))
 
 
@@ -175,14 +174,8 @@ def mean_square(model, x):
 @pytest.fixture
 def calls(monkeypatch):
     """Counts what runs in the native loops."""
-    counted = []
-    native = cpu_attention.backward
-
-    def counting(*inputs):
-        counted.append(inputs[1].shape)
-        return native(*inputs)
-
-    monkeypatch.setattr(cpu_attention, "backward", counting)
+    counted, loops = [], attention.library
+    monkeypatch.setattr(attention, "library", lambda: counted.append(1) or loops())
     return counted
 
 
@@ -199,7 +192,7 @@ def test_compiled_models_use_it_and_passes_that_the_user_has_given_inductor_stil
 
     with torch._inductor.config.patch(post_grad_custom_post_pass=(note, note)):
         mean_square(amp.compile(model, dtype="bf16"), x).backward()
-    assert calls == [(2, 4, 10, 8)]
+    assert calls == [1]
     assert len(seen) == 4  # each in forward and backward
     result, model.project.weight.grad = model.project.weight.grad, None
     mean_square(model, x).backward()

@@ -261,12 +261,6 @@ def test_writes_are_all_committed_or_none(run, skip):
     assert targets[1].item() == (0 if skip else 7)
 
 
-def test_nan_is_not_committed_where_the_step_is_skipped():
-    target = torch.ones(2)
-    commit(torch.tensor(1.0), [target], [torch.full((2,), float("nan"))])
-    assert target.tolist() == [1.0, 1.0]
-
-
 def test_a_commit_opens_into_a_choice_and_a_copy():
     traced = make_fx(decomposition(COMMIT), tracing_mode="fake")(torch.zeros(()), [torch.zeros(3)], [torch.ones(3)])
     targets = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.ops.cpu import patches as cpu_patches
+from amp_compiler.ops import images as operators
 from amp_compiler.ops.images import fold_patches, patches
 
 BF16 = torch.bfloat16
@@ -34,8 +34,8 @@ CASES = {
 def path(request, monkeypatch):
     """Runs the test with the loops and without."""
     if not request.param:
-        monkeypatch.setattr(cpu_patches, "can_run", lambda tensor: False)
-    elif not cpu_patches.can_run(torch.ones(1, dtype=BF16)):
+        monkeypatch.setattr(operators, "can_run", lambda tensor: False)
+    elif not operators.can_run(torch.ones(1, dtype=BF16)):
         pytest.skip("no C++ compiler on this machine")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from toys import relative
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ops.cpu import recurrent as cpu_recurrent
+from amp_compiler.ops import recurrent
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.recurrent import KINDS
 
@@ -82,8 +82,8 @@ def test_it_is_torchs_network_to_the_last_bits(kind, bias, bidirectional, batch_
 def test_in_16_bits_results_are_rounded_once(kind, steps, batch, features, hidden, dtype, native, monkeypatch):
     """No error grows from step to step: outputs are as near as two roundings, of the inputs of a product and theirs."""
     if not native:
-        monkeypatch.setattr(cpu_recurrent, "can_run", lambda data: False)
-    assert cpu_recurrent.can_run(torch.zeros(1, 1, 1, dtype=dtype)) == (native and dtype == torch.bfloat16)
+        monkeypatch.setattr(recurrent, "runs_natively", lambda data: False)
+    assert recurrent.runs_natively(torch.zeros(1, 1, 1, dtype=dtype)) == (native and dtype == torch.bfloat16)
     layer = module(kind, features, hidden, bidirectional=True)
     x, states = torch.randn(steps, batch, features), first_states(kind, 2, batch, hidden)
     leaves = [one.to(dtype) for one in (x, *states, *layer._flat_weights)]

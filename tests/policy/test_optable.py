@@ -184,10 +184,6 @@ def test_families_of_views_and_movement_are_exact_and_arithmetic_is_not():
     assert all(info.exact for info in views)
 
 
-# ---- kept slots: 16-bit data beside FP32 parameters
-
-# ---- emulation: what is said to lack a kernel still lacks it
-
 # ---- kernels that compute in FP32 by themselves
 
 

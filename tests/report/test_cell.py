@@ -8,7 +8,7 @@ from page_plans import transformer
 from test_page import HOSTILE, Page, hostile_plan
 
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.report.cell import MOST_CASTS, MOST_NODES
+from amp_compiler.report.html import MOST_CASTS, MOST_NODES
 
 
 def test_nodes_and_casts_stand_in_tables():

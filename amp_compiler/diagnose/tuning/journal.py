@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from amp_compiler.diagnose.tuning.deviation import Measured
 from amp_compiler.errors import AmpError
@@ -47,17 +46,14 @@ class Journal:
         """Keep a measurement."""
         self._measured[tuple(kept)] = measured
         error = measured.error if math.isfinite(measured.error) else str(measured.error)  # JSON has no infinities
-        self._add({"kept": list(kept), "error": error, "worst": measured.worst})
+        self._lines.append(json.dumps({"kept": list(kept), "error": error, "worst": measured.worst}))
+        if self.path is not None:
+            write_atomically(self.path, "\n".join([*self._lines, ""]))
 
     def close(self) -> None:
         """Remove the file: all is done."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-    def _add(self, line: Mapping[str, Any]) -> None:
-        self._lines.append(json.dumps(line))
-        if self.path is not None:
-            write_atomically(self.path, "\n".join([*self._lines, ""]))
 
     def _read(self, path: Path, subject: str) -> None:
         where = str(path)

@@ -85,19 +85,12 @@ class OnnxSubject(Subject):
 
     # ---- FP32
 
-    def _reference(self) -> Expected:
-        """What FP32 gives."""
-        self.runs += 1
-        expected = Expected(self._opened, self._batches)
-        bad = expected.nonfinite()
-        if bad:
-            raise OnnxError(f"in FP32 the output {bad[0]} is not finite", where=self._opened.name, hint=NOT_FINITE)
-        return expected
-
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """The reference, and a run as a module with the rounding of some nodes measured beside it."""
-        self._expected = self._reference()
-        self.runs += 1
+        self.runs += 2
+        self._expected = Expected(self._opened, self._batches)
+        if bad := self._expected.nonfinite():
+            raise OnnxError(f"in FP32 the output {bad[0]} is not finite", where=self._opened.name, hint=NOT_FINITE)
         makers = {value: node.name for node in plan.nodes if node.name in names for value, _ in node.outputs}
         try:
             module = onnx_to_fx(self._opened, check=False)

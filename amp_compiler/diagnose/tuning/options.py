@@ -79,9 +79,9 @@ class TuneOptions:
             if rules is not None and rules.is_file() and rules.resolve() == target:
                 raise AmpError("the output is the rule file", where=str(self.output), hint="name another output")
 
-    def settings(self) -> Settings:
-        """Those of a module that is not compiled yet."""
-        return make_settings("default" if self.rules is None else self.rules, self.dtype, EAGER)
+    def over(self, settings: Settings) -> Settings:
+        """Those of a subject that has its own, with the rules of the call."""
+        return settings if self.rules is None else replace(settings, rules=load_rules(self.rules))
 
 
 def _is_above_zero(number: Any) -> bool:
@@ -104,13 +104,14 @@ def subject_of(
         AmpError: it cannot be tuned, or its batches do not fit.
     """
     check_given(subject, loss_fn, loss_scale, options.dtype, rules=False)
+    rules = "default" if options.rules is None else options.rules
     if isinstance(subject, TrainingStep):
         return _of_step(subject, batches, options)
     if isinstance(subject, nn.Module):
-        model, settings = subject, options.settings() if not isinstance(subject, CompiledModule) else subject.settings
         if isinstance(subject, CompiledModule):
-            model = subject.original
-            settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
+            model, settings = subject.original, options.over(subject.settings)
+        else:
+            model, settings = subject, make_settings(rules, options.dtype, EAGER)
         args = [arguments(batch) for batch in _listed(batches)]
         if loss_fn is None:
             return TorchSubject(model, args, settings), settings.rules
@@ -127,14 +128,13 @@ def subject_of(
     from amp_compiler.diagnose.tuning.onnx_model import OnnxSubject  # here, so that nobody else waits for ONNX
 
     low = low_type("fp16" if options.dtype == AUTO else options.dtype)
-    return OnnxSubject(subject, batches, low), load_rules("default" if options.rules is None else options.rules)
+    return OnnxSubject(subject, batches, low), load_rules(rules)
 
 
 def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Subject, RuleSet]:
     if not step._enabled:
         raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
-    settings = step._settings
-    settings = settings if options.rules is None else replace(settings, rules=load_rules(options.rules))
+    settings = options.over(step._settings)
     goal = Goal(float(step.loss_scale), step._scale_config.constant is None)
     args: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
     return TorchSubject(step._module, args, settings, goal, step._in_fp32, ROOT), settings.rules

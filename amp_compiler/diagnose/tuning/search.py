@@ -94,26 +94,24 @@ def find_kept(
         (('a', 'c'), {'c': 1.0, 'a': 1.0})
     """
     spare = run_limit(len(order)) if allowance is None else allowance
-    return _Search(order, measure, tolerance, spare, math.inf if most is None else most, expired).run(first)
+    return _Search(list(order), measure, tolerance, spare, math.inf if most is None else most, expired).run(first)
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        order: Sequence[str],
-        measure: Measure,
-        tolerance: float,
-        allowance: int,
-        most: float,
-        expired: Callable[[], bool],
-    ) -> None:
-        self.order, self._measure, self.tolerance = list(order), measure, tolerance
-        self.allowance, self.most, self.expired = allowance, most, expired
-        self.runs = 0
-        self.needed: dict[str, float] = {}
-        self.kept: frozenset[str] | None = None  # the last that met the tolerance
-        self.error = math.inf
-        self.stopped = ""
+    """The course of one search, with what it has shown so far."""
+
+    order: list[str]
+    measured: Measure
+    tolerance: float
+    allowance: int
+    most: float
+    expired: Callable[[], bool]
+    runs: int = 0
+    needed: dict[str, float] = field(default_factory=dict)
+    kept: frozenset[str] | None = None  # the last that met the tolerance
+    error: float = math.inf
+    stopped: str = ""
 
     def run(self, first: int) -> Found:
         before = self.measure(frozenset())
@@ -127,7 +125,7 @@ class _Search:
 
     def measure(self, kept: frozenset[str]) -> float:
         self.runs += 1
-        error = self._measure(kept)
+        error = self.measured(kept)
         error = math.inf if math.isnan(error) else error
         if error <= self.tolerance:
             self.kept, self.error = kept, error

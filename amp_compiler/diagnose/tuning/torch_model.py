@@ -14,8 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.diagnose.batch_forms import leaves_key
-from amp_compiler.diagnose.losses import Arguments
+from amp_compiler.diagnose.losses import Arguments, leaves_key
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun
 from amp_compiler.diagnose.tuning.subject import NOT_FINITE, SEED, Subject
@@ -31,6 +30,7 @@ from amp_compiler.fx.graph import LOW_TYPES, copy_graph, torch_dtype
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.graph_text import format_graph
+from amp_compiler.ir.nonfinite import LOSS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -38,7 +38,6 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.capture import capture_once
 from amp_compiler.training.loss_module import LossModule
 
-LOSS = "the loss"
 _FALL = 4.0  # by which a loss scale falls where gradients are not finite with it
 
 
@@ -107,7 +106,9 @@ class TorchSubject(Subject):
         with self._surrounded():
             for batch in self._batches:
                 self._form(batch)
-        ways = {tuple((one.name, str(one.target)) for one in _calls(form)) for form in self._forms.values()}
+        graphs = [form.captured.graph_module.graph for form in self._forms.values()]
+        calls = ([one for one in graph.nodes if one.op == "call_function"] for graph in graphs)
+        ways = {tuple((one.name, str(one.target)) for one in nodes) for nodes in calls}
         if len(ways) > 1:
             raise AmpError(
                 "the batches go different ways through the model",
@@ -179,7 +180,10 @@ class TorchSubject(Subject):
         run = ProfiledRun(
             graph_module, watched, torch_dtype(self.low), estimates, backward=goal is not None, device=self._device
         )
-        inputs = [one.float() if wide and _is_low(one) else one for one in self._inputs(form, graph_module, batch)]
+        inputs = [
+            one.float() if wide and isinstance(one, Tensor) and one.dtype in LOW_TYPES else one
+            for one in self._inputs(form, graph_module, batch)
+        ]
         # Of this form of attention the backward has a derivative too.
         with self._seeded(number), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             results = list(run.run(*inputs))
@@ -286,15 +290,6 @@ def _named(results: Sequence[Any]) -> list[tuple[str, Tensor]]:
     if not tensors:
         raise AmpError("the model returns no tensor", hint="pass loss_fn=, or a model that returns one")
     return [(f"output {place}" if len(tensors) > 1 else "the output", one) for place, one in enumerate(tensors)]
-
-
-def _calls(form: _Form) -> list[fx.Node]:
-    return [node for node in form.captured.graph_module.graph.nodes if node.op == "call_function"]
-
-
-def _is_low(value: Any) -> bool:
-    """Whether it is a tensor in 16 bits, as a parameter of `model.half()` is."""
-    return isinstance(value, Tensor) and value.dtype in LOW_TYPES
 
 
 def _casts_itself(graph_module: fx.GraphModule) -> bool:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.rule_text import rule_lines
-from amp_compiler.policy.rules import Condition, Kind, Matcher, Precision, Rule, RuleSet, View
+from amp_compiler.policy.rules import Condition, Kind, Matcher, Precision, Rule, RuleSet
 
 _SHOWN = 8  # nodes of one rule beside which stands what was measured
 _GLOB = re.compile(r"[*?\[\]]")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def _is_chosen(names: frozenset[str], node: Any, view: View) -> bool:
-    return node.name in names
-
-
 # No rule file has it: thousands of names are looked up at once.
-_CHOSEN = Kind("chosen", "one of some nodes", None, holds=_is_chosen)
+_CHOSEN = Kind("chosen", "one of some nodes", None, holds=lambda names, node, view: node.name in names)
 
 
 def with_chosen(rules: RuleSet, chosen: frozenset[str], precision: Precision) -> RuleSet:

@@ -46,7 +46,8 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
         _check_batch(batch, types, set(required), where)
         yield dict(batch)
     if empty:
-        raise OnnxError("there is no batch in it", where=_place(batches), hint="give at least one batch of inputs")
+        place = str(batches) if isinstance(batches, str | Path) else "batches"
+        raise OnnxError("there is no batch in it", where=place, hint="give at least one batch of inputs")
 
 
 def noting_sizes(
@@ -101,10 +102,6 @@ def count_batches(batches: Batches) -> int | None:
     if isinstance(batches, str | Path):
         return len(_npz_files(Path(batches)))
     return len(batches) if isinstance(batches, Sized) else None
-
-
-def _place(batches: Batches) -> str:
-    return str(batches) if isinstance(batches, str | Path) else "batches"
 
 
 def _npz_files(path: Path) -> list[Path]:

@@ -93,7 +93,8 @@ def refusal_of(
     if any(not node.name for graph in proto_graphs(proto.graph) for node in graph.node):
         named = onnx.ModelProto()
         named.CopyFrom(proto)
-        _name_nodes(named.graph)
+        for node in (node for graph in proto_graphs(named.graph) for node in graph.node if not node.name):
+            node.name = f"of '{next(iter(node.output), '')}'".replace("'", "")  # by what it makes
         problem = _load(named, folder, engine) or problem
     return _read(problem)
 
@@ -145,14 +146,6 @@ def _read(problem: str) -> Refusal:
         said if len(said) <= 300 else f"{said[:300]}…",
         "NOT_IMPLEMENTED" in problem,
     )
-
-
-def _name_nodes(graph: onnx.GraphProto) -> None:
-    """Let ONNX Runtime name a node without a name by what it makes."""
-    for inner in proto_graphs(graph):
-        for node in inner.node:
-            if not node.name:
-                node.name = f"of '{next(iter(node.output), '')}'".replace("'", "")
 
 
 def _data_bytes(proto: onnx.ModelProto) -> int:

@@ -34,18 +34,13 @@ _CASTS = frozenset({"Cast", "Identity"})  # the latter where an output has the t
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a run showed.
+class _Seen(Trial):
+    """What a run showed; its nodes are those that outputs that are not finite go back to, all where there are none.
 
     Args:
-        plan: of the conversion.
-        nodes: the first nodes that broke, of those that outputs that are not finite go back to; of all where there are
-            none.
         outputs: those that are not finite.
     """
 
-    plan: PrecisionPlan
-    nodes: tuple[NonfiniteNode, ...]
     outputs: tuple[str, ...]
 
 
@@ -103,8 +98,7 @@ class OnnxTrials:
             return Cure(message=f"{'; '.join(bad)}: no precision fixes that")
         if not seen.nodes:
             return Cure(message="the file has 16-bit parts already: converted with these rules it is finite")
-        first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
-        cure = find_cure(rules, first, lambda others: self._trial(others, outputs))
+        cure = find_cure(rules, seen, lambda others: self._trial(others, bool(seen.outputs)))
         if cure.rule and self._is_low:
             return replace(cure, message=f"{cure.message}; the file has 16-bit parts already: convert it with them")
         return cure

@@ -145,18 +145,9 @@ def open_to_run(source: Source) -> OnnxFile:
 
 
 def stored_bytes(opened: OnnxFile) -> int:
-    """Size of a model's file and of the external files that it refers to, in bytes.
-
-    Raises:
-        OnnxError: the model has no file, or a file of it is missing.
-    """
-    if opened.path is None:
-        raise OnnxError("a model in memory has no files", where=opened.name, hint="give its path")
-    files = [opened.path, *external_files(opened.proto, opened.path.parent)]
-    for file in files:
-        if not file.is_file():
-            raise OnnxError("a file of the model is missing", where=str(file), hint="put it beside the model")
-    return sum(file.stat().st_size for file in files)
+    """Size of a model's file and of the external files that it refers to, in bytes; 0 of a model in memory."""
+    files = [] if opened.path is None else [opened.path, *external_files(opened.proto, opened.path.parent)]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 class Runner:

@@ -67,35 +67,27 @@ def onnx_to_fx(
             check_model(opened)
         except OnnxError as wrong:
             refused = wrong  # what cannot be converted is told in terms of the conversion
-    requested = None if trainable is None else _Asked(trainable)
+    raised: list[Exception] = []
+
+    def requested(name: str, tensor: torch.Tensor) -> bool:
+        try:
+            return trainable is not None and trainable(name, tensor)
+        except Exception as error:
+            raised.append(error)
+            raise
+
     try:
         with raised_as_onnx(opened.name, "it cannot be read"):
-            module = build_module(to_ir(opened), requested)
+            module = build_module(to_ir(opened), None if trainable is None else requested)
     except OnnxError as wrong:
-        if requested is not None and requested.raised is not None:
-            raise requested.raised from None  # the caller's own error, and no fault of the model
+        if raised:
+            raise raised[0] from None  # the caller's own error, and no fault of the model
         if refused is not None and not isinstance(wrong, OnnxCaptureError):
             raise refused from wrong  # the checker knows the node
         raise
     if refused is not None:
         raise refused
     return module
-
-
-class _Asked:
-    """The caller's `trainable`, with what it raised."""
-
-    def __init__(self, function: Callable[[str, torch.Tensor], bool]) -> None:
-        self.function = function
-        self.raised: Exception | None = None
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> bool:
-        """Ask it."""
-        try:
-            return self.function(name, tensor)
-        except Exception as error:
-            self.raised = error
-            raise
 
 
 def module_of(model: Any) -> Any:
@@ -130,7 +122,7 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
                 f"{name} makes no optimizer of a list of parameters: {cause}",
                 hint="pass model, loss_fn and optimizer in this order",
             ) from cause
-    if result is model or not _has_onnx(model):
+    if result is model or not any(map(_is_onnx, pytree.tree_leaves(model))):
         return model, optimizer
     optimizers = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
     groups = [group for one in optimizers for group in getattr(one, "param_groups", [])]
@@ -142,10 +134,6 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
             "`module = amp.onnx_to_fx(path)` with an optimizer over module.parameters()",
         )
     return result, optimizer
-
-
-def _has_onnx(model: Any) -> bool:
-    return any(_is_onnx(one) for one in pytree.tree_leaves(model))
 
 
 def _is_onnx(model: Any) -> bool:

@@ -203,7 +203,7 @@ class _Call:
                 known = ", ".join(f"'{one}'" for one in allowed if one)
                 raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", hint=_CHECK)
         facts = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
-        options = {**self.literal, **{name: facts[name] for name in self.op.requested if name in facts}}
+        options = {**self.literal, **{name: facts[name] for name in sorted(self.op.requested) if name in facts}}
         folded = self._fold(options)
         if folded is not None:
             for value, one in zip(self.node.outputs, folded, strict=False):

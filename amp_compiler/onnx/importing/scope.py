@@ -243,8 +243,8 @@ class Names:
         ('encoder.0.weight', 'a_b_0', 'a_b_0_1')
     """
 
-    def __init__(self, taken: tuple[str, ...] = ()) -> None:
-        self._taken = set(taken)
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
         self._prefixes: set[str] = set()
 
     def give(self, name: str, *, dotted: bool = False) -> str:

@@ -22,7 +22,11 @@ _STORING = (*FOLDED, EMPTY_LIST)
 
 
 class Builder:
-    """Adds graph after graph, each value and node under a name of its own."""
+    """Adds graph after graph, each value and node under a name of its own.
+
+    Attributes:
+        names: the neutral name of each value that was added.
+    """
 
     def __init__(
         self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool, pins: Mapping[str, Pin]
@@ -43,28 +47,22 @@ class Builder:
         outputs = (out for node in self.held[main] for out in node.outputs)
         return {value.name: value for value in (*main.inputs, *main.initializers.values(), *outputs) if value.name}
 
-    def name_of(self, value: ir.Value) -> str | None:
-        """The neutral name of a value; `None` for one that was not added."""
-        return self.names.get(value)
-
     def add_graph(self, graph: ir.Graph, region: str) -> None:
         """Add the inputs, initializers and nodes of a graph."""
         for value in graph.inputs:
-            self._addsource_of(value, ValueKind.BUFFER if value.is_initializer() else ValueKind.INPUT)
+            kind = ValueKind.BUFFER if value.is_initializer() else ValueKind.INPUT
+            self.graph.add_value(self._value(value, kind))
         for value in graph.initializers.values():
             if value not in self.names:
-                self._addsource_of(value, ValueKind.PARAMETER)
+                self.graph.add_value(self._value(value, ValueKind.PARAMETER))
         self._add_nodes(graph, region)
 
     def _add_nodes(self, graph: ir.Graph, region: str) -> None:
         for node in self.held[graph]:
             if node.op_type in _STORING and (is_folded(node, self.model) or self._is_empty_list(node)):
-                self._addsource_of(node.outputs[0], ValueKind.CONSTANT)
+                self.graph.add_value(self._value(node.outputs[0], ValueKind.CONSTANT))
             else:
                 self._add_node(node, region)
-
-    def _addsource_of(self, value: ir.Value, kind: ValueKind) -> None:
-        self.graph.add_value(self._value(value, kind))
 
     def _add_node(self, node: ir.Node, region: str) -> None:
         name = self._node_name(node)
@@ -151,15 +149,10 @@ class Builder:
             return ""
         if quantizing:
             return "quantised models are left intact"
+        makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) is not None]
+        users = [user for out in node.outputs for user, _ in out.uses()]
         beside = "it stands beside a quantising op, and quantised patterns are left intact"
-        return beside if self._is_beside(node) else ""
-
-    def _is_beside(self, node: ir.Node) -> bool:
-        """True for a node beside a quantising one."""
-        makers = (value.producer() for value in node.inputs if value is not None)
-        if any(maker is not None and _is_quantizing(maker) for maker in makers):
-            return True
-        return any(_is_quantizing(user) for out in node.outputs for user, _ in out.uses())
+        return beside if any(map(_is_quantizing, (*makers, *users))) else ""
 
     def _value(self, value: ir.Value, kind: ValueKind) -> Value:
         known, name = self.model.types.get(value, UNKNOWN), self._value_name(value)

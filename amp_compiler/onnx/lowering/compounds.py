@@ -137,16 +137,11 @@ def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
         >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)).ir.graph)]
         [['rms_norm', 'rms_norm']]
     """
-    for node in _anchors(graph):
-        if is_op(node, node.op_type) and _is_likely(node):
+    for node in (node for inner in all_graphs(graph) for node in inner):
+        if node.op_type in _ANCHORS and is_op(node, node.op_type) and _is_likely(node):
             ways = _ways(node)
             if ways:
                 yield ways
-
-
-def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
-    for inner in all_graphs(graph):
-        yield from (node for node in inner if node.op_type in _ANCHORS)
 
 
 def mark_compounds(lowered: Lowered) -> None:

@@ -220,7 +220,12 @@ class _Fuser:
             _become(last, op, [data], [ir.AttrString("approximate", "tanh" if by_tanh else "none")])
         else:
             operands = [self._shaped(value, norm.sizes) for value in norm.operands]
-            _become(last, op, [data, *operands], _settings(norm))
+            settings = [
+                ir.AttrInt64("axis", -len(norm.sizes)),
+                ir.AttrFloat32("epsilon", norm.epsilon),
+                ir.AttrInt64("stash_type", int(ir.DataType.FLOAT)),
+            ]
+            _become(last, op, [data, *operands], settings)
         others = [node for node in way.nodes if node is not last]
         graph_of(last).remove(others, safe=True)
         self.gone.update(others)
@@ -254,12 +259,6 @@ def _become(node: ir.Node, op: str, inputs: list[ir.Value], attributes: list[ir.
     node.resize_inputs(len(inputs))
     for index, value in enumerate(inputs):
         node.replace_input_with(index, value)
-
-
-def _settings(norm: _Norm) -> list[ir.Attr]:
-    """The attributes of a norm that is one op."""
-    epsilon, stash = ir.AttrFloat32("epsilon", norm.epsilon), ir.AttrInt64("stash_type", int(ir.DataType.FLOAT))
-    return [ir.AttrInt64("axis", -len(norm.sizes)), epsilon, stash]
 
 
 def _axes_of(node: ir.Node) -> tuple[int, ...]:

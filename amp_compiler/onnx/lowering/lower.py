@@ -78,7 +78,7 @@ def lower(
     builder = Builder(lowered, named or (lambda op, name: False), keep_quantized, pins or {})
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
-        name = builder.name_of(value)
+        name = builder.names.get(value)
         if name is None:
             continue
         floating = lowered.graph.values[name].dtype in (DType.FLOAT32, low)

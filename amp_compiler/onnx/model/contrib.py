@@ -49,17 +49,12 @@ def contrib_schema(node: onnx.NodeProto, opset: int) -> OpSchema | None:
     return contrib_schemas().get(("", node.op_type)) if own else None
 
 
-def contrib_nodes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
-    """The nodes of a model and its bodies whose ops ONNX Runtime alone has."""
-    opset = opset_of(proto)
-    return [node for graph in proto_graphs(proto.graph) for node in graph.node if contrib_schema(node, opset)]
-
-
 def as_contrib(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which they are of `com.microsoft`, as onnx leaves alone what is of a domain that it does not know."""
+    """A copy in which ops that ONNX Runtime alone has are of `com.microsoft`: onnx leaves domains of others alone."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    nodes = contrib_nodes(copy)
+    opset = opset_of(copy)
+    nodes = [node for graph in proto_graphs(copy.graph) for node in graph.node if contrib_schema(node, opset)]
     for node in nodes:
         node.domain = CONTRIB
     if nodes and all(entry.domain != CONTRIB for entry in copy.opset_import):

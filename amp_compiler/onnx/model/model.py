@@ -233,7 +233,8 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
     """
     proto, folder = opened.proto, opened.folder
-    _refuse(proto)
+    if proto.training_info:
+        raise OnnxError("the model carries training_info, which a conversion would lose", hint="remove it first")
     with raised_as_onnx(opened.name, "its graph is malformed"):
         proto = in_order(proto)
         light = light_of(proto, folder)
@@ -271,11 +272,6 @@ def value_types(opened: OnnxFile) -> dict[str, DType]:
     return {value.name or "": one.dtype for value, one in known if one.tensor and one.dtype is not None}
 
 
-def _refuse(proto: onnx.ModelProto) -> None:
-    if proto.training_info:
-        raise OnnxError("the model carries training_info, which a conversion would lose", hint="remove it first")
-
-
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
     """A graph and all bodies in it, in the order of the nodes."""
     yield graph
@@ -310,17 +306,18 @@ class _Binder:
         """Fill `types`, `unnamed` and `described` for one graph and its bodies."""
         known = self._known(inferred)
         described = {info.name for info in proto.value_info}
+        types, unnamed = self.model.types, self.model.unnamed
         for value in graph.inputs:
-            self._note(value, known)
+            if value.name in known:
+                types[value] = known[value.name]
         for name, value in graph.initializers.items():
             tensor = value.const_value
             if tensor is not None:
-                self.model.types[value] = ValueType(neutral_type(tensor.dtype.value), tuple(tensor.shape.numpy()))
+                types[value] = ValueType(neutral_type(tensor.dtype.value), tuple(tensor.shape.numpy()))
             if isinstance(tensor, onnx_ir.ExternalTensor):
                 self.model.external.append(tensor)
             if name in described:
                 self.model.described.add(value)
-        types, unnamed = self.model.types, self.model.unnamed
         for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
             if not message.name:
                 unnamed.add(node)
@@ -344,11 +341,6 @@ class _Binder:
                     value_type = seen[text] = _value_type(type_)
                 known[info.name] = value_type
         return known
-
-    def _note(self, value: onnx_ir.Value, known: dict[str, ValueType]) -> None:
-        value_type = known.get(value.name or "")
-        if value_type is not None:
-            self.model.types[value] = value_type
 
 
 def _value_type(proto: onnx.TypeProto) -> ValueType:

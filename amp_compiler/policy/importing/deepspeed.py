@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.policy.exclusions import Imported
-from amp_compiler.policy.importing.facts import facts, read_text
+from amp_compiler.policy.importing.facts import LEAST, MOST, facts, read_text
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
@@ -17,7 +17,6 @@ from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 PRESET = "deepspeed"
 _OLD = "bfloat16"  # read where there is no bf16
 _BESIDE = ("torch_autocast", "amp")
-_LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
 _READ = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast", "zero_optimization", "gradient_clipping",
          "gradient_accumulation_steps", "optimizer", "data_types")  # fmt: skip
 _OWN = (*_READ[:7], "train_batch_size", "train_micro_batch_size_per_gpu")  # no option of a converter has such a name
@@ -169,7 +168,7 @@ class _Config:
         scale = float(options["loss_scale"])
         if scale < 0:
             raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write 0 for a dynamic scale, or a number")
-        if scale and not _LEAST <= scale <= _MOST:
+        if scale and not LEAST <= scale <= MOST:
             raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write a number of FP32's normal range")
         section = {"mode": "static", "init": scale} if scale else self.dynamic(options)
         return {"extends": PRESET, "loss_scale": section, **self.weights("fp16", options)}
@@ -248,7 +247,8 @@ class _Config:
                 self.notes.append(f"{key} is 'auto', for the Trainer to fill in; the step takes {name}=")
             elif value is not None and not (key == "gradient_clipping" and value == 0):
                 if name == "accumulate":
-                    value = int(_number(self.place(key), value, _counts, "a whole number from 1 on"))
+                    known = "a whole number from 1 on"
+                    value = int(_number(self.place(key), value, lambda it: it >= 1 and it == int(it), known))
                 else:
                     _number(self.place(key), value, lambda it: it > 0, "a positive number")
                 taken.append(f"{name}={value!r}")
@@ -280,7 +280,3 @@ def _number(mark: Mark, value: Any, good: Callable[[float], bool], must: str) ->
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
         raise mark.error(f"it is {value!r}, and must be {must}", "correct it")
     return value
-
-
-def _counts(number: float) -> bool:
-    return number >= 1 and number == int(number)

@@ -10,7 +10,8 @@ from typing import Any
 from amp_compiler.errors import RuleError
 from amp_compiler.policy.yaml_tree import parse_yaml
 
-_MOST = 10_000_000  # bytes of a file that is imported
+LEAST, MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
+_BYTES = 10_000_000  # that a file which is imported has at most
 
 
 @cache
@@ -32,7 +33,7 @@ def read_text(path: Path) -> str:
         RuleError: it cannot be read, is too large, or is no text.
     """
     try:
-        if path.stat().st_size > _MOST:
+        if path.stat().st_size > _BYTES:
             raise RuleError("it is too large", file=str(path), hint="name a list, or what a run is set up with")
         return path.read_text(encoding="utf-8")
     except OSError as cause:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.policy.exclusions import Imported
-from amp_compiler.policy.importing.facts import facts, read_text
+from amp_compiler.policy.importing.facts import LEAST, MOST, facts, read_text
 from amp_compiler.policy.importing.text_format import Field, named, parse_text
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.marks import Mark, nearest
@@ -29,7 +29,6 @@ _FOR_THE_STEP = (
     "iter_size", "clip_gradients",
 )  # fmt: skip
 _NETS = ("train_net_param", "net_param", "train_net", "net")
-_LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
 
 
 def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
@@ -51,7 +50,7 @@ def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
     """
     message = Message.read(path)
     notes: list[str] = []
-    rules = _Solver(message, notes).rules() if message.form == "solver" else _Net(message, notes).rules()
+    rules = _of_solver(message, notes) if message.form == "solver" else _Net(message, notes).rules()
     imported = Imported({"version": 1, **({"extends": extends} if extends else {}), **rules}, notes)
     load_rules(imported.rules)
     return imported
@@ -335,7 +334,7 @@ class _Net:
         """The section `loss_scale`."""
         coefficient = self.net.number("global_grad_scale", 1.0)
         field = self.net.one("global_grad_scale")
-        if field is not None and not _LEAST <= coefficient <= _MOST:
+        if field is not None and not LEAST <= coefficient <= MOST:
             raise self.net.place(field).error(f"it is {field.value}", "write a positive number of FP32's normal range")
         if self.net.flag("global_grad_scale_adaptive"):
             self.notes.append(
@@ -346,58 +345,39 @@ class _Net:
         return {"mode": "static", "init": coefficient} if coefficient != 1.0 else {"mode": "none"}
 
 
-class _Solver:
-    """Makes rules of a solver and of its net.
+def _of_solver(solver: Message, notes: list[str]) -> dict[str, Any]:
+    """The sections of a rule file that a solver and its net ask for; notes what is for the optimizer and the step."""
+    stored = solver.type("solver_data_type")
+    low = stored is not None and stored[0] == "low"
+    weights = {"master": "low", "rounding": "nearest", "overflow": "clip"} if low else {"master": "fp32"}
+    net = _net_of(solver, notes)
+    fields = [solver.text_of(field) for field in solver.fields if field.name in _FOR_THE_STEP]
+    if fields:
+        notes.append(f"no rules, but for the optimizer, its scheduler and the step: {', '.join(fields)}")
+    return {**(_Net(net, notes).rules() if net is not None else {}), "weights": weights}
 
-    Args:
-        solver: its message.
-        notes: takes what is no rule.
-    """
 
-    def __init__(self, solver: Message, notes: list[str]) -> None:
-        self.solver, self.notes = solver, notes
-
-    def rules(self) -> dict[str, Any]:
-        """The sections of a rule file."""
-        stored = self.solver.type("solver_data_type")
-        low = stored is not None and stored[0] == "low"
-        weights = {"master": "low", "rounding": "nearest", "overflow": "clip"} if low else {"master": "fp32"}
-        net = self.net()
-        self.tell_step()
-        return {**(_Net(net, self.notes).rules() if net is not None else {}), "weights": weights}
-
-    def net(self) -> Message | None:
-        """The net that is trained: written out in the solver, or in a file beside it, or a folder above."""
-        fields = [field for name in _NETS if (field := self.solver.one(name)) is not None]
-        if len(fields) > 1:
-            what = f"{fields[0].name} at line {fields[0].line} says already which net is trained"
-            raise self.solver.place(fields[1]).error(what, "name one net, as NVCaffe asks for")
-        for name in _NETS[:2]:
-            field = self.solver.one(name)
-            if field is not None:
-                return Message("net", self.solver.file, field.fields, field.line).checked()
-        for name in _NETS[2:]:
-            path = self.solver.word(name)
-            if path:
-                folder = self.solver.file.parent
-                places = [
-                    folder / path,
-                    folder / Path(path).name,
-                    *(above / path for above in folder.absolute().parents),
-                ]
-                here = next((place for place in places if place.is_file()), None)
-                if here is None:
-                    self.notes.append(f"{name}: {path} is not there; import it for the types of its layers")
-                    return None
-                self.notes.append(f"the types of layers are those of {here.name}")
-                return Message.read(here)
+def _net_of(solver: Message, notes: list[str]) -> Message | None:
+    """The net that is trained: written out in the solver, or in a file beside it, or a folder above."""
+    fields = [field for name in _NETS if (field := solver.one(name)) is not None]
+    if not fields:
         return None
-
-    def tell_step(self) -> None:
-        """Notes what is for the optimizer, its scheduler and the step."""
-        fields = [self.solver.text_of(field) for field in self.solver.fields if field.name in _FOR_THE_STEP]
-        if fields:
-            self.notes.append(f"no rules, but for the optimizer, its scheduler and the step: {', '.join(fields)}")
+    if len(fields) > 1:
+        what = f"{fields[0].name} at line {fields[0].line} says already which net is trained"
+        raise solver.place(fields[1]).error(what, "name one net, as NVCaffe asks for")
+    (field,) = fields
+    if field.name in _NETS[:2]:
+        return Message("net", solver.file, field.fields, field.line).checked()
+    path, folder = solver.word(field.name), solver.file.parent
+    if not path:
+        return None
+    places = [folder / path, folder / Path(path).name, *(above / path for above in folder.absolute().parents)]
+    here = next((place for place in places if place.is_file()), None)
+    if here is None:
+        notes.append(f"{field.name}: {path} is not there; import it for the types of its layers")
+        return None
+    notes.append(f"the types of layers are those of {here.name}")
+    return Message.read(here)
 
 
 def _tests_only(layer: Message) -> bool:
