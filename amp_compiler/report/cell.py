@@ -11,11 +11,7 @@ MOST_NODES, MOST_CASTS = 40, 20
 
 
 def plan_cell(plan: PrecisionPlan) -> str:
-    """The first nodes, the largest casts and a summary of all, as HTML; what comes from the model is escaped.
-
-    Args:
-        plan: any plan.
-    """
+    """The first nodes, the largest casts and a summary of all, as HTML; what comes from the model is escaped."""
     plan = for_people(plan, plan)
     nodes = [node_cells(node, plan.dtype) for node in plan.nodes]
     casts = [cast_cells(cast) for cast in sorted(plan.casts, key=lambda cast: -cast.bytes)]
