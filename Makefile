@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-ranks test-slow test-gpu test-torch test-torch211 test-frameworks docs \
-  scenarios browser screens page-libraries bench bench-onnx examples zoo clean
+  scenarios browser search screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -140,6 +140,9 @@ test-torch211: ## the same with the oldest torch that is supported
 docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
 	$(BIN)/python docs/tools/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+search: docs browser ## look whether the search of the site finds a page, opened as a file and from a server
+	$(BIN)/python docs/tools/try_search.py
 
 # The short runs do not replace the full ones, which the tables of the docs are made of: those are each script by itself.
 SHORT := --json benchmarks/results/short_

@@ -106,8 +106,8 @@ def convert_onnx(
             `<output>.<digest>.data`, so that nobody ever reads a model with another one's data.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
-        calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
-            over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
+        calibration: batches (dicts from input name to NumPy array), an npz file or a folder of those: the FP32 model
+            runs over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
             as large as the data have them, in `reduction_size` and in the bytes of casts. Rules that say `math: fp8`
             need it: the scales of operands come from it.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the

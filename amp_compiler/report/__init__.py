@@ -34,6 +34,11 @@ def to_html(
 
     Raises:
         AmpError: where the file cannot be written, or something else was given for one of these.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> plan = amp.explain(torch.nn.Linear(8, 4), (torch.ones(2, 8),), dtype="bf16")
+        >>> amp.to_html(plan, "plan.html")
     """
     from amp_compiler.report.html import plan_html
 
@@ -49,6 +54,11 @@ def to_svg(plan: PrecisionPlan, path: str | Path) -> None:
 
     Raises:
         AmpError: there is nothing to draw, or the file cannot be written.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> plan = amp.explain(torch.nn.Linear(8, 4), (torch.ones(2, 8),), dtype="bf16")
+        >>> amp.to_svg(plan, "plan.svg")
     """
     from amp_compiler.report.svg import plan_svg
 

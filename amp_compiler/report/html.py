@@ -39,14 +39,7 @@ def plan_html(
     step: StepGraph | None = None,
     profile: Any = None,
 ) -> str:
-    """The plan as the text of a self-contained HTML page; everything that comes from the model is escaped.
-
-    Args:
-        plan: what to show.
-        other: a plan to compare it with.
-        names: what the two are called.
-        step: the whole training step that the plan's forward is part of.
-        profile: what `amp.profile` found, for histograms.
+    """The page that `to_html` writes, of the same arguments, as text; everything that comes from the model is escaped.
 
     Raises:
         AmpError: `other`, `step` or `profile` is none, or `names` are not two.
@@ -116,9 +109,7 @@ def render(name: str, **values: Any) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["bytes"] = human_bytes
-    environment.filters["short"] = _short
-    environment.filters["share"] = _share
+    environment.filters.update(bytes=human_bytes, short=_short, share=_share)
     return environment.from_string(part(name)).render(**values)
 
 

@@ -23,15 +23,19 @@ from amp_compiler.report.table import human_bytes
 _ROW, _HEIGHT, _BADGE, _LANE, _MARGIN = 24, 18, 66, 7, 14
 _LETTER = 7.3  # width of one of the monospaced font
 _LONGEST = 60  # letters of a column that are shown
-_STYLE = """
-text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1b2330; white-space: pre; }
-.type { text-anchor: middle; }
-path { fill: none; stroke-width: 1.5; }
-.keep rect { stroke-dasharray: 4 3; }
-""" + "".join(
+_COLOURS = [  # those of the page: four for a light ground, four for a dark one
     f".{kind} rect {{ fill: {fill}; stroke: {line}; }}\npath.{kind} {{ stroke: {line}; }}\n"
-    for kind, line, fill in re.findall(r"--(low|fp32|keep|cast): (#\w+); --\1-fill: (#\w+);", part("page.css"))[:4]
-)
+    for kind, line, fill in re.findall(r"--(low|fp32|keep|cast): (#\w+); --\1-fill: (#\w+);", part("page.css"))
+]
+_STYLE = f"""
+text {{ font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1b2330; white-space: pre; }}
+.type {{ text-anchor: middle; }}
+path {{ fill: none; stroke-width: 1.5; }}
+.keep rect {{ stroke-dasharray: 4 3; }}
+{"".join(_COLOURS[:4])}@media (prefers-color-scheme: dark) {{
+svg > rect {{ fill: #171e2a; }} text {{ fill: #e7ebf2; }}
+{"".join(_COLOURS[4:])}}}
+"""
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 Key = tuple[str, int]  # a value: its name and -1, or what a cast makes of it: the name and the number of the cast
@@ -50,10 +54,7 @@ class _Row:
 
 
 def plan_svg(plan: PrecisionPlan) -> str:
-    """The plan as the text of an SVG file.
-
-    Args:
-        plan: any plan.
+    """The text of the file that `to_svg` writes.
 
     Raises:
         AmpError: there is nothing to draw.

@@ -73,7 +73,7 @@ def training_step(
     Args:
         model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
             `step.model` is the module that is trained.
-        loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
+        loss_fn: `loss_fn(model, *batch)` returns the loss, a floating-point tensor of one element, or `(loss, aux)`.
         optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters,
             as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
             fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
@@ -93,7 +93,7 @@ def training_step(
             `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
             `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
             optimizers of a GAN.
-        clip_norm: largest global L2 norm of the unscaled gradients.
+        clip_norm: largest global L2 norm of the unscaled gradients, a number above 0; `None` clips nothing.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated;
             `step.flush()` updates them by fewer.
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
@@ -121,7 +121,7 @@ def training_step(
             numbers of every so many steps; other steps are not read from.
 
     Returns:
-        A callable: `loss = step(*batch)`, detached, without a device sync.
+        A callable: `loss = step(*batch)`, of the shape that `loss_fn` gives, detached, without a device sync.
 
     Raises:
         AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.

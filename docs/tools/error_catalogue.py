@@ -47,7 +47,10 @@ def messages() -> list[Message]:
     """All of them, by class and text."""
     paths = [path for room in ("amp_compiler", "passes") for path in sorted((ROOT / room).rglob("*.py"))]
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
-    everywhere = {name: value for tree in trees.values() for name, value in _constants(tree)}
+    everywhere: dict[str, ast.AST] = {
+        one.name: one for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)
+    }
+    everywhere |= {name: value for tree in trees.values() for name, value in _constants(tree)}
     kinds = {*CLASSES, *(name for tree in trees.values() for name in _derived(tree))} - INTERNAL
     makers = {one.name: one for tree in trees.values() for one in _makers(tree, kinds)}
     results = {
@@ -89,7 +92,7 @@ def _makers(tree: ast.Module, kinds: set[str]) -> Iterator[ast.FunctionDef]:
             yield one
 
 
-def _calls(tree: ast.Module, scope: dict[str, ast.expr]) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
+def _calls(tree: ast.Module, scope: dict[str, ast.AST]) -> Iterator[tuple[ast.Call, dict[str, ast.AST]]]:
     """Every call of a file, and what names stand for there: constants, defaults, and what was assigned above."""
     for place in _places(tree.body):
         names = dict(scope)
@@ -114,7 +117,7 @@ def _places(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _parts(
-    call: ast.Call, names: dict[str, ast.expr], kinds: set[str], makers: dict[str, ast.FunctionDef]
+    call: ast.Call, names: dict[str, ast.AST], kinds: set[str], makers: dict[str, ast.FunctionDef]
 ) -> Iterator[tuple[str, ast.expr, ast.expr]]:
     """The class, text and hint of an error that a call makes."""
     parts = {one.arg: one.value for one in call.keywords if one.arg}
@@ -133,7 +136,7 @@ def _parts(
             yield ast.unparse(maker.returns), parts["what"], parts["hint"]
 
 
-def _text(node: ast.expr, names: dict[str, ast.expr]) -> str:
+def _text(node: ast.AST, names: dict[str, ast.AST]) -> str:
     """What an expression says, with `…` in the place of what is known only at run time."""
     if isinstance(node, ast.Constant):
         return str(node.value or "")
@@ -144,8 +147,24 @@ def _text(node: ast.expr, names: dict[str, ast.expr]) -> str:
     if isinstance(node, ast.IfExp):
         return " / ".join(text for text in (_text(node.body, names), _text(node.orelse, names)) if text != "…") or "…"
     if isinstance(node, ast.Name) and node.id in names:
-        return _text(names[node.id], {})
-    return "…"
+        return _text(names[node.id], {} if isinstance(names[node.id], ast.Name) else names | {node.id: ast.Pass()})
+    if isinstance(node, ast.Attribute) and node.attr == "hint":
+        return "what the error says that this one comes from"
+    return _called(node, names) if isinstance(node, ast.Call) else "…"
+
+
+def _called(call: ast.Call, names: dict[str, ast.AST]) -> str:
+    """What a call returns, of a function whose texts can be read; `….get(key, text)` is one of a table."""
+    name = getattr(call.func, "id", "")
+    if name == "nearest":  # of names that are known
+        otherwise = [_text(one, names) for one in call.args[2:]]
+        return ", ".join(["did you mean '…'? / use one of …", *otherwise])
+    if getattr(call.func, "attr", "") == "get" and len(call.args) == 2:
+        return _text(call.args[1], names)
+    function = names.get(name)
+    returns = [one for one in ast.walk(function) if isinstance(one, ast.Return)] if function is not None else []
+    texts = dict.fromkeys(_text(one.value, {}) for one in returns if one.value is not None)
+    return " / ".join(text for text in texts if text != "…") or "…"
 
 
 def _cell(text: str) -> str:

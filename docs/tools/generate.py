@@ -17,6 +17,7 @@ import pages
 import passes_page
 import rooms
 import stages
+import svg
 import way
 
 from amp_compiler.ir.run_file import read_run
@@ -32,12 +33,13 @@ def draw_recorded() -> str:
     runs = {name: read_run(PICTURES / f"{name}.jsonl").records for name in ("scaled", "unscaled")}
     with tempfile.TemporaryDirectory() as folder:
         draw_runs(runs, Path(folder) / "runs.svg")
-        return (Path(folder) / "runs.svg").read_text(encoding="utf-8")
+        return svg.darken((Path(folder) / "runs.svg").read_text(encoding="utf-8"))
 
 
 FILES: dict[Path, Callable[[], str]] = {
     PICTURES / "rooms.svg": rooms.draw,
     PICTURES / "way.svg": way.draw,
+    PICTURES / "way_narrow.svg": way.draw_narrow,
     PICTURES / "runs.svg": draw_recorded,
     ROOT / "passes" / "README.md": passes_page.page,
     ROOT / "docs" / "cli.md": command_line.page,

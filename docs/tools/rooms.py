@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import networkx
-from svg import FAINT, Box, Picture
+from svg import FAINT, GROUND, Box, Picture
 
 ROOT = Path(__file__).parents[2]
 COLOURS = {"none": "#e3f1e4", "torch": "#dfeaf8", "onnx": "#fbe8d3"}
@@ -170,7 +170,7 @@ def draw() -> str:
             draw_room(picture, name, rooms[name])
     policy = box_of("policy")
     data = Box(20, policy.y + 8, 100, policy.height - 16)
-    picture.box(data, "#ffffff", dashed=True)
+    picture.box(data, GROUND, dashed=True)
     picture.text(data.x + 10, data.y + 19, "rules/", 14, bold=True)
     picture.text(data.x + 10, data.y + 36, "YAML files", 10, colour=FAINT)
     picture.arrow([(policy.x, data.y + data.height / 2), (data.right, data.y + data.height / 2)], dashed=True)

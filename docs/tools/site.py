@@ -20,6 +20,7 @@ from pages import PAGES
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)]*)?\)")
 _FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
+_PICTURE = re.compile(r"""(?P<head><(?:img|source)\b[^>]*?\b(?:src|srcset)=")(?P<target>[^":]+)""")
 _EXAMPLE = re.compile(r"^( +)Example:\n", re.MULTILINE)  # mkdocstrings knows it in the plural alone
 _VERBATIM = re.compile(r"(```.*?```|<!--.*?-->)", re.DOTALL)
 
@@ -59,9 +60,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     host = (config["repo_url"] or "").rstrip("/")
     page.edit_url = f"{host}/edit/main/{here}" if host else None
     parts = _VERBATIM.split(markdown)
-    return "".join(
-        part if part.startswith(("```", "<!--")) else _LINK.sub(lambda one: _link(one, here), part) for part in parts
-    )
+    return "".join(part if part.startswith(("```", "<!--")) else _rewritten(part, here) for part in parts)
 
 
 def on_post_build(config: Any) -> None:
@@ -72,18 +71,29 @@ def on_post_build(config: Any) -> None:
             raise PluginError(f"{page.name} fetches {match[1]}: every asset must be part of the site")
 
 
+def _rewritten(text: str, here: PurePosixPath) -> str:
+    """The same text with links between pages, and to the pictures of the site."""
+    text = _PICTURE.sub(lambda one: f"{one['head']}{_inside(one['target'], here)}", text)
+    return _LINK.sub(lambda one: _link(one, here), text)
+
+
 def _link(match: re.Match[str], here: PurePosixPath) -> str:
     """One link, rewritten."""
     target = match["target"]
     if not target or "://" in target:
         return match[0]
-    path = PurePosixPath(os.path.normpath(here.parent / target))
-    if not (ROOT / path).exists():
-        raise PluginError(f"{here}: the link to {target} leads nowhere")
-    inside = PAGES.get(str(path)) or (str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
+    inside = _inside(target, here)
     if inside is None:
         return match["text"]
     return f"{match['image']}[{match['text']}]({inside}{match['anchor'] or ''})"
+
+
+def _inside(target: str, here: PurePosixPath) -> str | None:
+    """Where the site has what a link of a file leads to; none where it is no part of the site."""
+    path = PurePosixPath(os.path.normpath(here.parent / target))
+    if not (ROOT / path).exists():
+        raise PluginError(f"{here}: the link to {target} leads nowhere")
+    return PAGES.get(str(path)) or (str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
 
 
 def _origin(page: str) -> PurePosixPath:

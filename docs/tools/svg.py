@@ -1,4 +1,7 @@
-"""The few SVG elements that the pictures of the docs are made of. Text is measured roughly, so boxes leave room."""
+"""The few SVG elements that the pictures of the docs are made of. Text is measured roughly, so boxes leave room.
+
+Every picture is dark where the page is: a style within it turns the colours that it is drawn in.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,18 @@ from dataclasses import dataclass, field
 from html import escape
 
 FONT = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
-INK, FAINT, LINE = "#1f2933", "#5f6b76", "#8a96a3"
+INK, FAINT, LINE, GROUND = "#1f2933", "#5f6b76", "#8a96a3", "#ffffff"
+DARK = {
+    INK: "#e7ebf2", FAINT: "#a9b3c1", LINE: "#748093", GROUND: "#1e2129", "#f4f6f8": "#262b35",
+    "#d6c8f2": "#4a3a75", "#f9e7b0": "#5f4a14", "#eceff1": "#363d49",
+    "#e3f1e4": "#234029", "#dfeaf8": "#213a5c", "#fbe8d3": "#57391a",
+}  # fmt: skip
+PLOTTED = {  # the colours of matplotlib
+    GROUND: DARK[GROUND], "#000000": DARK[INK], "#b0b0b0": DARK[FAINT],
+    "#1f77b4": "#5aa9e6", "#ff7f0e": "#ff9f45", "#2ca02c": "#5fcf5f", "#d62728": "#ff6b6b", "#9467bd": "#b794e6",
+    "#8c564b": "#c79287",
+}  # fmt: skip
+_BY_ATTRIBUTE, _BY_STYLE = '[{name}="{old}"]', '[style*="{name}: {old}"]'
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,29 @@ class Picture:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}"'
             f' width="{self.width:g}" height="{self.height:g}" font-family="{FONT}" role="img">\n'
-            f"<title>{escape(self.title)}</title>\n"
+            f"<title>{escape(self.title)}</title>\n<style>{_dark(DARK, _BY_ATTRIBUTE)}</style>\n"
             '<defs><marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7"'
             f' orient="auto-start-reverse"><path d="M 0 1 L 10 5 L 0 9 z" fill="{FAINT}"/></marker></defs>\n'
-            f'<rect width="{self.width:g}" height="{self.height:g}" fill="#ffffff"/>\n'
+            f'<rect width="{self.width:g}" height="{self.height:g}" fill="{GROUND}"/>\n'
         )
         return head + "\n".join(self.parts) + "\n</svg>\n"
+
+
+def darken(plot: str) -> str:
+    """What matplotlib drew, dark where the page is: it writes colours into the `style` of each element.
+
+    Args:
+        plot: the text of an SVG file.
+    """
+    letters = f"@media (prefers-color-scheme: dark) {{ text {{ fill: {DARK[INK]} }} }}"
+    return plot.replace("</style>", f"{_dark(PLOTTED, _BY_STYLE)}\n{letters}</style>", 1)
+
+
+def _dark(colours: dict[str, str], selector: str) -> str:
+    """The style that turns each colour into another: `selector` finds what has it as its `name`, `fill` or `stroke`."""
+    rules = (
+        f"{selector.format(name=name, old=old)} {{ {name}: {new} !important }}"
+        for old, new in colours.items()
+        for name in ("fill", "stroke")
+    )
+    return "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"

@@ -5,12 +5,17 @@ of every way, with a band of one standard error to both sides.
 """
 
 import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 from common import GOOD, KINDS, standard_error
 
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.report.plots import drawing
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "tools"))
+from svg import darken
 
 SIZE = (10.5, 2.6)  # inches
 LEFT, RIGHT = -60, 20  # exponents that are shown
@@ -72,4 +77,4 @@ def picture(results: dict[str, Any]) -> bytes:
             part(axes, results)
         figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=7)
 
-    return drawing(draw, "svg")
+    return darken(drawing(draw, "svg").decode()).encode()

@@ -592,8 +592,8 @@ def test_on_paper_all_is_there(browser, pages, name, fragment):
         )
         assert browser.run(shown) and "static loss scale" in text(browser, "#advice")
     assert browser.run("return getComputedStyle(document.body).color") == "rgb(27, 35, 48)"
-    browser.run("dispatchEvent(new Event('afterprint'))")
-    assert not browser.run("return document.querySelector('.pane').hasAttribute('viewBox')")
+    browser.media("")
+    until(lambda: not browser.run("return document.querySelector('.pane').hasAttribute('viewBox')"))
 
 
 def test_a_long_line_of_code_is_read_whole(browser, tmp_path):

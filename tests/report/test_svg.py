@@ -131,6 +131,6 @@ def test_lines_run_from_makers_to_readers_and_no_two_lie_on_another(seed: int, n
 def test_the_colours_are_those_of_the_page():
     style = (PARTS / "page.css").read_text(encoding="utf-8")
     drawn = re.findall(r"\.(low|fp32|keep|cast) rect \{ fill: (#\w+); stroke: (#\w+); \}", plan_svg(plan_text(MIXED)))
-    assert [kind for kind, _, _ in drawn] == ["low", "fp32", "keep", "cast"]
+    assert [kind for kind, _, _ in drawn] == ["low", "fp32", "keep", "cast"] * 2  # on a light ground, and on a dark one
     for kind, fill, line in drawn:
         assert f"--{kind}: {line}; --{kind}-fill: {fill};" in style

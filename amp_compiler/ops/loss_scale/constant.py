@@ -49,7 +49,7 @@ class StaticLossScale(LossScale):
     """A scale that never changes; steps with non-finite gradients are skipped.
 
     Args:
-        scale: the scale. Powers of two are unscaled without rounding.
+        scale: a number above 0. Powers of two are unscaled without rounding.
 
     Example:
         >>> import torch

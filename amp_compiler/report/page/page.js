@@ -29,7 +29,7 @@ class Page {
     addEventListener("hashchange", () => this.follow());
     addEventListener("resize", () => this.view.drawing.fitted && this.view.drawing.fit());
     addEventListener("beforeprint", () => this.print(true));
-    addEventListener("afterprint", () => this.print(false));
+    matchMedia("print").addEventListener("change", ({ matches }) => this.print(matches));
     addEventListener("keydown", (event) => {
       if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
         event.preventDefault();
