@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import RuleError
-from amp_compiler.ir.arithmetic import NAME as FP8
-from amp_compiler.ir.arithmetic import Fp8
+from amp_compiler.ir.arithmetic import WORDS, Fp8
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.matchers import MATCHERS, read_condition
@@ -251,12 +250,10 @@ def _arithmetic(said: str | dict[str, Any] | MathModel | None) -> Any:
     """What a node computes in: a `DType`, or an `Fp8`; `None` where nothing is said."""
     if said is None:
         return None
-    if said == FP8:
-        return Fp8()
-    return (
-        dtype_from_short(said) if isinstance(said, str) else Fp8.of(said if isinstance(said, dict) else _present(said))
-    )
+    if isinstance(said, str):
+        return WORDS.get(said) or dtype_from_short(said)
+    return Fp8.of(said if isinstance(said, dict) else _present(said))
 
 
 def _named(said: str | MathModel) -> str:
-    return said if isinstance(said, str) else FP8
+    return said if isinstance(said, str) else next(iter(WORDS))

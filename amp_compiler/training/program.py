@@ -199,7 +199,7 @@ class StepProgram:
         writes = Counter(low is not None and id(parameter) for parameter, low in pairs)
         placeholders = self.report.graph_module.graph.find_nodes(op="placeholder")
         for node, one in zip(placeholders, self.compiled.resolve, strict=True):
-            if Key.STATE in node.meta and one.behind is not None:  # an FP8 operand
+            if one.behind is not None and node.meta.get(Key.STATE, (0, 0, 1))[2] == 0:  # the first of an FP8 operand
                 writes[id(one.behind())] += 1
         self.settled = low_weights.generation
         self.behind = tuple(one for one, _ in pairs if low_weights.number(one) > writes[id(one)])

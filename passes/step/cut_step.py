@@ -18,7 +18,6 @@ from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.step.place_operands import operand_nodes
 
 BEFORE, BEHIND, LAST = "before_check", "behind_check", "behind_updates"
 _OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
@@ -36,7 +35,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
         messages with new weights, see `GatherWeights`            as they are, each behind its update
-        behind_updates: what `PlaceOperands` keeps of weights     a graph
+        behind_updates: FP8 weights, see `PlaceOperands`          a graph; as they are behind messages
         commit: buffers, unless the step is skipped              a kernel
 
     Before::
@@ -98,19 +97,18 @@ class _Cut:
         readers = _readers(nodes, updates)
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
-        operands = operand_nodes(self.step.graph)
-        readers -= operands
-        own = {self.check, *products, *items, *last, *readers, *operands}
+        own = {self.check, *products, *items, *last, *readers}
+        sends = any("_c10d" in str(node.target) for node in readers)
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
         for node in (*products, self.check, *items):
             self._copy(node)
         self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
-        for node in [node for node in nodes if node in updates or node in readers]:
+        for node in [node for node in nodes if node in updates or (node in readers and sends)]:
             self._copy(node)
-        if operands:
-            self._subgraph(LAST, [node for node in nodes if node in operands])
+        if readers and not sends:
+            self._subgraph(LAST, [node for node in nodes if node in readers])
         for node in [node for node in last if node.target is COMMIT]:
             self._copy(node)
         self._complete_norm(items, updates, bool(products))

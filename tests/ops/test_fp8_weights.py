@@ -1,4 +1,4 @@
-"""`place_operands`: weights in FP8 are state that the update writes; a step without the pass is what they must equal."""
+"""`place_operands`: weights in FP8 are state that the update writes; they equal what a step without the pass makes."""
 
 from __future__ import annotations
 
