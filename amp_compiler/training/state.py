@@ -75,14 +75,17 @@ class LowWeights:
 
     def number(self, master: Tensor) -> int:
         """In how many forms a master is kept: copies are one, and so is what products of one kind read."""
-        return (id(master) in self._copies) + len(self._operands.get(id(master), ()))
+        return (id(master) in self._copies) + len(self._fitting(master))
 
     def follow(self, master: Tensor) -> None:
         """Make again what is kept of a master."""
         for dtype in self._copies.get(id(master), {}):
             self.get(master, dtype)
-        for made, of, _ in [*self._operands.get(id(master), {}).values()]:
+        for made, of in self._fitting(master):
             self.operands(master, of, made)
+
+    def _fitting(self, master: Tensor) -> list[tuple[Operands, torch.dtype | None]]:
+        return [(made, of) for made, of, _ in self._operands.get(id(master), {}).values() if made.fit(master)]
 
 
 class GradientSums:

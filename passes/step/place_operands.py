@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.alias import is_view
+from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
@@ -32,6 +32,11 @@ class Operands:
 
     def __str__(self) -> str:
         return self.weight
+
+    def fit(self, weight: Tensor) -> bool:
+        """Whether a weight has the shape that they were made for."""
+        (placeholder,) = self.graph.find_nodes(op="placeholder")
+        return bool(placeholder.meta["val"].shape == weight.shape)
 
     def __call__(self, weight: Tensor) -> list[Tensor]:
         """The values of a weight as that is now."""
@@ -64,7 +69,8 @@ class PlaceOperands(InPlacePass):
         copy_ = aten.copy_.default(w_low0_operand0, w8_1)
         copy__1 = aten.copy_.default(w_low0_operand1, scale_1)
 
-    Left alone: weights without FP32 masters, frozen ones, and values of 16 bits and more that are as large as a weight.
+    Left alone: weights without FP32 masters, frozen ones, values of 16 bits and more that are as large as a weight, and
+    what the step returns.
 
     Args:
         trained: placeholders of the parameters to train.
@@ -89,7 +95,8 @@ class PlaceOperands(InPlacePass):
         read = dict.fromkeys(_source(node) for node in weight_of if node in inner and not inner.issuperset(node.users))
         kept: dict[fx.Node, list[fx.Node]] = {}
         for node in read:
-            if node.op == "call_function" and (_is_fp8(node) or _size(node) < _size(weight_of[node])):
+            pays = node.op == "call_function" and (_is_fp8(node) or _size(node) < _size(weight_of[node]))
+            if pays and subject.graph.output_node() not in readers(node):  # which the caller keeps
                 kept.setdefault(weight_of[node], []).append(node)
         for weight, values in kept.items():
             _place(weight, values, self.gather != "add")
@@ -122,6 +129,7 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     """Let placeholders be some values of a weight, written behind the update."""
     graph, made = weight.graph, fx.Graph()
     copies, known = {weight: made.placeholder("weight")}, dict[str, fx.Node]()
+    copies[weight].meta["val"] = weight.meta["val"]
 
     def copied(old: fx.Node) -> fx.Node:
         if old not in copies:
@@ -145,6 +153,16 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     new = splice_before(output, fx.GraphModule({}, made), [weight], "update") if is_updated else []
     for placeholder, value in zip(placed.values(), new, strict=False):
         call_before(output, _aten.copy_.default, [placeholder, value], "update")
+
+
+def operand_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What stands behind the update of a step to write operands."""
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    found = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(one for one in node.all_input_nodes if one.op == "call_function")
+    return found
 
 
 def _is_fp8(node: fx.Node) -> bool:
