@@ -14,7 +14,6 @@ from typing import Any
 import jinja2
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ir.step_graph import StepGraph
@@ -76,7 +75,7 @@ def plan_html(
 def _shares(plan: PrecisionPlan) -> dict[str, Counter[str]]:
     """By precision, the bytes that nodes make and their arithmetic, as far as all is known; else how many they are."""
     sums = {}
-    products = ["fp8" if Fp8.parse(node.math) else node.precision for node in plan.nodes]
+    products = ["fp8" if node.math.startswith("fp8") else node.precision for node in plan.nodes]
     for name, kinds in (("flops", products), ("bytes", [node.precision for node in plan.nodes])):
         counted = [(kind, getattr(node, name)) for kind, node in zip(kinds, plan.nodes, strict=True)]
         if all(number is not None for _, number in counted) and any(number for _, number in counted):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.alias import is_view, readers
+from amp_compiler.fx.alias import readers, source_of
 from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
@@ -47,7 +47,7 @@ class Operands:
 class PlaceOperands(InPlacePass):
     """Turn what FP8 products make of a weight alone into placeholders, and make it anew behind the update.
 
-    That is its FP8 copies, and what else they are made by and is smaller than the weight: scales and magnitudes. No
+    That is its FP8 copies, and what else they are made by and has fewer bytes than it: scales and magnitudes. No
     step, and none of several batches that are gathered, rounds such a weight; a step that is skipped makes the same
     again. Delayed scaling knows its scale from steps before, so that of its weights the magnitude alone is kept.
 
@@ -69,8 +69,7 @@ class PlaceOperands(InPlacePass):
         copy_ = aten.copy_.default(w_low0_operand0, w8_1)
         copy__1 = aten.copy_.default(w_low0_operand1, scale_1)
 
-    Left alone: weights without FP32 masters, frozen ones, values of 16 bits and more that are as large as a weight, and
-    what the step returns.
+    Left alone: weights without FP32 masters, frozen ones, and what the step returns.
 
     Args:
         trained: placeholders of the parameters to train.
@@ -90,13 +89,20 @@ class PlaceOperands(InPlacePass):
         weight_of = self._of_weights_alone(subject.graph)
         inner: set[fx.Node] = set()  # of which FP8 values and magnitudes are made, and these
         for node in reversed(weight_of):
-            if _is_fp8(node) or node.target is _aten.amax.default or not inner.isdisjoint(node.users):
+            if (
+                getattr(node.meta["val"], "dtype", None) in FP8
+                or node.target is _aten.amax.default
+                or not inner.isdisjoint(node.users)
+            ):
                 inner.add(node)
-        read = dict.fromkeys(_source(node) for node in weight_of if node in inner and not inner.issuperset(node.users))
+        read = dict.fromkeys(
+            source_of(node) for node in weight_of if node in inner and not inner.issuperset(node.users)
+        )
         kept: dict[fx.Node, list[fx.Node]] = {}
         for node in read:
-            pays = node.op == "call_function" and (_is_fp8(node) or _size(node) < _size(weight_of[node]))
-            if pays and subject.graph.output_node() not in readers(node):  # which the caller keeps
+            if _bytes(node) < _bytes(weight_of[node]) and subject.graph.output_node() not in readers(
+                node
+            ):  # which the caller keeps
                 kept.setdefault(weight_of[node], []).append(node)
         for weight, values in kept.items():
             _place(weight, values, self.gather != "add")
@@ -109,8 +115,11 @@ class PlaceOperands(InPlacePass):
 
     def _of_weights_alone(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """The values that depend on one weight and nothing else, with that; weights among them."""
-        low = [node for node in graph.find_nodes(op="placeholder") if Key.LOW in node.meta or self._is_low(node)]
-        weight_of: dict[Any, Any] = {node: node for node in low}
+        weight_of: dict[Any, Any] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            stored_low = self.masters and node.name in self.trained and node.meta["val"].dtype in LOW_TYPES
+            if stored_low or Key.LOW in node.meta:
+                weight_of[node] = node
         for node in graph.nodes:
             weights = {weight_of.get(one) for one in node.all_input_nodes}
             pure = isinstance(node.target, torch._ops.OpOverload) and not (
@@ -119,10 +128,6 @@ class PlaceOperands(InPlacePass):
             if pure and len(weights) == 1 and None not in weights and node.meta.get(Key.PHASE) != "update":
                 weight_of[node] = weights.pop()
         return weight_of
-
-    def _is_low(self, node: fx.Node) -> bool:
-        tensor = node_tensor(node)
-        return self.masters and node.name in self.trained and tensor is not None and tensor.dtype in LOW_TYPES
 
 
 def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
@@ -165,18 +170,6 @@ def operand_nodes(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _is_fp8(node: fx.Node) -> bool:
+def _bytes(node: fx.Node) -> int:
     tensor = node_tensor(node)
-    return tensor is not None and tensor.dtype in FP8
-
-
-def _size(node: fx.Node) -> int:
-    tensor = node_tensor(node)
-    return 0 if tensor is None else tensor.numel()
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What a value is a view of, or itself."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return 0 if tensor is None else tensor.nbytes
