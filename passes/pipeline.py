@@ -363,6 +363,7 @@ STEP = Pipeline(
         "reduce_gradients",
         "fuse_update",
         "gather_weights",
+        "place_operands",
     ),
     "From the rewritten forward to a graph of the whole training step.",
 )

@@ -111,11 +111,11 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or (schema is not None and any(a.alias_info for a in schema.arguments))
 
 
-def lies_in_input(node: fx.Node) -> bool:
-    """True for a placeholder, and for a view of one."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder"
+def source_of(node: fx.Node) -> fx.Node:
+    """The value that another is a view of, or itself."""
+    while is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 
 Format = Literal["e4m3", "hybrid"]
 Scaling = Literal["tensorwise", "rowwise", "delayed", "mx"]
-NAME = "fp8"
+Word = Literal["fp8"]
 _HISTORY = 16
 _TEXT = re.compile(
-    rf"{NAME}\(({'|'.join(get_args(Format))}), ({'|'.join(get_args(Scaling))}), power_of_2=(true|false),"
+    rf"fp8\(({'|'.join(get_args(Format))}), ({'|'.join(get_args(Scaling))}), power_of_2=(true|false),"
     r" weight_gradient=(fp8|low), unfit=(low|refuse)(?:, history=([0-9]+))?\)"
 )
 
@@ -72,7 +72,7 @@ class Fp8:
         """As plans and graph text write it."""
         named = [f"{name}={str(getattr(self, name)).lower()}" for name in ("power_of_2", "weight_gradient", "unfit")]
         named += [f"history={self.history}"] * bool(self.history)
-        return f"{NAME}({', '.join([self.format, self.scaling, *named])})"
+        return f"fp8({', '.join([self.format, self.scaling, *named])})"
 
     @classmethod
     def parse(cls, text: str) -> Fp8 | None:
@@ -82,3 +82,6 @@ class Fp8:
             return None
         format_, scaling, power_of_2, weight_gradient, unfit, history = match.groups()
         return cls(format_, scaling, power_of_2 == "true", weight_gradient, unfit, int(history or 0))  # type: ignore[arg-type]
+
+
+WORDS: dict[str, Fp8] = {"fp8": Fp8()}  # of rules, for products that round their operands

@@ -46,15 +46,12 @@ def fp8_product(op: Any, args: tuple[Any, ...], forward: str, backward: str, ama
         8.0
     """
     ways = Fp8.parse(forward), Fp8.parse(backward)
-    if op is aten.linear.default:
-        x, weight, bias = (*args, None)[:3]
-        product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), weight.t(), amaxes)  # type: ignore[no-untyped-call]
-        product = product.reshape(*x.shape[:-1], weight.shape[0])
-        return product if bias is None else product + bias  # type: ignore[no-any-return]
-    if op in (aten.mm.default, aten.matmul.default):
-        x, right = args
+    if op in (aten.linear.default, aten.mm.default, aten.matmul.default):
+        x, right, bias = (*args, None)[:3]
+        right = right.t() if op is aten.linear.default else right
         product = _Product.apply(ways, x.reshape(-1, x.shape[-1]), right, amaxes)  # type: ignore[no-untyped-call]
-        return product.reshape(*x.shape[:-1], right.shape[-1])  # type: ignore[no-any-return]
+        product = product.reshape(*x.shape[:-1], right.shape[-1])
+        return product if bias is None else product + bias  # type: ignore[no-any-return]
     if op is aten.addmm.default:
         added, x, right, beta, alpha = (*args, 1, 1)[:5]
         product = _Product.apply(ways, x, right, amaxes)  # type: ignore[no-untyped-call]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import RuleError
-from amp_compiler.ir.arithmetic import NAME as FP8
-from amp_compiler.ir.arithmetic import Fp8
+from amp_compiler.ir.arithmetic import WORDS, Fp8
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.matchers import MATCHERS, read_condition
@@ -206,7 +205,7 @@ def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
         return
     mark = source.mark((*path, "math"))
     if model.precision == "fp32" and model.math != "fp32":
-        said = model.math if isinstance(model.math, str) else FP8
+        said = model.math if isinstance(model.math, str) else next(iter(WORDS))
         raise mark.error(
             f"a node that runs in FP32 cannot compute in {said}, which is narrower than its data",
             "write 'precision: low' for 16-bit inputs and outputs, or leave 'math' out",
@@ -242,8 +241,6 @@ def _arithmetic(said: str | dict[str, Any] | MathModel | None) -> Any:
     """What a node computes in: a `DType`, or an `Fp8`; `None` where nothing is said."""
     if said is None:
         return None
-    if said == FP8:
-        return Fp8()
-    return (
-        dtype_from_short(said) if isinstance(said, str) else Fp8.of(said if isinstance(said, dict) else _present(said))
-    )
+    if isinstance(said, str):
+        return WORDS.get(said) or dtype_from_short(said)
+    return Fp8.of(said if isinstance(said, dict) else _present(said))

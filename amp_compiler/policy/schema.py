@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 
-from amp_compiler.ir.arithmetic import Format, Scaling
+from amp_compiler.ir.arithmetic import Format, Scaling, Word
 from amp_compiler.ir.dtypes import LowName
 from amp_compiler.policy.forms import Finite, Strict, Text
 from amp_compiler.policy.forms import optional as _optional
@@ -53,7 +53,7 @@ class MathModel(Strict):
 
 
 Arithmetic = Annotated[
-    Annotated[Literal["fp32", "float32", "fp8", LowName], Tag("word")] | Annotated[MathModel, Tag("fp8")],
+    Annotated[Literal["fp32", "float32", Word, LowName], Tag("word")] | Annotated[MathModel, Tag("fp8")],
     Discriminator(lambda said: "fp8" if isinstance(said, (dict, MathModel)) else "word"),
 ]
 

@@ -18,6 +18,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.precision.scale_products import AMAXES
+from amp_compiler.passes.step.place_operands import OPERAND
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import (
     Bucket,
@@ -330,6 +331,12 @@ class TrainedWeights:
 
     def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
+        column, made, number = node.meta.get(Key.STATE, ("", None, 0))
+        if column == OPERAND:
+            name, dtype = placed.copies.get(made.weight, (made.weight, None))
+            return Resolver(
+                lambda leaves: state.low_weights.operands(getters[name](), dtype, made)[number], getters[name]
+            )
         if Key.STATE in node.meta:
             return self._state(node.meta[Key.STATE], state)
         if node.name in placed.copies:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.forward.tensor_versions import note_writes, writable
 from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
@@ -138,8 +140,9 @@ class StepProgram:
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
-        behind: the parameters that it updates without their 16-bit copies, which other programs read.
-        trained: ids of the parameters that it updates, as they were at the last call that had to find its tensors.
+        behind: the parameters that it updates without all that is kept of them, which other programs read.
+        trained: ids of the parameters that it updates, as they were when it was settled.
+        settled: generation of the 16-bit copies for which that is known.
     """
 
     compiled: CompiledStep
@@ -148,6 +151,7 @@ class StepProgram:
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     trained: frozenset[int] = field(default=frozenset(), init=False, repr=False)
+    settled: int = field(default=-1, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
 
     @property
@@ -166,7 +170,7 @@ class StepProgram:
         return self
 
     def settle(self, low_weights: LowWeights) -> None:
-        """Note what a call trains, and which 16-bit copies it leaves behind.
+        """Note what a call trains, and of which parameters it leaves copies or FP8 operands behind.
 
         Args:
             low_weights: the 16-bit copies that there are.
@@ -179,7 +183,13 @@ class StepProgram:
             )
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
-        self.behind = tuple(parameter for parameter, low in pairs if low is None and low_weights.has(parameter))
+        writes = Counter(low is not None and id(parameter) for parameter, low in pairs)
+        placeholders = self.report.graph_module.graph.find_nodes(op="placeholder")
+        for node, one in zip(placeholders, self.compiled.resolve, strict=True):
+            if one.behind is not None and node.meta.get(Key.STATE, (0, 0, 1))[2] == 0:  # the first of an FP8 operand
+                writes[id(one.behind())] += 1
+        self.settled = low_weights.generation
+        self.behind = tuple(one for one, _ in pairs if low_weights.number(one) > writes[id(one)])
 
     @property
     def execution(self) -> str:

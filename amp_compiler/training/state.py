@@ -17,6 +17,7 @@ from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_li
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import RoundingState, WeightStorage
 from amp_compiler.passes.precision.scale_products import AMAXES
+from amp_compiler.passes.step.place_operands import Operands
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.reporting.events import Events
 from amp_compiler.training.samples import Samples
@@ -35,6 +36,7 @@ class LowWeights:
     def __init__(self) -> None:
         self.generation = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
+        self._operands: dict[int, dict[str, tuple[Operands, torch.dtype | None, list[Tensor]]]] = {}
 
     def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of a master as it is now, laid out as it; the same tensor at every step.
@@ -54,14 +56,36 @@ class LowWeights:
         """The copies of a master that there are."""
         return [one for one in self._copies.get(id(master), {}).values() if one.shape == master.shape]
 
-    def has(self, master: Tensor) -> bool:
-        """Whether there is a copy of a master."""
-        return id(master) in self._copies
+    def operands(self, master: Tensor, dtype: torch.dtype | None, made: Operands) -> list[Tensor]:
+        """What FP8 products read of a weight, as it is now; the same tensors at every step.
+
+        Args:
+            master: the weight.
+            dtype: of its copy that it is made of; `None` where the weight itself has 16 bits.
+            made: how it is made.
+        """
+        held, key = self._operands.setdefault(id(master), {}), str(made.graph)
+        new = made(master.detach() if dtype is None else self._copies[id(master)][dtype])
+        known = held[key][2] if key in held else []
+        if not known or not all(map(is_laid_out_like, known, new)):
+            known = [empty_laid_out_like(one, one.dtype) for one in new]
+            self.generation += 1
+        held[key] = made, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
+        return held[key][2]
+
+    def number(self, master: Tensor) -> int:
+        """In how many forms a master is kept: copies are one, and so is what products of one kind read."""
+        return (id(master) in self._copies) + len(self._fitting(master))
 
     def follow(self, master: Tensor) -> None:
-        """Make the copies of a master again, where it has any."""
+        """Make again what is kept of a master."""
         for dtype in self._copies.get(id(master), {}):
             self.get(master, dtype)
+        for made, of in self._fitting(master):
+            self.operands(master, of, made)
+
+    def _fitting(self, master: Tensor) -> list[tuple[Operands, torch.dtype | None]]:
+        return [(made, of) for made, of, _ in self._operands.get(id(master), {}).values() if made.fit(master)]
 
 
 class GradientSums:

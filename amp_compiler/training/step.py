@@ -180,7 +180,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         self._gathered = (self._gathered + 1) % self._accumulate
         state = self._state
         self._hidden.note(program.update.compiled.groups)
-        if program.update.found_anew:
+        if program.update.found_anew or program.update.settled != state.low_weights.generation:
             program.update.settle(state.low_weights)
         if self._gathered:
             state.sums.note(program.update.trained)

@@ -18,8 +18,9 @@ from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.base import FunctionalPass, PassResult
+from amp_compiler.passes.step.place_operands import operand_nodes
 
-BEFORE, BEHIND = "before_check", "behind_check"
+BEFORE, BEHIND, LAST = "before_check", "behind_check", "behind_updates"
 _OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
 
 
@@ -35,6 +36,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
         messages with new weights, see `GatherWeights`            as they are, each behind its update
+        behind_updates: FP8 weights, see `PlaceOperands`          a graph, which reads what was stored
         commit: buffers, unless the step is skipped              a kernel
 
     Before::
@@ -56,8 +58,8 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         return double, norm
         graph before_check …; graph behind_check …
 
-    Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
-    a compiler to fuse, and so are those in the subgraphs that no kernel takes.
+    Left alone: with `kernels=()` nothing but FP8 weights is cut off; the operators are opened into the torch calls that
+    they stand for, for a compiler to fuse, and so are those in the subgraphs that no kernel takes.
 
     Args:
         kernels: the operators that a kernel runs.
@@ -70,41 +72,46 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Make the new graph; the given one stays as it is."""
         checks = [node for node in subject.graph.nodes if node.target is CHECK]
-        if not self.kernels or len(checks) != 1:
+        is_cut = bool(self.kernels) and len(checks) == 1
+        if not is_cut and not operand_nodes(subject.graph):
             opened = open_operators(subject)
             return PassResult(opened, opened is not subject)
-        return PassResult(_Cut(subject, self.kernels, checks[0]).built(), True)
+        return PassResult(_Cut(subject, self.kernels if is_cut else (), checks if is_cut else []).built(), True)
 
 
 class _Cut:
     """The step graph sorted into what stands before the check, behind it, and the kernels."""
 
-    def __init__(self, step: fx.GraphModule, kernels: tuple[Any, ...], check: fx.Node) -> None:
-        self.step, self.kernels, self.check = step, kernels, check
+    def __init__(self, step: fx.GraphModule, kernels: tuple[Any, ...], checks: list[fx.Node]) -> None:
+        self.step, self.kernels, self.checks = step, kernels, checks
         self.root, self.graph = torch.nn.Module(), fx.Graph()
         self.made_of: dict[fx.Node, fx.Node] = {}
 
     def built(self) -> fx.GraphModule:
         """The step, cut."""
         nodes = [node for node in self.step.graph.nodes if node.op not in ("placeholder", "output")]
-        behind: set[fx.Node] = {self.check}
+        behind: set[fx.Node] = {*self.checks}
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
-        last = [node for node in nodes if node.target in self.kernels and node is not self.check]
+        last = [node for node in nodes if node.target in self.kernels and node not in self.checks]
         updates = [node for node in last if node.target is not COMMIT]
-        readers = _readers(nodes, updates)
+        operands = operand_nodes(self.step.graph)
+        readers = _readers(nodes, updates) - operands
         products = [node for node in nodes if _is_product(node)]
-        items = [node for node in self.check.users if node.target is operator.getitem]
-        own = {self.check, *products, *items, *last, *readers}
+        items = [node for check in self.checks for node in check.users if node.target is operator.getitem]
+        own = {*self.checks, *products, *items, *last, *readers, *operands}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._subgraph(BEFORE, [node for node in nodes if node not in own and node not in behind])
-        for node in (*products, self.check, *items):
+        for node in (*products, *self.checks, *items):
             self._copy(node)
-        self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
+        if self.checks:
+            self._subgraph(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in [node for node in nodes if node in updates or node in readers]:
             self._copy(node)
+        if operands:
+            self._subgraph(LAST, [node for node in nodes if node in operands])
         for node in [node for node in last if node.target is COMMIT]:
             self._copy(node)
         self._complete_norm(items, updates, bool(products))

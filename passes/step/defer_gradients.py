@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.alias import is_view, lies_in_input
+from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, OPERATORS
@@ -158,23 +158,18 @@ def product_gradients(
         for weight, gradient in zip(update.args[0], update.args[_GRADIENTS], strict=True):  # type: ignore[arg-type]
             weights.setdefault(gradient, []).append(weight)  # type: ignore[arg-type]
     gradients = list(weights)
-    returned = {_source(result) for result in results_of(graph) if result not in gradients}
+    returned = {
+        source_of(result) for result in results_of(graph) if isinstance(result, fx.Node) and result not in gradients
+    }
     matches = (_gradient(node) for node in gradients if readers.issuperset(node.users))
     return [
         one
         for one in matches
         if one is not None
         and (_can_be_transposed(one) or all(weight.meta["val"].is_contiguous() for weight in weights[one.gradient]))
-        and returned.isdisjoint(map(_source, one.operands))  # the user may write into it, and read the gradient then
+        and returned.isdisjoint(map(source_of, one.operands))  # the user may write into it, and read the gradient then
         and _is_worth_it(one, most_inner)
     ]
-
-
-def _source(value: Any) -> Any:
-    """The value that another is a view of, or itself."""
-    while isinstance(value, fx.Node) and is_view(value):
-        value = value.args[0]
-    return value
 
 
 def _can_be_transposed(one: ProductGradient) -> bool:
@@ -251,7 +246,7 @@ def _product(gradient: fx.Node) -> ProductGradient | None:
 
 
 def _is_worth_it(one: ProductGradient, most_inner: int) -> bool:
-    if any(lies_in_input(node) for node in (*one.factors, *(lookup.values for lookup in one.lookups))):
+    if any(source_of(node).op == "placeholder" for node in (*one.factors, *(lookup.values for lookup in one.lookups))):
         return False  # the update of another weight, or the user, may write it before the gradient is made
     values = [node.meta["val"] for node in one.operands]
     if not all(_is_fixed(value) for value in values):

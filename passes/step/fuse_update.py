@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.fx.alias import lies_in_input
+from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
@@ -333,7 +333,9 @@ class _Builder:
         """Write the new buffers where the step counts; a value that lies in an input may be about to be written."""
         first = self.options.results
         new_buffers = self.outputs[first : first + len(self.options.buffers)]
-        values = [self._inline(torch.clone, [new])[0] if lies_in_input(new) else new for new in new_buffers]
+        values = [
+            self._inline(torch.clone, [new])[0] if source_of(new).op == "placeholder" else new for new in new_buffers
+        ]
         if values:
             targets = [self.placeholders[name] for name in self.options.buffers]
             self._call(COMMIT, [skip, targets, values])

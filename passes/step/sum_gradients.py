@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.alias import lies_in_input
+from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import results_of, schema_argument, trace_before
 from amp_compiler.ops.update.operators import ADD_ROWS
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -65,7 +65,7 @@ class SumGradients(InPlacePass):
         for owner, gradient in zip(self.owner, outputs[first:], strict=True):
             if not isinstance(gradient, fx.Node):
                 continue
-            if lies_in_input(gradient):
+            if source_of(gradient).op == "placeholder":
                 (gradient,) = trace_before(output, torch.clone, [gradient], "update")
             if owner in merged:
                 function, parts = sum_of(merged[owner], gradient)

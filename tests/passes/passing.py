@@ -13,6 +13,7 @@ from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.text import format_fx
 from amp_compiler.passes.base import FunctionalPass, Pass, PassResult
+from amp_compiler.passes.step.place_operands import OPERAND
 
 
 def run_checked(run: Pass[Any], text: str) -> tuple[str, PassResult[Any]]:
@@ -57,6 +58,9 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
 def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) -> Tensor:
     """A value for a placeholder: another form of a weight has that weight's value."""
     of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE)),))[0]
+    column, made, number = node.meta.get(Key.STATE, ("", None, 0))
+    if column == OPERAND:
+        return made(known[made.weight])[number]  # type: ignore[no-any-return]
     value = node.meta["val"]
     if of in known:
         return known[of].to(value.dtype)

@@ -148,6 +148,7 @@ OPTIONS: dict[str, Any] = {
     "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
     "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
     "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},
+    "place_operands": {"trained": ("w",)},
     "fuse_update/parts_of_masters_and_a_norm_over_all_ranks": {
         **UPDATE, "updated": ("a", "b"), "groups": (replace(SGD, ranks=2), replace(SGD, masters=("b",))),
         "clip_norm": 1.0, "parts": 1, "group": "0",

@@ -1,0 +1,175 @@
+"""`PlaceOperands`: weights in FP8, and their scales, as state of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.fx.alias import readers, source_of
+from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, splice_before
+from amp_compiler.fx.meta import Key
+from amp_compiler.ops.fp8 import FP8
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+OPERAND = "operand"  # mark of what a step keeps of a weight: (it, how it is made, number)
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Operands:
+    """How some values are made of a weight.
+
+    Args:
+        weight: placeholder of the 16-bit weight.
+        graph: of the values, by the weight; its text is the same wherever they are made alike.
+    """
+
+    weight: str
+    graph: fx.Graph
+
+    def __str__(self) -> str:
+        return self.weight
+
+    def fit(self, weight: Tensor) -> bool:
+        """Whether a weight has the shape that they were made for."""
+        (placeholder,) = self.graph.find_nodes(op="placeholder")
+        return bool(placeholder.meta["val"].shape == weight.shape)
+
+    def __call__(self, weight: Tensor) -> list[Tensor]:
+        """The values of a weight as that is now."""
+        return fx.Interpreter(fx.GraphModule({}, self.graph)).run(weight)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class PlaceOperands(InPlacePass):
+    """Turn what FP8 products make of a weight alone into placeholders, and make it anew behind the update.
+
+    That is its FP8 copies, and what else they are made by and has fewer bytes than it: scales and magnitudes. No
+    step, and none of several batches that are gathered, rounds such a weight; a step that is skipped makes the same
+    again. Delayed scaling knows its scale from steps before, so that of its weights the magnitude alone is kept.
+
+    Before::
+
+        scale: bf16[] = aten.amax.default(w_low0)
+        mul: bf16[16, 16] = aten.mul.Tensor(w_low0, scale)
+        w8: float8_e4m3fn[16, 16] = aten._to_copy.default(mul, dtype=torch.float8_e4m3fn)
+        product = aten._scaled_mm.default(x8, w8, x_scale, scale)
+        sgd_update = amp_compiler.sgd_update.default([w], [product], [], [w_low0], …)
+
+    After::
+
+        in w_low0_operand0: float8_e4m3fn[16, 16]  # state=operand/w_low0/0
+        in w_low0_operand1: bf16[]  # state=operand/w_low0/1
+        product = aten._scaled_mm.default(x8, w_low0_operand0, x_scale, w_low0_operand1)
+        sgd_update = amp_compiler.sgd_update.default([w], [product], [], [w_low0], …)
+        …
+        copy_ = aten.copy_.default(w_low0_operand0, w8_1)
+        copy__1 = aten.copy_.default(w_low0_operand1, scale_1)
+
+    Left alone: weights without FP32 masters, frozen ones, and what the step returns.
+
+    Args:
+        trained: placeholders of the parameters to train.
+        masters: whether 16-bit parameters have FP32 masters.
+        gather: as for `GatherGradients`; with `"add"` there is no update.
+    """
+
+    trained: tuple[str, ...]
+    masters: bool = True
+    gather: str = ""
+    name: ClassVar[str] = "place_operands"
+    exact: ClassVar[bool] = True
+    skippable: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        weight_of = self._of_weights_alone(subject.graph)
+        inner: set[fx.Node] = set()  # of which FP8 values and magnitudes are made, and these
+        for node in reversed(weight_of):
+            if (
+                getattr(node.meta["val"], "dtype", None) in FP8
+                or node.target is _aten.amax.default
+                or not inner.isdisjoint(node.users)
+            ):
+                inner.add(node)
+        read = dict.fromkeys(
+            source_of(node) for node in weight_of if node in inner and not inner.issuperset(node.users)
+        )
+        kept: dict[fx.Node, list[fx.Node]] = {}
+        for node in read:
+            if _bytes(node) < _bytes(weight_of[node]) and subject.graph.output_node() not in readers(
+                node
+            ):  # which the caller keeps
+                kept.setdefault(weight_of[node], []).append(node)
+        for weight, values in kept.items():
+            _place(weight, values, self.gather != "add")
+        for node in reversed(weight_of):
+            if node in inner and node.op == "call_function" and not node.users:
+                subject.graph.erase_node(node)
+        if kept:
+            subject.recompile()
+        return PassResult(subject, bool(kept))
+
+    def _of_weights_alone(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+        """The values that depend on one weight and nothing else, with that; weights among them."""
+        weight_of: dict[Any, Any] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            stored_low = self.masters and node.name in self.trained and node.meta["val"].dtype in LOW_TYPES
+            if stored_low or Key.LOW in node.meta:
+                weight_of[node] = node
+        for node in graph.nodes:
+            weights = {weight_of.get(one) for one in node.all_input_nodes}
+            pure = isinstance(node.target, torch._ops.OpOverload) and not (
+                node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+            )
+            if pure and len(weights) == 1 and None not in weights and node.meta.get(Key.PHASE) != "update":
+                weight_of[node] = weights.pop()
+        return weight_of
+
+
+def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
+    """Let placeholders be some values of a weight, written behind the update."""
+    graph, made = weight.graph, fx.Graph()
+    copies, known = {weight: made.placeholder("weight")}, dict[str, fx.Node]()
+    copies[weight].meta["val"] = weight.meta["val"]
+
+    def copied(old: fx.Node) -> fx.Node:
+        if old not in copies:
+            args, kwargs = fx.node.map_arg((old.args, old.kwargs), copied)
+            text = str((old.target, args, kwargs))  # what is made twice, as under checkpointing, is kept once
+            known[text] = known.get(text) or made.call_function(old.target, args, kwargs)  # type: ignore[arg-type]
+            known[text].meta["val"], copies[old] = old.meta["val"], known[text]
+        return copies[old]
+
+    once = {copied(node): node for node in values}
+    made.output([*once])
+    operands, last = Operands(weight.name, made), graph.find_nodes(op="placeholder")[-1]
+    placed = {}
+    for number, (copy, node) in enumerate(once.items()):
+        with graph.inserting_after(last):
+            last = placed[copy] = graph.placeholder(f"{weight.name}_{OPERAND}{number}")
+        last.meta = {"val": node.meta["val"], Key.STATE: (OPERAND, operands, number)}
+    for node in values:
+        node.replace_all_uses_with(placed[copies[node]])
+    output = graph.output_node()
+    new = splice_before(output, fx.GraphModule({}, made), [weight], "update") if is_updated else []
+    for placeholder, value in zip(placed.values(), new, strict=False):
+        call_before(output, _aten.copy_.default, [placeholder, value], "update")
+
+
+def operand_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What stands behind the update of a step to write operands."""
+    copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
+    found = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(one for one in node.all_input_nodes if one.op == "call_function")
+    return found
+
+
+def _bytes(node: fx.Node) -> int:
+    tensor = node_tensor(node)
+    return 0 if tensor is None else tensor.nbytes
