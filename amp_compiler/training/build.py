@@ -235,6 +235,7 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             results=results,
             gives_scale=gives_scale,
             buffers=tuple(weights.inputs.getters[name] for name in begun.written),
+            operands=weights.operands(step),
         ),
         report=StepReport(
             graph_module=step,

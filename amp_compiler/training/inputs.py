@@ -325,6 +325,12 @@ class TrainedWeights:
         copied = self.placed.copies[name][0] if name in self.placed.copies else self.placed.parameter(name)
         return self.inputs.getters[copied]() if copied in self.inputs.getters else None
 
+    def operands(self, step: fx.GraphModule) -> tuple[Callable[[], Tensor], ...]:
+        """What gives the weights of which a step writes FP8 operands, each once for each of them."""
+        marks = [node.meta.get(Key.STATE, ("", None, 0)) for node in step.graph.find_nodes(op="placeholder")]
+        weights = [made.weight for column, made, number in marks if column == OPERAND and not number]
+        return tuple(self.inputs.getters[self.placed.copies.get(name, (name, None))[0]] for name in weights)
+
     def resolvers(self, step: fx.GraphModule, state: StepState) -> list[Resolver]:
         """For each placeholder of a step graph, what gives its tensor from the flat batch at run time."""
         return [self._resolver(node, state) for node in step.graph.find_nodes(op="placeholder")]
@@ -334,9 +340,7 @@ class TrainedWeights:
         column, made, number = node.meta.get(Key.STATE, ("", None, 0))
         if column == OPERAND:
             name, dtype = placed.copies.get(made.weight, (made.weight, None))
-            return Resolver(
-                lambda leaves: state.low_weights.operands(getters[name](), dtype, made)[number], getters[name]
-            )
+            return lambda leaves: state.low_weights.operands(getters[name](), dtype, made)[number]
         if Key.STATE in node.meta:
             return self._state(node.meta[Key.STATE], state)
         if node.name in placed.copies:

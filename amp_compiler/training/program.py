@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.forward.tensor_versions import note_writes, writable
 from amp_compiler.fx.graph import results_of
-from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
@@ -76,6 +75,7 @@ class CompiledStep:
         results: number of results of the forward, of which the loss is the first.
         gives_scale: whether its last result is the loss scale that it ran with.
         buffers: gets the buffers that it writes.
+        operands: gets the weights of which it writes FP8 operands.
     """
 
     run: GraphedRun
@@ -85,6 +85,7 @@ class CompiledStep:
     results: int
     gives_scale: bool
     buffers: tuple[Callable[[], Tensor], ...]
+    operands: tuple[Callable[[], Tensor], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +185,7 @@ class StepProgram:
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
         writes = Counter(low is not None and id(parameter) for parameter, low in pairs)
-        placeholders = self.report.graph_module.graph.find_nodes(op="placeholder")
-        for node, one in zip(placeholders, self.compiled.resolve, strict=True):
-            if one.behind is not None and node.meta.get(Key.STATE, (0, 0, 1))[2] == 0:  # the first of an FP8 operand
-                writes[id(one.behind())] += 1
+        writes += Counter(id(weight()) for weight in self.compiled.operands)
         self.settled = low_weights.generation
         self.behind = tuple(one for one, _ in pairs if low_weights.number(one) > writes[id(one)])
 
