@@ -60,13 +60,13 @@ def _export(
     _refuse_scripted(model)
     try:
         _register_caches()
+        model, shapes = keywords_named(model, kwargs or {}, dynamic_shapes)
         with (
             exporting(),
             tracing_context(),
             seeds_refused(),
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
-            keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
     except AmpError:
