@@ -1,8 +1,8 @@
-"""What a user is told of captures: one line each.
+"""What a user is told of captures: one line each, and what is being done while one takes long.
 
 Everything goes to the logger `amp_compiler`, whose level the environment variable `AMP_LOG` can set (`debug`, `info`,
 `warning`, `error`). A compilation that takes long is told at the level `warning`, which Python's logging shows by
-default: by a line where it begins to, and by one where it is done.
+default: by a line where it begins to, but on a terminal and in a notebook by a bar, and by one where it is done.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from amp_compiler.errors import AmpError
@@ -30,6 +33,7 @@ from amp_compiler.passes.pipeline import PLAN, Stages
 logger = logging.getLogger("amp_compiler")
 _SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of a compilation that nothing is said of
+_EVERY = 0.25  # seconds between two looks at what is done
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -165,6 +169,8 @@ def course() -> Course | None:
 def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Course]:
     """Where its block takes longer than `PATIENCE` seconds, say that, and at its end what was compiled.
 
+    A terminal and a notebook show meanwhile how far it is.
+
     Args:
         name: what is compiled.
         captured: seconds that its capture took before.
@@ -174,18 +180,15 @@ def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Co
     if _SILENT.get() or not logger.isEnabledFor(logging.WARNING):
         yield current
         return
-    token = _COURSE.set(current)
+    done, token = threading.Event(), _COURSE.set(current)
     later = LATE.set(partial(telling, f"the backward of {name}", late=True))
-    timer = threading.Timer(PATIENCE - captured, _tell, (current,))
-    timer.daemon, timer.name = True, "amp_compiler"
-    if captured < PATIENCE:  # else it was said while it was captured
-        timer.start()
+    thread = threading.Thread(target=_tell, args=(current, PATIENCE - captured, done), name="amp_compiler", daemon=True)
+    thread.start()
     try:
         yield current
     finally:
-        timer.cancel()
-        if timer.is_alive():
-            timer.join()
+        done.set()
+        thread.join()
         _COURSE.reset(token)
         LATE.reset(later)
     if late and current.seconds() >= PATIENCE:
@@ -194,5 +197,18 @@ def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Co
         logger.warning(current.report(current.plan, current.stages))
 
 
-def _tell(course: Course) -> None:
-    logger.warning("compiling %s, for %g s now: %s", course.name, PATIENCE, course.doing)
+def _tell(course: Course, patience: float, done: threading.Event) -> None:
+    if done.wait(max(0.0, patience)):
+        return
+    console = Console(stderr=True)
+    if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
+        if patience > 0 or not course.captured:  # it was said while it was captured
+            logger.warning("compiling %s, for %g s now: %s", course.name, PATIENCE, course.doing)
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("", total=None)
+        while True:
+            bars.update(bar, description=f"{course.name}: {course.doing}")
+            if done.wait(_EVERY):
+                return

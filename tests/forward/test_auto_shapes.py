@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import threading
@@ -108,30 +109,75 @@ def test_each_capture_is_told_in_one_line(caplog):
     assert "no longer held: 2 <= batch[0].size()[0]" in message[2]
 
 
+class Bars:
+    """In the place of rich's bars."""
+
+    shown, texts = threading.Event(), {}
+
+    def __init__(self, *columns: object, **options: object) -> None:
+        pass
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shown.clear()
+
+    def add_task(self, description: str, total: None) -> int:
+        return 0
+
+    def update(self, bar: int, description: str) -> None:
+        self.texts[description] = True
+        self.shown.set()
+
+
+class ErrorOutput(io.StringIO):
+    """An error output that is a terminal or not."""
+
+    def __init__(self, terminal: bool = False) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal
+
+
 def wait_for_the_teller() -> None:
     for thread in threading.enumerate():
         if thread.name == "amp_compiler":
             thread.join()
 
 
-@pytest.mark.parametrize("level", [None, "error"])
-def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, level):
+KINDS = ("log", "terminal", "notebook", "notebook without widgets")
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"), [*((kind, None) for kind in KINDS), ("log", "error"), ("terminal", "error")]
+)
+def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, kind, level):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(kind == "terminal"))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: "notebook" in kind)
+    monkeypatch.setattr(notices, "find_spec", lambda name: None if "without" in kind else name)
+    monkeypatch.setattr(notices, "Progress", Bars)
     caplog.set_level(logging.WARNING, "amp_compiler")  # as Python has it; sets the level back
     notices.set_level(level)
-    model = nn.Linear(4, 2)
+    draws, model = kind in ("terminal", "notebook") and level != "error", nn.Linear(4, 2)
     with notices.telling("Model") as message:
-        wait_for_the_teller()
+        if draws:
+            assert Bars.shown.wait(60)
+        else:
+            wait_for_the_teller()
         message.stages = Stages()
         for name in ("capture", "classify", "apply_plan"):
             message.stages.note(name, name)
         message.stages.begin_subgraph("subgraph")
         message.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
     said = [record.getMessage() for record in caplog.records]
+    assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
+    assert not error_output.getvalue()
     if level == "error":
         assert not said
         return
-    assert said[:-1] == ["compiling Model, for 1e-09 s now: capturing it"]
+    assert said[:-1] == ([] if draws else ["compiling Model, for 1e-09 s now: capturing it"])
     assert re.fullmatch(
         r"compiled Model in \d+\.\d s: captured 1 nodes \(\d\.\d s\), planned 1 of them in bf16 with \d casts"
         r" \(\d\.\d s\), compiled them \(\d\.\d s\)",
@@ -141,6 +187,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
 
 def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
     monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", ErrorOutput())
     model = nn.Linear(4, 2)
     for call in (amp.compile(model, dtype="bf16", backend="eager"), eager_step(model, lambda m, x: m(x).mean())):
         call(torch.ones(2, 4)), call(torch.ones(2, 4))
@@ -150,10 +197,11 @@ def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
     assert list(dict.fromkeys(kinds)) == [f"{word} {name}" for name in names for word in ("compiling", "compiled")]
 
 
-def test_work_that_is_done_soon_is_not_told(caplog):
+def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(True))
     with notices.telling("Model") as message:
         message.stages, message.plan = Stages(), amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
-    assert not caplog.records
+    assert not error_output.getvalue() and not caplog.records
 
 
 def test_a_level_that_does_not_exist_is_refused():

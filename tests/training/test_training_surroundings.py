@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import random
 import re
 
@@ -238,6 +239,7 @@ def test_what_compiles_draws_nothing_is_told_and_the_first_call_draws_what_later
 
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", drawing)
     monkeypatch.setattr("amp_compiler.forward.notices.PATIENCE", 1e-9)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
     model, drawn = amp.compile(Noisy(), dtype="bf16"), []
     with torch._inductor.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled
         for call in range(2):
