@@ -20,6 +20,7 @@ from amp_compiler.errors import AmpError, CaptureError, ValuesReadError
 from amp_compiler.forward.forms import Forms
 from amp_compiler.forward.kept_weights import KeptWeights, kept_weights
 from amp_compiler.forward.low_weights import LowWeights
+from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import course, silent_dynamo, telling, warn_of_static
 from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
@@ -37,7 +38,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.stand_in import FunctionModule
 from amp_compiler.fx.torch_private.breaks import Break, break_before
 from amp_compiler.fx.torch_private.dynamo import functions_given_up, restart_with_plain_numbers, why_not_captured
-from amp_compiler.fx.torch_private.runtime import global_module_hooks, modes_around, no_saved_tensor_hooks
+from amp_compiler.fx.torch_private.runtime import modes_around, no_saved_tensor_hooks
 from amp_compiler.fx.torch_private.tracing import BUILDING
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
@@ -195,9 +196,10 @@ class Subgraphs:
         def run(*args: Any, **kwargs: Any) -> Any:
             return model(*args, **kwargs)
 
-        # Of a function modules are known by the names of its arguments.
+        # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
         self._captured = model.function if isinstance(model, FunctionModule) else run
-        self._frontends: dict[object, Frontend] = {}  # by the hooks of all modules, and whether it has to be one graph
+        self._hooks = ModuleHooks(model)
+        self._frontends: dict[object, Frontend] = {}  # by the hooks that stand, and whether it has to be one graph
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
     @property
@@ -213,7 +215,7 @@ class Subgraphs:
         self._forms = Forms(self._name, self._forms.most)
 
     def _frontend(self, whole: bool) -> Frontend:
-        key = global_module_hooks(), whole or self._settings.fullgraph
+        key = self._hooks.key(), whole or self._settings.fullgraph
         if key not in self._frontends:
             refuse_spread(self._model)
             self._frontends.setdefault(key, self._frontend_of(self._captured, key[1]))
@@ -221,7 +223,8 @@ class Subgraphs:
 
     def _frontend_of(self, function: Callable[..., Any], whole: bool = False) -> Frontend:
         dynamic, most = self._settings.dynamic, self._forms.most + 1
-        return Frontend(function, self._build, self._name, dynamic, whole, self._capturing, most)
+        hooks = isinstance(self._model, FunctionModule)
+        return Frontend(function, self._build, self._name, dynamic, whole, self._capturing, most, hooks=hooks)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:

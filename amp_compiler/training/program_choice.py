@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, LoweringError, OptimizerError
+from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.fx.capture.frontend import Frontend
 from amp_compiler.fx.capture.spread import refuse_spread
@@ -19,7 +20,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private.breaks import is_failed_assertion
 from amp_compiler.fx.torch_private.dynamo import why_not_captured
-from amp_compiler.fx.torch_private.runtime import global_module_hooks, saved_tensor_hooks
+from amp_compiler.fx.torch_private.runtime import saved_tensor_hooks
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -48,7 +49,7 @@ class ProgramChoice:
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
-        self._frontends: dict[object, Frontend] = {}  # by the hooks of all modules
+        self._hooks, self._frontends = ModuleHooks(setup.module), dict[object, Frontend]()
         self._programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
@@ -195,7 +196,7 @@ class ProgramChoice:
         return program, replace(output, loss=loss, aux=aux, inputs=inputs)
 
     def _frontend(self) -> Frontend:
-        hooks = global_module_hooks()
+        hooks = self._hooks.key()
         known = self._frontends.get(hooks)
         if known is None:
             setup = self._setup

@@ -85,6 +85,7 @@ class Frontend:
         subject: how errors call it, where that is not its name.
         values: whether sizes and numbers that values of tensors say are part of a graph. Inductor compiles a backward
             when it first runs, and knows some of them then no more.
+        hooks: whether Dynamo looks at the hooks of modules at each call.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Frontend:
         forms: int = 0,
         subject: str = "",
         values: bool = False,
+        hooks: bool = False,
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
@@ -106,6 +108,7 @@ class Frontend:
         noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
         backend = as_backend(
             lambda *graph: noted()(*graph),  # type: ignore[misc]
+            hooks=hooks,
             around=lambda code: timed()(code),  # type: ignore[misc]
             forms=forms,
             values=values,
@@ -280,6 +283,7 @@ def place_of(broken: Break) -> str:
 
 def as_backend(
     build: Build,
+    hooks: bool = True,
     around: Callable[[CodeType], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     forms: int = 0,
     values: bool = False,
@@ -288,6 +292,7 @@ def as_backend(
 
     Args:
         build: as for `Frontend`.
+        hooks: whether Dynamo looks at the hooks of modules at each call.
         around: a context for its captures, made of the code that is captured.
         forms: as for `Frontend`.
         values: as for `Frontend`.
@@ -305,7 +310,7 @@ def as_backend(
                 code.co_name,
                 type(mode).__name__,
             )
-        with settings(forms, values), around(code):
+        with settings(hooks, forms, values), around(code):
             yield
 
     def amp_compiler(graph_module: fx.GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
@@ -351,7 +356,7 @@ class _OfProcess:
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
                     self._stack.enter_context(settings_not_logged())
-                    self._stack.callback(dynamo_settings(most_forms())())
+                    self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
             self._within += 1
 
     def leave(self) -> None:
@@ -386,10 +391,11 @@ def raise_at_once(what: str, hint: str) -> None:
 
 
 @contextlib.contextmanager
-def settings(forms: int = 0, values: bool = False) -> Iterator[None]:
+def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None]:
     """Within it Dynamo has our settings: what this thread captures meanwhile is captured with them.
 
     Args:
+        hooks: whether a hook that is registered later leads to a recompilation.
         forms: as for `Frontend`.
         values: as for `Frontend`.
     """
@@ -401,7 +407,7 @@ def settings(forms: int = 0, values: bool = False) -> Iterator[None]:
     restore = None
     try:
         if settings_are_of_threads():
-            restore = dynamo_settings(max(most_forms(), forms), values)()
+            restore = dynamo_settings(max(most_forms(), forms), hooks, values)()
         yield
     finally:
         if restore is not None:

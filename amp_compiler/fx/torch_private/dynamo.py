@@ -29,7 +29,7 @@ _OPERATORS = str(Path(__file__).parents[2] / "ops")
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
-def dynamo_settings(limit: int, values: bool = False) -> Callable[[], Callable[[], None]]:
+def dynamo_settings(limit: int, hooks: bool, values: bool = False) -> Callable[[], Callable[[], None]]:
     """Sets Dynamo so that it captures what a rewritten graph can be right for; gives what sets it back.
 
     Options that this torch lacks are left out.
@@ -37,13 +37,14 @@ def dynamo_settings(limit: int, values: bool = False) -> Callable[[], Callable[[
     Args:
         limit: for how many forms of its inputs a function is compiled before Dynamo raises. A torch that counts the
             models of a class together counts up to as many for each model there was.
+        hooks: whether it guards the hooks of modules.
         values: whether sizes and numbers that values of tensors say are part of a graph.
     """
     limit *= 1 if _ISOLATES else max(_MODELS[0], 1)
     config: Any = torch._dynamo.config
     wanted = {
         "allow_rnn": True,  # recurrent layers are part of a graph, not run as they are
-        "skip_nnmodule_hook_guards": False,  # a hook that is registered later leads to a recompilation
+        "skip_nnmodule_hook_guards": not hooks,
         "skip_no_tensor_aliasing_guards_on_parameters": False,  # weights that are tied later have one gradient
         "allow_unspec_int_on_nn_module": True,  # a number that counts (`self.n += 1`) becomes an input
         "specialize_float": False,  # and so does one that is annealed
@@ -428,7 +429,7 @@ def tracer_around(levels: bool = True) -> str:
 
 def why_not_captured() -> str:
     """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
-    if modes_around() and global_module_hooks(backward=False):
+    if modes_around() and global_module_hooks():
         return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
     if tracer := tracer_around():
         return tracer

@@ -129,14 +129,11 @@ def without_owning(tensor: torch.Tensor) -> torch.Tensor:
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def global_module_hooks(backward: bool = True) -> tuple[int, ...]:
-    """The hooks that are registered for all modules, by their numbers: Dynamo does not guard these.
-
-    Args:
-        backward: whether those of a backward are among them.
-    """
-    names = ["_global_forward_hooks", "_global_forward_pre_hooks"]
-    names += ["_global_backward_hooks", "_global_backward_pre_hooks"] if backward else []
+def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
+    """The hooks that are registered for all modules, forward or backward ones, by their numbers."""
+    names = ("_global_backward_hooks", "_global_backward_pre_hooks") if backward else (
+        "_global_forward_hooks", "_global_forward_pre_hooks"
+    )  # fmt: skip
     return tuple(number for name in names for number in getattr(torch.nn.modules.module, name, ()))
 
 
