@@ -41,6 +41,8 @@ class HiddenWrites:
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
         self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
         self._turn = 0
+        self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
+        self._flags: list[tuple[BoundGroup | TracedGroup, Any]] = []  # on a CPU, with what their updates have found
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -68,8 +70,11 @@ class HiddenWrites:
         Args:
             groups: of the call's program.
         """
-        for group in groups if not self._said else ():
-            if group.stale.is_cpu and (flags := group.stale.numpy()).any():
+        if groups is not self._groups:
+            self._groups = groups
+            self._flags = [(group, group.stale.numpy()) for group in groups if group.stale.is_cpu]
+        for group, flags in self._flags if not self._said else ():
+            if flags.any():
                 self._say(group.parameters[int(flags.argmax())])
 
     def tell(self) -> None:
