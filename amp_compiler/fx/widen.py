@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from amp_compiler.fx.alias import takes_statistics, written_operands
 from amp_compiler.fx.graph import CAST, node_tensor, replace_operand, replace_other_uses, tensor_operands
 from amp_compiler.fx.meta import Key, source_of
 
@@ -15,10 +16,12 @@ from amp_compiler.fx.meta import Key, source_of
 def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip: Collection[str] = ()) -> bool:
     """Let a node read its 16-bit operands widened to FP32 and hand on its results rounded, in place.
 
+    Running statistics that a norm updates are written back.
+
     The graph's fake tensors are left stale: call `refresh` when all nodes are done.
 
     Args:
-        node: the node; it writes to none of these operands.
+        node: the node; it writes to none of these operands but for running statistics.
         low: the 16-bit type.
         upcasts: by value, the cast of it that stands in the graph already and may be read; filled up here.
         skip: slots whose operands stay as they are.
@@ -43,6 +46,8 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
         replace_operand(node, path, upcasts[operand])
     if not operands:
         return False
+    for _, operand, _ in operands:
+        write_back(node, upcasts[operand], operand)
     results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
     for result in results:
         low_tensor = node_tensor(result)
@@ -53,6 +58,14 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
         rounded.meta["val"] = low_tensor
         replace_other_uses(result, rounded)
     return True
+
+
+def write_back(node: fx.Node, cast: fx.Node, source: fx.Node) -> None:
+    """Where a node is a norm that updates the cast of its running statistics, write that to the statistics."""
+    if takes_statistics(node) and cast in written_operands(node):
+        with node.graph.inserting_after(node):
+            written = node.graph.call_function(torch.ops.aten.copy_.default, (source, cast))
+        written.meta = {**source_of(node), "val": source.meta["val"]}
 
 
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:

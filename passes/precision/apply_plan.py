@@ -9,18 +9,17 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import (
     CAST,
     neutral_dtype,
     node_tensor,
     refresh,
     replace_operand,
-    schema_argument,
     tensor_operands,
     torch_dtype,
 )
 from amp_compiler.fx.meta import Key, source_of
+from amp_compiler.fx.widen import write_back
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import dtype_from_short
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
@@ -93,7 +92,8 @@ class ApplyPlan(InPlacePass):
                 read[_replace(node, name, index, new)] = None
             inserted = True
             if new is not source:
-                _write_back(graph, [node for node, name, _ in users if name != RETURN], new, source)
+                for node, _, _ in users:
+                    write_back(node, new, source)
         for node in read:
             if node.target is CAST and not node.users:  # a cast of the model's whose readers all read its source
                 graph.erase_node(node)
@@ -159,16 +159,6 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
     new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
     replace_operand(node, operands[index][1], new)
     return old
-
-
-def _write_back(graph: fx.Graph, users: list[fx.Node], cast: fx.Node, source: fx.Node) -> None:
-    """Where a norm in training updates the cast of its running statistics, write that to the statistics."""
-    for node in users:
-        trains = any(schema_argument(node, name) is True for name in ("training", "use_input_stats"))
-        if trains and cast in written_operands(node):
-            with graph.inserting_after(node):
-                written = graph.call_function(torch.ops.aten.copy_.default, (source, cast))
-            written.meta = {**source_of(node), "val": source.meta["val"]}
 
 
 def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:

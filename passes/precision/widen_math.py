@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.alias import written_operands
+from amp_compiler.fx.alias import takes_statistics, written_operands
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, node_tensor, refresh, tensor_operands, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.widen import widen
@@ -62,14 +62,15 @@ class WidenMath(InPlacePass):
         """Rewrite in place.
 
         Raises:
-            RuleError: a marked node changes 16-bit memory in place.
+            RuleError: a marked node changes 16-bit memory in place, and not running statistics.
         """
         modified = False
         for node in list(subject.graph.nodes):
             low = self._low_type(node)
             if low is None:
                 continue
-            if any(one.meta["val"].dtype == low for one in written_operands(node)):
+            written = [] if takes_statistics(node) else written_operands(node)
+            if any(one.meta["val"].dtype == low for one in written):
                 raise error_at(
                     node.meta[Key.MATH],
                     f"'math: fp32' cannot be carried out on node '{node.name}' ({canonical_op(node.target)}"

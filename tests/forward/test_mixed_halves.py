@@ -99,23 +99,24 @@ def test_what_torch_cannot_even_trace_runs_under_autocast(caplog):
 
 
 @pytest.mark.parametrize("way", ["compile", "step"])
+@pytest.mark.parametrize(("rules", "shift"), [("default", 1e5), ("fast", 1.0)])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_running_statistics_of_16_bits_follow_data_that_is_fp32(norm, way):
-    """A constant beyond FP16 makes the data of the norm FP32; what the statistics become is rounded once."""
+def test_running_statistics_of_16_bits_are_rounded_once(norm, rules, shift, way):
+    """A constant beyond FP16 makes the data of the norm FP32; `fast` computes a norm of 16 bits in FP32."""
     torch.manual_seed(0)
     convolution, norm = nn.Conv2d(3, 4, 3), norm(4, track_running_stats=True)
     model = nn.Sequential(convolution, norm).to(torch.float16)
     plain, x = copy.deepcopy(model).float(), torch.randn(2, 3, 8, 8).to(torch.float16)
 
     def run(of, x):
-        return of[1](of[0](x) + 1e5)
+        return of[1](of[0](x) + shift)
 
     if way == "step":
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        amp.training_step(model, lambda m, x: run(m, x).sum(), optimizer, dtype="fp16", backend="eager")(x)
+        amp.training_step(model, lambda m, x: run(m, x).sum(), optimizer, rules=rules, dtype="fp16", backend="eager")(x)
     else:
-        norm.register_forward_pre_hook(lambda _, data: (data[0] + 1e5,))
-        amp.compile(model, dtype="fp16", backend="eager")(x)
+        norm.register_forward_pre_hook(lambda _, data: (data[0] + shift,))
+        amp.compile(model, rules=rules, dtype="fp16", backend="eager")(x)
     run(plain, x.float())
     for mine, wanted in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine.float(), wanted.float(), rtol=2 * torch.finfo(torch.float16).eps, atol=1e-3)
