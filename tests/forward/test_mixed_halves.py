@@ -113,7 +113,9 @@ def test_running_statistics_of_16_bits_are_rounded_once(norm, rules, shift, way)
 
     if way == "step":
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        amp.training_step(model, lambda m, x: run(m, x).sum(), optimizer, rules=rules, dtype="fp16", backend="eager")(x)
+        amp.training_step(
+            model, lambda m, x: run(m, x).sum(), optimizer, rules=rules, dtype="fp16", loss_scale=1.0, backend="eager"
+        )(x)
     else:
         norm.register_forward_pre_hook(lambda _, data: (data[0] + shift,))
         amp.compile(model, rules=rules, dtype="fp16", backend="eager")(x)
