@@ -107,9 +107,9 @@ def convert_onnx(
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         calibration: batches (dicts from input name to NumPy array), an npz file or a folder of those: the FP32 model
-            runs over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
-            as large as the data have them, in `reduction_size` and in the bytes of casts. Rules that say `math: fp8`
-            need it: the scales of operands come from it.
+            runs over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open
+            count as large as the data have them, in `reduction_size` and in the bytes of casts. Rules that say
+            `math: fp8` need it: the scales of operands come from it.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
             type in which they are made, and FP32 inputs that are read in the low type alone have the low type. Names
             of inputs and outputs: these keep their types, and the others are as with `False`.
