@@ -188,15 +188,14 @@ def _trace_without_patches() -> None:
         return
     patcher, tracer = sys.modules["torch.fx._symbolic_trace"]._Patcher, tracing.PythonKeyTracer  # type: ignore[attr-defined]
     patch, trace = patcher.patch_method, tracer.trace
-    tracer.bare = 0
+    tracer.bare = False
 
     def traced(self: Any, *arguments: Any, **named: Any) -> Any:
-        bare = type(self) is tracer  # that of torch.export notes at each call which module it is
-        tracer.bare += bare
+        before, tracer.bare = tracer.bare, type(self) is tracer  # torch.export's notes which module is called
         try:
             return trace(self, *arguments, **named)
         finally:
-            tracer.bare -= bare
+            tracer.bare = before
 
     patcher.patch_method = lambda *arguments, **named: None if tracer.bare else patch(*arguments, **named)
     tracer.trace = traced
