@@ -196,13 +196,13 @@ class StepProgram:
             )
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
-        writes = Counter(low is not None and id(parameter) for parameter, low in pairs)
+        writes = Counter[int]()
         placeholders = self.report.graph_module.graph.find_nodes(op="placeholder")
         for node, one in zip(placeholders, self.compiled.resolve, strict=True):
             if one.behind is not None and node.meta.get(Key.STATE, (0, 0, 1))[2] == 0:  # the first of an FP8 operand
                 writes[id(one.behind())] += 1
         self.settled = low_weights.generation
-        self.behind = tuple(one for one, _ in pairs if low_weights.number(one) > writes[id(one)])
+        self.behind = tuple(one for one, low in pairs if low_weights.number(one, low is None) > writes[id(one)])
 
     @property
     def execution(self) -> str:

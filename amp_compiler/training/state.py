@@ -73,9 +73,9 @@ class LowWeights:
         held[key] = made, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
         return held[key][2]
 
-    def number(self, master: Tensor) -> int:
-        """In how many forms a master is kept: copies are one, and so is what products of one kind read."""
-        return (id(master) in self._copies) + len(self._operands.get((id(master), master.shape), ()))
+    def number(self, master: Tensor, copies: bool) -> int:
+        """In how many forms FP8 products are given a master; its copies are one more where they count."""
+        return (copies and id(master) in self._copies) + len(self._operands.get((id(master), master.shape), ()))
 
     def follow(self, master: Tensor) -> None:
         """Make again what is kept of a master."""
