@@ -330,11 +330,11 @@ class TrainedWeights:
 
     def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
-        column, made, number = node.meta.get(Key.STATE, ("", None, 0))
+        column, recipe, number = node.meta.get(Key.STATE, ("", None, 0))
         if column == OPERAND:
-            name, dtype = placed.copies.get(made.weight, (made.weight, None))
+            name, dtype = placed.copies.get(recipe.weight, (recipe.weight, None))
             return Resolver(
-                lambda leaves: state.low_weights.operands(getters[name](), dtype, made)[number], getters[name]
+                lambda leaves: state.low_weights.operands(getters[name](), dtype, recipe)[number], getters[name]
             )
         if Key.STATE in node.meta:
             return Resolver(self._state(node.meta[Key.STATE], state))

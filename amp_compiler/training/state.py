@@ -56,21 +56,21 @@ class LowWeights:
         """The copies of a master that there are."""
         return [one for one in self._copies.get(id(master), {}).values() if one.shape == master.shape]
 
-    def operands(self, master: Tensor, dtype: torch.dtype | None, made: Operands) -> list[Tensor]:
+    def operands(self, master: Tensor, dtype: torch.dtype | None, recipe: Operands) -> list[Tensor]:
         """What FP8 products read of a weight, as it is now; the same tensors at every step.
 
         Args:
             master: the weight.
             dtype: of its copy that it is made of; `None` where the weight itself has 16 bits.
-            made: how it is made.
+            recipe: how it is made.
         """
-        held, key = self._operands.setdefault((id(master), master.shape), {}), str(made.graph)
-        new = made(master.detach() if dtype is None else self._copies[id(master)][dtype])
+        held, key = self._operands.setdefault((id(master), master.shape), {}), str(recipe.graph)
+        new = recipe(master.detach() if dtype is None else self._copies[id(master)][dtype])
         known = held[key][2] if key in held else []
         if not known or not all(map(is_laid_out_like, known, new)):
             known = [empty_laid_out_like(one, one.dtype) for one in new]
             self.generation += 1
-        held[key] = made, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
+        held[key] = recipe, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
         return held[key][2]
 
     def number(self, master: Tensor, copies: bool) -> int:
@@ -81,8 +81,8 @@ class LowWeights:
         """Make again what is kept of a master."""
         for dtype in self._copies.get(id(master), {}):
             self.get(master, dtype)
-        for made, of, _ in [*self._operands.get((id(master), master.shape), {}).values()]:
-            self.operands(master, of, made)
+        for recipe, of, _ in [*self._operands.get((id(master), master.shape), {}).values()]:
+            self.operands(master, of, recipe)
 
 
 class GradientSums:

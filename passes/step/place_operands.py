@@ -121,20 +121,20 @@ class PlaceOperands(InPlacePass):
 
 def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     """Let placeholders be some values of a weight, written behind the update."""
-    graph, made = weight.graph, fx.Graph()
-    copies, known = {weight: made.placeholder("weight")}, dict[str, fx.Node]()
+    graph, recipe = weight.graph, fx.Graph()
+    copies, known = {weight: recipe.placeholder("weight")}, dict[str, fx.Node]()
 
     def copied(old: fx.Node) -> fx.Node:
         if old not in copies:
             args, kwargs = fx.node.map_arg((old.args, old.kwargs), copied)
             text = str((old.target, args, kwargs))  # what is made twice, as under checkpointing, is kept once
-            known[text] = known.get(text) or made.call_function(old.target, args, kwargs)  # type: ignore[arg-type]
+            known[text] = known.get(text) or recipe.call_function(old.target, args, kwargs)  # type: ignore[arg-type]
             known[text].meta["val"], copies[old] = old.meta["val"], known[text]
         return copies[old]
 
     once = {copied(node): node for node in values}
-    made.output([*once])
-    operands, last = Operands(weight.name, made), graph.find_nodes(op="placeholder")[-1]
+    recipe.output([*once])
+    operands, last = Operands(weight.name, recipe), graph.find_nodes(op="placeholder")[-1]
     placed = {}
     for number, (copy, node) in enumerate(once.items()):
         with graph.inserting_after(last):
@@ -143,7 +143,7 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     for node in values:
         node.replace_all_uses_with(placed[copies[node]])
     output = graph.output_node()
-    new = splice_before(output, fx.GraphModule({}, made), [weight], "update") if is_updated else []
+    new = splice_before(output, fx.GraphModule({}, recipe), [weight], "update") if is_updated else []
     for placeholder, value in zip(placed.values(), new, strict=False):
         call_before(output, _aten.copy_.default, [placeholder, value], "update")
 
@@ -151,8 +151,8 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
 def operand_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What stands behind the update of a step to write operands."""
     copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
-    found = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
+    writers = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
     for node in reversed(graph.nodes):
-        if node in found:
-            found.update(one for one in node.all_input_nodes if one.op == "call_function")
-    return found
+        if node in writers:
+            writers.update(one for one in node.all_input_nodes if one.op == "call_function")
+    return writers
