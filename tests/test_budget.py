@@ -32,7 +32,7 @@ BUDGET = {
     "report": 2_900,
     "cli": 1_900,
     "integrations": 300,
-    "passes": 9_390,
+    "passes": 9_560,  # to come to 9,400: weights in FP8 as state came
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
 SOURCES = 63_300  # of all rooms together; to come to 59,400

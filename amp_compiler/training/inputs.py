@@ -328,7 +328,7 @@ class TrainedWeights:
     def operands(self, step: fx.GraphModule) -> tuple[Callable[[], Tensor], ...]:
         """What gives the weights of which a step writes FP8 operands, each once for each of them."""
         marks = [node.meta.get(Key.STATE, ("", None, 0)) for node in step.graph.find_nodes(op="placeholder")]
-        weights = [made.weight for column, made, number in marks if column == OPERAND and not number]
+        weights = [recipe.weight for column, recipe, number in marks if column == OPERAND and not number]
         return tuple(self.inputs.getters[self.placed.copies.get(name, (name, None))[0]] for name in weights)
 
     def resolvers(self, step: fx.GraphModule, state: StepState) -> list[Resolver]:
@@ -337,10 +337,10 @@ class TrainedWeights:
 
     def _resolver(self, node: fx.Node, state: StepState) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
-        column, made, number = node.meta.get(Key.STATE, ("", None, 0))
+        column, recipe, number = node.meta.get(Key.STATE, ("", None, 0))
         if column == OPERAND:
-            name, dtype = placed.copies.get(made.weight, (made.weight, None))
-            return lambda leaves: state.low_weights.operands(getters[name](), dtype, made)[number]
+            name, dtype = placed.copies.get(recipe.weight, (recipe.weight, None))
+            return lambda leaves: state.low_weights.operands(getters[name](), dtype, recipe)[number]
         if Key.STATE in node.meta:
             return self._state(node.meta[Key.STATE], state)
         if node.name in placed.copies:

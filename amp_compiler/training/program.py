@@ -184,10 +184,9 @@ class StepProgram:
             )
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
-        writes = Counter(low is not None and id(parameter) for parameter, low in pairs)
-        writes += Counter(id(weight()) for weight in self.compiled.operands)
+        writes = Counter(id(weight()) for weight in self.compiled.operands)
         self.settled = low_weights.generation
-        self.behind = tuple(one for one, _ in pairs if low_weights.number(one) > writes[id(one)])
+        self.behind = tuple(one for one, low in pairs if low_weights.number(one, low is None) > writes[id(one)])
 
     @property
     def execution(self) -> str:

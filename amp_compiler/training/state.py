@@ -36,7 +36,7 @@ class LowWeights:
     def __init__(self) -> None:
         self.generation = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
-        self._operands: dict[int, dict[str, tuple[Operands, torch.dtype | None, list[Tensor]]]] = {}
+        self._operands: dict[tuple[int, torch.Size], dict[str, tuple[Operands, torch.dtype | None, list[Tensor]]]] = {}
 
     def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of a master as it is now, laid out as it; the same tensor at every step.
@@ -56,36 +56,33 @@ class LowWeights:
         """The copies of a master that there are."""
         return [one for one in self._copies.get(id(master), {}).values() if one.shape == master.shape]
 
-    def operands(self, master: Tensor, dtype: torch.dtype | None, made: Operands) -> list[Tensor]:
+    def operands(self, master: Tensor, dtype: torch.dtype | None, recipe: Operands) -> list[Tensor]:
         """What FP8 products read of a weight, as it is now; the same tensors at every step.
 
         Args:
             master: the weight.
             dtype: of its copy that it is made of; `None` where the weight itself has 16 bits.
-            made: how it is made.
+            recipe: how it is made.
         """
-        held, key = self._operands.setdefault(id(master), {}), str(made.graph)
-        new = made(master.detach() if dtype is None else self._copies[id(master)][dtype])
+        held, key = self._operands.setdefault((id(master), master.shape), {}), str(recipe.graph)
+        new = recipe(master.detach() if dtype is None else self._copies[id(master)][dtype])
         known = held[key][2] if key in held else []
         if not known or not all(map(is_laid_out_like, known, new)):
             known = [empty_laid_out_like(one, one.dtype) for one in new]
             self.generation += 1
-        held[key] = made, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
+        held[key] = recipe, dtype, [one.copy_(value) for one, value in zip(known, new, strict=True)]
         return held[key][2]
 
-    def number(self, master: Tensor) -> int:
-        """In how many forms a master is kept: copies are one, and so is what products of one kind read."""
-        return (id(master) in self._copies) + len(self._fitting(master))
+    def number(self, master: Tensor, copies: bool) -> int:
+        """In how many forms FP8 products are given a master; its copies are one more where they count."""
+        return (copies and id(master) in self._copies) + len(self._operands.get((id(master), master.shape), ()))
 
     def follow(self, master: Tensor) -> None:
         """Make again what is kept of a master."""
         for dtype in self._copies.get(id(master), {}):
             self.get(master, dtype)
-        for made, of in self._fitting(master):
-            self.operands(master, of, made)
-
-    def _fitting(self, master: Tensor) -> list[tuple[Operands, torch.dtype | None]]:
-        return [(made, of) for made, of, _ in self._operands.get(id(master), {}).values() if made.fit(master)]
+        for recipe, of, _ in [*self._operands.get((id(master), master.shape), {}).values()]:
+            self.operands(master, of, recipe)
 
 
 class GradientSums:

@@ -33,11 +33,6 @@ class Operands:
     def __str__(self) -> str:
         return self.weight
 
-    def fit(self, weight: Tensor) -> bool:
-        """Whether a weight has the shape that they were made for."""
-        (placeholder,) = self.graph.find_nodes(op="placeholder")
-        return bool(placeholder.meta["val"].shape == weight.shape)
-
     def __call__(self, weight: Tensor) -> list[Tensor]:
         """The values of a weight as that is now."""
         return fx.Interpreter(fx.GraphModule({}, self.graph)).run(weight)  # type: ignore[no-any-return]
@@ -86,23 +81,17 @@ class PlaceOperands(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        weight_of = self._of_weights_alone(subject.graph)
+        weight_of, output = self._of_weights_alone(subject.graph), subject.graph.output_node()
         inner: set[fx.Node] = set()  # of which FP8 values and magnitudes are made, and these
         for node in reversed(weight_of):
-            if (
-                getattr(node.meta["val"], "dtype", None) in FP8
-                or node.target is _aten.amax.default
-                or not inner.isdisjoint(node.users)
-            ):
+            is_made = node.meta["val"].dtype in FP8 or node.target is _aten.amax.default
+            if is_made or not inner.isdisjoint(node.users):
                 inner.add(node)
-        read = dict.fromkeys(
-            source_of(node) for node in weight_of if node in inner and not inner.issuperset(node.users)
-        )
+        read = [node for node in weight_of if node in inner and not inner.issuperset(node.users)]
         kept: dict[fx.Node, list[fx.Node]] = {}
-        for node in read:
-            if _bytes(node) < _bytes(weight_of[node]) and subject.graph.output_node() not in readers(
-                node
-            ):  # which the caller keeps
+        for node in dict.fromkeys(map(source_of, read)):
+            is_less = node.meta["val"].nbytes < weight_of[node].meta["val"].nbytes
+            if is_less and output not in readers(node):  # who is given a value keeps it
                 kept.setdefault(weight_of[node], []).append(node)
         for weight, values in kept.items():
             _place(weight, values, self.gather != "add")
@@ -121,32 +110,31 @@ class PlaceOperands(InPlacePass):
             if stored_low or Key.LOW in node.meta:
                 weight_of[node] = node
         for node in graph.nodes:
-            weights = {weight_of.get(one) for one in node.all_input_nodes}
-            pure = isinstance(node.target, torch._ops.OpOverload) and not (
-                node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
-            )
-            if pure and len(weights) == 1 and None not in weights and node.meta.get(Key.PHASE) != "update":
+            target, weights = node.target, {weight_of.get(one) for one in node.all_input_nodes}
+            if not isinstance(target, torch._ops.OpOverload) or None in weights or len(weights) != 1:
+                continue
+            drawn = torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+            if not drawn and node_tensor(node) is not None and node.meta.get(Key.PHASE) != "update":
                 weight_of[node] = weights.pop()
         return weight_of
 
 
 def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     """Let placeholders be some values of a weight, written behind the update."""
-    graph, made = weight.graph, fx.Graph()
-    copies, known = {weight: made.placeholder("weight")}, dict[str, fx.Node]()
-    copies[weight].meta["val"] = weight.meta["val"]
+    graph, recipe = weight.graph, fx.Graph()
+    copies, known = {weight: recipe.placeholder("weight")}, dict[str, fx.Node]()
 
     def copied(old: fx.Node) -> fx.Node:
         if old not in copies:
             args, kwargs = fx.node.map_arg((old.args, old.kwargs), copied)
             text = str((old.target, args, kwargs))  # what is made twice, as under checkpointing, is kept once
-            known[text] = known.get(text) or made.call_function(old.target, args, kwargs)  # type: ignore[arg-type]
+            known[text] = known.get(text) or recipe.call_function(old.target, args, kwargs)  # type: ignore[arg-type]
             known[text].meta["val"], copies[old] = old.meta["val"], known[text]
         return copies[old]
 
     once = {copied(node): node for node in values}
-    made.output([*once])
-    operands, last = Operands(weight.name, made), graph.find_nodes(op="placeholder")[-1]
+    recipe.output([*once])
+    operands, last = Operands(weight.name, recipe), graph.find_nodes(op="placeholder")[-1]
     placed = {}
     for number, (copy, node) in enumerate(once.items()):
         with graph.inserting_after(last):
@@ -155,7 +143,7 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     for node in values:
         node.replace_all_uses_with(placed[copies[node]])
     output = graph.output_node()
-    new = splice_before(output, fx.GraphModule({}, made), [weight], "update") if is_updated else []
+    new = splice_before(output, fx.GraphModule({}, recipe), [weight], "update") if is_updated else []
     for placeholder, value in zip(placed.values(), new, strict=False):
         call_before(output, _aten.copy_.default, [placeholder, value], "update")
 
@@ -163,13 +151,8 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
 def operand_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What stands behind the update of a step to write operands."""
     copies = graph.find_nodes(op="call_function", target=_aten.copy_.default)
-    found = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
+    writers = {one for one in copies if one.args[0].meta.get(Key.STATE, ("",))[0] == OPERAND}
     for node in reversed(graph.nodes):
-        if node in found:
-            found.update(one for one in node.all_input_nodes if one.op == "call_function")
-    return found
-
-
-def _bytes(node: fx.Node) -> int:
-    tensor = node_tensor(node)
-    return 0 if tensor is None else tensor.nbytes
+        if node in writers:
+            writers.update(one for one in node.all_input_nodes if one.op == "call_function")
+    return writers

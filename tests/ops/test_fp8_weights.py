@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
 
 class Net(nn.Module):
-    """Layers of which one is shared, and one is left out with a batch whose length FP8 products do not take."""
+    """Layers of which one is called twice, and one is no product with some batches, which update it all the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](self.layers[0](x).relu())
-        return ((self.layers[1](x) if len(x) % 32 == 0 else x) - y).square().mean()
+        last = self.layers[1]
+        return ((last(x) if len(x) % 32 == 0 else x * last.weight.mean() + last.bias) - y).square().mean()
 
 
 def trained(pipelines: Any, preset: str, **options: Any) -> tuple[list[Any], Any]:
