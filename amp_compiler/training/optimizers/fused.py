@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,8 +186,8 @@ class BoundGroup:
             new = _zeros if self.parts is None else self.parts.zeros
             _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index], new)
         if column == COMPENSATION:
-            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state.setdefault(COMPENSATION, zeros)
+            if column not in state:
+                state[column] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             retyped(state, column, parameter.dtype)
             return laid_out(state, column, parameter)
         if column == STEP:
@@ -219,7 +219,7 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         if type(one) not in KINDS:
             check_traceable(one)
         _check_l1(one)
-        for parameter in _parameters(one):
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
             if id(parameter) in seen:
                 raise AmpError("a parameter stands in two optimizers or groups", hint="give each parameter one owner")
             seen.add(id(parameter))
@@ -278,10 +278,6 @@ def check_updates(optimizers: Sequence[torch.optim.Optimizer], low: bool, shards
             " reduce: {shard: update}",
             hint=f"use {FUSED_NAMES}, or {UNSPLIT}",
         )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def bind(

@@ -223,4 +223,4 @@ def _keeps_numbers(name: str, what: str) -> OptimizerError:
 def _numbers(view: Optimizer) -> list[dict[str, Any]]:
     """Plain values of an optimizer that its step might change."""
     attributes = {k: v for k, v in view.__dict__.items() if isinstance(v, (int, float, str)) and not k.startswith("_")}
-    return [attributes, *({k: v for k, v in group.items() if k not in _NOTES} for group in view.param_groups)]
+    return [attributes, *_hyperparameters(view)]

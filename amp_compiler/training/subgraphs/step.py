@@ -251,7 +251,7 @@ class SubgraphStep:
         types = tuple((name, gradient.dtype) for name, gradient in computed.gradients.items())
         key = (owners, options.gather, options.divisor, options.scale, types, tuple(computed.buffers))
         program = self._updates.get(key)
-        if program is None or any(group.flags_changed() for group in program.compiled.groups):
+        if program is None or program.flags_changed:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(begun, options)
         return program
