@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.ranks import checkpoint_folder
 from amp_compiler.ranks.coordinator import LOADING_ALL, SAVING_ALL
 from amp_compiler.ranks.ranks import Ranks, check_equal
@@ -95,7 +93,8 @@ def save_checkpoint(
         return {"number": number, "keep": keep, "entries": shared}
 
     check_equal(checkpoint_folder.each(ranks, prepare), _SAME)
-    own: dict[str, Any] = {"steps": saved, "random": _random_state(next(iter(named.values())).device)}
+    drawn = random_state(next(iter(named.values())).device)
+    own: dict[str, Any] = {"steps": saved, "random": dict(zip(("cpu", "cuda"), drawn, strict=False))}
     if checkpoint_folder.place(ranks)[0] == 0:
         own["extra"] = extra
     return checkpoint_folder.write(Path(folder), number, {"steps": about}, own, keep, ranks)
@@ -158,7 +157,8 @@ def load_checkpoint(
         one.place()
     rank, size = checkpoint_folder.place(ranks)
     if len(files) == size:
-        _set_random_state(files[rank]["random"], next(iter(named.values())).device)
+        device, drawn = next(iter(named.values())).device, files[rank]["random"]
+        set_random_state(device, [drawn[kind] for kind in dict.fromkeys(("cpu", device.type)) if kind in drawn])
     return Checkpoint(int(path.name), path, files[0]["extra"])
 
 
@@ -185,15 +185,3 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
     }
     every = set().union(*owned.values())
     return {name: StepContents(one, every - owned[name]) for name, one in named.items()}, ranks
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """torch's random state of this process: uint8 vectors, on the CPU."""
-    random_state = {"cpu": torch.get_rng_state()}
-    return {**random_state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else random_state
-
-
-def _set_random_state(saved: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(saved["cpu"])
-    if "cuda" in saved and device.type == "cuda":
-        torch.cuda.set_rng_state(saved["cuda"], device)

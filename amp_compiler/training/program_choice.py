@@ -140,8 +140,7 @@ class ProgramChoice:
         plan, execution = (None, "") if last is None else (last[0].plan, last[0].execution)
         program.report = replace(program.report, plan=plan, execution=execution)
         output = self._guarded(lambda: program(computed.leaves()))
-        for one in weights.values():
-            sums.get(one).zero_()
+        sums.clear()
         return program, output
 
     def _gathered(self) -> dict[str, Tensor]:
