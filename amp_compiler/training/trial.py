@@ -29,7 +29,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, begin_gradients
-from amp_compiler.training.reporting.nonfinite import described, in_order
+from amp_compiler.training.reporting.nonfinite import described
 from amp_compiler.training.reporting.saturation import saturated
 from amp_compiler.training.state import LowWeights
 from amp_compiler.training.weights import MasterWeights, widened
@@ -272,9 +272,8 @@ class _Joint:
 
     def run(self, scale: Tensor) -> _Seen:
         """Run it node by node."""
-        graph = self.graph_module.graph
         seen = self._replayed(scale).seen
-        named = {LOSS: results_of(graph)[0], **self._gradients()}
+        named = {LOSS: results_of(self.graph_module.graph)[0], **self._gradients()}
         origins = {name: seen.origins([node]) for name, node in named.items()}
         broken = {node for sources in origins.values() for node in sources}
         described_nodes = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
@@ -282,11 +281,11 @@ class _Joint:
         vanished = seen.vanished if zeros else []
         return _Seen(
             tuple(name for name, sources in origins.items() if sources),
-            tuple(described_nodes[node] for node in in_order(graph, broken)),
-            tuple(described_nodes[node] for node in in_order(graph, described_nodes)),
+            tuple(described_nodes[node] for node in sorted(broken)),
+            tuple(described_nodes[node] for node in sorted(described_nodes)),
             zeros,
-            tuple(self._described(node, seen) for node in in_order(graph, vanished)),
-            () if self.plan is None else saturated(graph, seen.ranges, self.plan, self.names),
+            tuple(self._described(node, seen) for node in sorted(vanished)),
+            () if self.plan is None else saturated(self.graph_module.graph, seen.ranges, self.plan, self.names),
         )
 
     def gradients(self, scale: Tensor) -> dict[str, Tensor]:

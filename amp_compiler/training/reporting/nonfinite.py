@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,7 @@ def report_nonfinite(
     if leaves is not None:
         seen = _replayed(program, leaves, scale)
         origins, ranges = seen.origins(gradients), seen.ranges
-    nodes = in_order(program.report.graph_module.graph, origins or gradients)[:SHOWN]
+    nodes = sorted(origins or gradients)[:SHOWN]  # in the order in which they run
     shown = tuple(described(node, is_forward=is_forward(node), ranges=ranges, plan=program.plan) for node in nodes)
     return NonfiniteReport(parameters, shown, bool(origins))
 
@@ -62,12 +62,6 @@ def _replayed(program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> Fin
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
             values[node] = scale if is_scale else resolve(leaves)
     return Replay(program.report.graph_module).run_again(values, scale.device)
-
-
-def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes of a graph in the order in which they run."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    return sorted(nodes, key=order.__getitem__)
 
 
 def described(
