@@ -42,6 +42,7 @@ class PinDifferences(PinPass):
       (Fourier features);
     - sums of an input with stored weights (a window, filters, a Fourier transform) whose squares end in a logarithm: of
       a weak band beside a strong one it shows every digit;
+    - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - in a calibration, what stays 8 times smaller than both of its operands.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -76,6 +77,8 @@ class PinDifferences(PinPass):
                 finder.cancelled(node, draft.ranges)
             if node.op in _TAKING:
                 finder.places(node)
+            if node.op == "onnx.Log":
+                finder.near_one(node)
             if finder.info(node).periodic:
                 finder.phases(node)
         finder.spectra()
@@ -138,7 +141,8 @@ class _Finder(Squares):
             if node is None or node.name in apart or not depth or not self._is_arithmetic(node):
                 return False
             if node.name not in known:
-                known[node.name] = any(reaches(operand.value, depth - 1) for operand in node.inputs)
+                ways = [reaches(operand.value, depth - 1) for operand in node.inputs]  # all are on the way
+                known[node.name] = any(ways)
             return known[node.name]
 
         return [node for node, is_on_way in known.items() if is_on_way] if reaches(name, REACH) else None
@@ -153,8 +157,7 @@ class _Finder(Squares):
     def _is_linear(self, node: Node, index: int) -> bool:
         """True for what makes sums of squares of squares."""
         beside = any(self.holds_data(one.value) for place, one in enumerate(node.inputs) if place != index)
-        mixes = beside and self.info(node).family in _PRODUCTS
-        return node.op in _LINEAR or mixes or (node.op in _SCALING and beside) or (
+        return node.op in _LINEAR or self.mixes(node) or (node.op in _SCALING and beside) or (
             self.passes(node) or self.weighs(node) or (node.op == "onnx.Div" and index == 0)
         )  # fmt: skip
 
@@ -308,6 +311,13 @@ class _Finder(Squares):
                     self.pin(
                         node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
                     )
+
+    def near_one(self, logarithm: Node) -> None:
+        """Pin the sum of one and data, or the difference, that a logarithm takes."""
+        maker = self._maker(logarithm.inputs[0].value)
+        ones = [index for index in (0, 1) if maker is not None and self.scalar(maker, index) == 1]
+        if maker is not None and (0 in ones or maker.op == "onnx.Add") and ones and maker.op in _TAKING:
+            self.pin(maker, f"'{logarithm.name}' takes the logarithm, which near one is as small as the data")
 
     def _maker(self, name: str) -> Node | None:
         return self.graph.producer(self._origin(name))

@@ -59,15 +59,15 @@ def test_a_variance_as_a_difference_of_moments(square, op, ending, opset, dtype)
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["AveragePool", "Conv"])
-def test_a_local_variance(kind, dtype):
-    """As a similarity of images has it: means over windows."""
+@pytest.mark.parametrize(("kind", "other"), [("AveragePool", "a"), ("Conv", "a"), ("Conv", "b")])
+def test_a_local_variance(kind, other, dtype):
+    """As a similarity of images has it, or a covariance: means over windows."""
     window = {"AveragePool": {"kernel_shape": [3, 3]}, "Conv": {}}[kind]
     more = ["window"] if kind == "Conv" else []
     nodes = [
-        node("Conv", ["x", "one"], ["a"]), node("Mul", ["a", "a"], ["q"]),
+        node("Conv", ["x", "one"], ["a"]), node("Conv", ["x", "one"], ["b"]), node("Mul", ["a", other], ["q"]),
         node(kind, ["a", *more], ["m"], **window), node(kind, ["q", *more], ["s"], **window),
-        node("Mul", ["m", "m"], ["n"]), node("Sub", ["s", "n"], ["y"]),
+        node(kind, [other, *more], ["o"], **window), node("Mul", ["m", "o"], ["n"]), node("Sub", ["s", "n"], ["y"]),
     ]  # fmt: skip
     data = [
         nh.from_array(np.ones((1, 1, 1, 1), np.float32), "one"),
@@ -167,6 +167,15 @@ def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
     assert error(source, done.model, {one.name: feeds[one.name] for one in source.graph.input}) < NEAR[dtype]
     assert low_nodes(done) >= {"product"}
     assert len(casts(done.model)) == 2  # of the difference and of the result
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+def test_a_logarithm_near_one_is_as_small_as_the_data(op, dtype):
+    nodes = [node("MatMul", ["x", "eye"], ["a"]), node(op, ["one", "a"], ["s"]), node("Log", ["s"], ["y"])]
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [EYE, scalar("one", 1.0)])
+    feeds = {"x": RNG.standard_normal((4, 16)).astype(np.float32) * np.float32(1e-3)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
 
 
 # ---- boxes that leave the model without NMS
