@@ -73,7 +73,7 @@ class PinDifferences(PinPass):
         for node in draft.graph.nodes.values():
             if finder.squares(node) or finder.is_moment(node):
                 finder.expanded(node)
-            if node.op in _ADDING and len(node.inputs) == 2 and draft.ranges:
+            if node.op in _ADDING and len(node.inputs) > 1 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
             if node.op in _TAKING:
                 finder.places(node)
@@ -315,8 +315,8 @@ class _Finder(Squares):
     def near_one(self, logarithm: Node) -> None:
         """Pin the sum of one and data, or the difference, that a logarithm takes."""
         maker = self._maker(logarithm.inputs[0].value)
-        ones = [index for index in (0, 1) if maker is not None and self.scalar(maker, index) == 1]
-        if maker is not None and (0 in ones or maker.op == "onnx.Add") and ones and maker.op in _TAKING:
+        indices = {"onnx.Add": (0, 1), "onnx.Sub": (0,)}.get("" if maker is None else maker.op, ())
+        if maker is not None and any(self.scalar(maker, index) == 1 for index in indices):
             self.pin(maker, f"'{logarithm.name}' takes the logarithm, which near one is as small as the data")
 
     def _maker(self, name: str) -> Node | None:
@@ -332,14 +332,12 @@ class _Finder(Squares):
     # ---- calibration
 
     def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
-        """Pin a sum that calibration has seen to be small against both operands, with what makes these."""
-        operands = [self.largest(one.value, ranges) for one in node.inputs]
+        """Pin a sum that calibration has seen to be small against two operands, with what makes these."""
+        operand = sorted(self.largest(one.value, ranges) for one in node.inputs)[-2]
         result = ranges.get(node.outputs[0], 0.0)
-        if not 0 < result * _CANCELLED < min(operands):
+        if not 0 < result * _CANCELLED < operand:
             return
-        reason = (
-            f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {min(operands):.3g}: they cancel"
-        )
-        for one in (node, *(self.behind(node, index) for index in range(2))):
+        reason = f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {operand:.3g}: they cancel"
+        for one in (node, *(self.behind(node, index) for index in range(len(node.inputs)))):
             if one is not None:
                 self.pin(one, reason)

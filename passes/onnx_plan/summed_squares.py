@@ -8,9 +8,7 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
 SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
-_KEEPING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum", "onnx.Relu", "onnx.Abs",
-                      "onnx.Neg"})  # fmt: skip
-_GROWING = SUMS | _KEEPING
+_GROWING = SUMS | {f"onnx.{op}" for op in ("Add", "Sub", "Max", "Min", "Clip", "Sum", "Relu", "Abs", "Neg")}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
@@ -88,7 +86,13 @@ class Squares(Walker):
                         came[user.name] = node.name
                         ends.append(user.name)
                         ends += self._after_root(user, came)
-                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self.weighs(user):
+                    elif (
+                        user.op in _GROWING
+                        or self.passes(user)
+                        or self.scales(user)
+                        or mixes
+                        or (self.weighs(user) and node.name not in mixed)
+                    ):
                         came[user.name] = node.name
                         following.append(user)
             frontier = following

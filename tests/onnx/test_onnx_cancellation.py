@@ -249,11 +249,13 @@ def test_other_differences_are_low(form, dtype):
 
 
 @BOTH
-def test_calibration_finds_what_cancels(dtype):
+@pytest.mark.parametrize(("op", "third"), [("Sub", []), ("Sum", ["x"])])
+def test_calibration_finds_what_cancels(op, third, dtype):
     nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["x", "v"], ["b"], "second"),
-             node("Sub", ["a", "b"], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
+             node(op, ["a", "b", *third], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
     base = RNG.standard_normal((16, 16)).astype(np.float32)
     more = (base + RNG.standard_normal((16, 16)).astype(np.float32) * 1e-3).astype(np.float32)
+    more = -more - np.eye(16, dtype=np.float32) if third else more
     source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [nh.from_array(base, "w"), nh.from_array(more, "v")])
     feeds = {"x": np.round(RNG.standard_normal((4, 16)) * 8).astype(np.float32)}
     assert low_nodes(check(source, dtype)) == {"first", "second", "difference", "last"}

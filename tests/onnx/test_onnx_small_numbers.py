@@ -157,9 +157,10 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
 
 
 def test_the_square_of_an_activation_is_low():
-    """Squared ReLU: no root lies behind it."""
+    """Squared ReLU: no root lies behind it but that of the next norm."""
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
-             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["y"])]  # fmt: skip
+             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["z"]), node("Mul", ["z", "z"], ["q"]),
+             node("ReduceMean", ["q"], ["m"]), node("Sqrt", ["m"], ["n"]), node("Div", ["z", "n"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
     assert "square" in low_nodes(check(source, "fp16"))
 
