@@ -32,11 +32,11 @@ BUDGET = {
     "report": 2_910,  # to come to 2,900: lists of hits, print as a whole, a head came
     "cli": 1_970,  # to come to 1,900
     "integrations": 300,
-    "passes": 9_440,  # to come to 9,400: sums of squares and differences in more forms came
+    "passes": 9_441,  # to come to 9,400: sums of squares and differences in more forms came
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 63_610  # of all rooms together; to come to 59,400
-TESTS = 50_040  # to come to 45,000; 2,200 are tests/behaviour
+SOURCES = 63_620  # of all rooms together; to come to 59,400
+TESTS = 50_050  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

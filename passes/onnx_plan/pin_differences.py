@@ -43,6 +43,7 @@ class PinDifferences(PinPass):
     - sums of an input with stored weights (a window, filters, a Fourier transform) whose squares end in a logarithm: of
       a weak band beside a strong one it shows every digit;
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
+    - one part of a running sum less another;
     - in a calibration, what stays 8 times smaller than both of its operands.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -279,6 +280,8 @@ class _Finder(Squares):
     def places(self, node: Node) -> None:
         """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
         makers = [self._maker(operand.value) for operand in node.inputs]
+        if node.op == "onnx.Sub" and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
+            self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
         if node.op == "onnx.Sub" and all(maker is not None and maker.op in _TAKING for maker in makers):
             one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
             for part in (*makers, node) if one & other else ():

@@ -178,6 +178,17 @@ def test_a_logarithm_near_one_is_as_small_as_the_data(op, dtype):
     assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
 
 
+def test_a_mean_over_a_window_as_a_difference_of_running_sums():
+    nodes = [node("CumSum", ["x", "one"], ["c"]), node("Slice", ["c", "ten", "end", "one"], ["u"]),
+             node("Slice", ["c", "none", "minus", "one"], ["v"]), node("Sub", ["u", "v"], ["d"]),
+             node("Div", ["d", "parts"], ["y"])]  # fmt: skip
+    numbers = {"one": [1], "ten": [10], "end": [2000], "none": [0], "minus": [-10]}
+    data = [scalar(name, value, np.int64) for name, value in numbers.items()] + [scalar("parts", 10.0)]
+    source = model(nodes, [info("x", 1, 2000)], [info("y", 1, 1990)], data)
+    done = check(source, "fp16", keep_io_types=False)
+    assert error(source, done.model, {"x": 1 + RNG.standard_normal((1, 2000)).astype(np.float32)}) < NEAR["fp16"]
+
+
 # ---- boxes that leave the model without NMS
 
 
