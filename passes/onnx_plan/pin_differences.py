@@ -42,6 +42,8 @@ class PinDifferences(PinPass):
       (Fourier features);
     - sums of an input with stored weights (a window, filters, a Fourier transform) whose squares end in a logarithm: of
       a weak band beside a strong one it shows every digit;
+    - one and data, or less data, of which a logarithm is taken: it is as small as the data;
+    - one part of a running sum less another;
     - in a calibration, what stays 8 times smaller than both of its operands.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -72,10 +74,12 @@ class PinDifferences(PinPass):
         for node in draft.graph.nodes.values():
             if finder.squares(node) or finder.is_moment(node):
                 finder.expanded(node)
-            if node.op in _ADDING and len(node.inputs) == 2 and draft.ranges:
+            if node.op in _ADDING and len(node.inputs) > 1 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
             if node.op in _TAKING:
                 finder.places(node)
+            if node.op == "onnx.Log":
+                finder.near_one(node)
             if finder.info(node).periodic:
                 finder.phases(node)
         finder.spectra()
@@ -138,7 +142,8 @@ class _Finder(Squares):
             if node is None or node.name in apart or not depth or not self._is_arithmetic(node):
                 return False
             if node.name not in known:
-                known[node.name] = any(reaches(operand.value, depth - 1) for operand in node.inputs)
+                ways = [reaches(operand.value, depth - 1) for operand in node.inputs]  # all are on the way
+                known[node.name] = any(ways)
             return known[node.name]
 
         return [node for node, is_on_way in known.items() if is_on_way] if reaches(name, REACH) else None
@@ -153,8 +158,7 @@ class _Finder(Squares):
     def _is_linear(self, node: Node, index: int) -> bool:
         """True for what makes sums of squares of squares."""
         beside = any(self.holds_data(one.value) for place, one in enumerate(node.inputs) if place != index)
-        mixes = beside and self.info(node).family in _PRODUCTS
-        return node.op in _LINEAR or mixes or (node.op in _SCALING and beside) or (
+        return node.op in _LINEAR or self.mixes(node) or (node.op in _SCALING and beside) or (
             self.passes(node) or self.weighs(node) or (node.op == "onnx.Div" and index == 0)
         )  # fmt: skip
 
@@ -276,6 +280,8 @@ class _Finder(Squares):
     def places(self, node: Node) -> None:
         """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
         makers = [self._maker(operand.value) for operand in node.inputs]
+        if node.op == "onnx.Sub" and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
+            self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
         if node.op == "onnx.Sub" and all(maker is not None and maker.op in _TAKING for maker in makers):
             one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
             for part in (*makers, node) if one & other else ():
@@ -309,6 +315,13 @@ class _Finder(Squares):
                         node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
                     )
 
+    def near_one(self, logarithm: Node) -> None:
+        """Pin the sum of one and data, or the difference, that a logarithm takes."""
+        maker = self._maker(logarithm.inputs[0].value)
+        indices = {"onnx.Add": (0, 1), "onnx.Sub": (0,)}.get("" if maker is None else maker.op, ())
+        if maker is not None and any(self.scalar(maker, index) == 1 for index in indices):
+            self.pin(maker, f"'{logarithm.name}' takes the logarithm, which near one is as small as the data")
+
     def _maker(self, name: str) -> Node | None:
         return self.graph.producer(self._origin(name))
 
@@ -322,14 +335,12 @@ class _Finder(Squares):
     # ---- calibration
 
     def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
-        """Pin a sum that calibration has seen to be small against both operands, with what makes these."""
-        operands = [self.largest(one.value, ranges) for one in node.inputs]
+        """Pin a sum that calibration has seen to be small against two operands, with what makes these."""
+        operand = sorted(self.largest(one.value, ranges) for one in node.inputs)[-2]
         result = ranges.get(node.outputs[0], 0.0)
-        if not 0 < result * _CANCELLED < min(operands):
+        if not 0 < result * _CANCELLED < operand:
             return
-        reason = (
-            f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {min(operands):.3g}: they cancel"
-        )
-        for one in (node, *(self.behind(node, index) for index in range(2))):
+        reason = f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {operand:.3g}: they cancel"
+        for one in (node, *(self.behind(node, index) for index in range(len(node.inputs)))):
             if one is not None:
                 self.pin(one, reason)

@@ -20,10 +20,10 @@ _WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Exp", *_SUMMING, *PRODUCTS})
 class PinOverflows(PinPass):
     """Pin to FP32, in fp16, powers, sums of squares and exponentials, with what works on their results.
 
-    That is all up to the root, quotient or logarithm that brings them back into range. Products of a value with itself,
-    also of its rows, count where they are summed, or end there: magnitudes such as `sqrt(re * re + im * im)`.
-    Exponentials of differences to a maximum are at most one. The rules' `keep: {powers: false}` leaves all of it to the
-    rules.
+    That is all up to the root, quotient or logarithm that brings them back into range, and a sum with its scales.
+    Products of a value with itself, also of its rows, count where they are summed, or end there: magnitudes such as
+    `sqrt(re * re + im * im)`. Exponentials of differences to a maximum are at most one. The rules' `keep: {powers:
+    false}` leaves all of it to the rules.
 
     Before:
 
@@ -66,8 +66,15 @@ class _Finder(Squares):
 
     def _overflows(self, node: Node, reason: str) -> None:
         self.pin(node, reason)
+        behind = f"it works on the result of '{node.name}': {reason}"
         for name in self.to_end(node):
-            self.pin(self.graph.nodes[name], f"it works on the result of '{node.name}': {reason}")
+            self.pin(self.graph.nodes[name], behind)
+        pending = self.to_sum(node) if node.op not in _SUMMING else [node]
+        while pending:
+            part = pending.pop()
+            self.pin(part, behind)
+            scaled = (user for user in self.users(part) if self.passes(user) or self.scales(user))
+            pending += [user for user in scaled if user.name not in self.pins]
 
     def _is_bounded(self, node: Node) -> bool:
         """True for the exponential of a difference to a maximum, which is at most one."""

@@ -8,11 +8,11 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import Walker
 
 SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
-_GROWING = SUMS | {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum"}
+_GROWING = SUMS | {f"onnx.{op}" for op in ("Add", "Sub", "Max", "Min", "Clip", "Sum", "Relu", "Abs", "Neg")}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
-PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum"})
+PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum", "onnx.Gemm"})
 REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -36,9 +36,10 @@ class Squares(Walker):
 
     def _squares(self, node: Node) -> bool:
         factors = [operand.value for operand in node.inputs]
-        if node.op in PRODUCTS and len(factors) == 2:  # of rows with themselves: squares, and their sum
+        if node.op in PRODUCTS and len(factors) >= 2:  # of rows with themselves: squares, and their sum
             one, other = self.behind(node, 0), self.behind(node, 1)
-            return one is not None and one is other
+            is_power = node.op == "onnx.MatMul" and factors[0] == factors[1]  # of a matrix: rows times columns
+            return one is not None and one is other and not is_power
         return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
@@ -54,11 +55,18 @@ class Squares(Walker):
         return alike and places and all(self._are_same(a.value, b.value, depth - 1) for a, b in pairs)
 
     def _ends_steeply(self, node: Node) -> bool:
-        """True where a root, a logarithm, or a quotient by it lies behind a square."""
+        """True where a root, a logarithm, or a quotient by it lies behind a square, of products any computed one."""
         names = [node.name, *self.to_end(node)]
         values = {value for name in names for value in self.graph.nodes[name].outputs}
-        ends = (self.graph.nodes[name] for name in names)
-        return any(end.op in _ROOTS or (end.op == "onnx.Div" and end.inputs[1].value in values) for end in ends)
+
+        def is_steep(end: Node) -> bool:
+            divisor = end.inputs[1].value if end.op == "onnx.Div" else ""
+            cosine = node.op in PRODUCTS and divisor and not self.holds_data(divisor)
+            return end.op in _ROOTS or divisor in values or cosine or (
+                end.op == "onnx.Pow" and end is not node and (self.scalar(end, 1) or 1.0) < 1
+            )  # fmt: skip
+
+        return any(is_steep(self.graph.nodes[name]) for name in names)
 
     def to_end(self, seed: Node) -> list[str]:
         """The nodes between an op that overflows and the ops that bring its result back into range, those included."""
@@ -72,13 +80,19 @@ class Squares(Walker):
                 for user in self.users(node):
                     if user.name in came or (node.name in mixed and user.op in _ENDING - {"onnx.Log", "onnx.Sqrt"}):
                         continue
-                    mixes = user.op == "onnx.MatMul" and any(self.holds_data(one.value) for one in user.inputs)
+                    mixes = self.mixes(user)
                     mixed.update([user.name] if mixes or node.name in mixed else [])
                     if user.op in _ENDING:
                         came[user.name] = node.name
                         ends.append(user.name)
                         ends += self._after_root(user, came)
-                    elif user.op in _GROWING or self.passes(user) or self.scales(user) or mixes or self.weighs(user):
+                    elif (
+                        user.op in _GROWING
+                        or self.passes(user)
+                        or self.scales(user)
+                        or mixes
+                        or (self.weighs(user) and node.name not in mixed)
+                    ):
                         came[user.name] = node.name
                         following.append(user)
             frontier = following
@@ -109,13 +123,29 @@ class Squares(Walker):
 
     def is_summed(self, node: Node) -> bool:
         """True for what a sum or mean reads, moves of elements, scales and weights between."""
-        frontier = [node]
+        return bool(self.to_sum(node))
+
+    def to_sum(self, node: Node) -> list[Node]:
+        """The nodes up to the first sums or means of what a node makes, those included; none where there are none."""
+        frontier, between = [node], list[Node]()
         for _ in range(REACH):
             users = [user for current in frontier for user in self.users(current)]
-            if any(user.op in SUMS for user in users):
-                return True
+            sums = [user for user in users if user.op in SUMS or self.averages(user)]
+            if sums:
+                return [*between, *sums]
             frontier = [user for user in users if self.passes(user) or self.scales(user) or self.weighs(user)]
-        return False
+            between += frontier
+        return []
+
+    def mixes(self, node: Node) -> bool:
+        """True for a product of matrices or a convolution with stored numbers."""
+        product = self.info(node).family in ("matmul", "convolution")
+        return product and any(self.holds_data(one.value) for one in node.inputs[:2])
+
+    def averages(self, node: Node) -> bool:
+        """True for a convolution with a stored window, which has no negative number."""
+        numbers = self.graph.stored_numbers(node.inputs[1].value) if node.op == "onnx.Conv" else None
+        return numbers is not None and self.mixes(node) and numbers.least >= 0
 
     def weighs(self, node: Node) -> bool:
         """True for a product that is summed: that of squares with weights or a mask."""

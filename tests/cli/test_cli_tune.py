@@ -9,6 +9,7 @@ import onnx
 import pytest
 from onnx_corpus import ranges
 
+import amp_compiler as amp
 from amp_compiler.policy.loader import load_rules
 
 
@@ -27,6 +28,7 @@ def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, wide, tmp_path):
 
 
 def test_a_stopped_search_of_an_onnx_file_on_its_data_ends_with_three_and_goes_on(run, tmp_path):
+    """To what the function finds in one go."""
     model, batches = ranges.overflow_in_activations()
     onnx.save(model, tmp_path / "in.onnx")
     np.savez(tmp_path / "data.npz", **batches[0])
@@ -38,6 +40,8 @@ def test_a_stopped_search_of_an_onnx_file_on_its_data_ends_with_three_and_goes_o
     assert code == 0 and "not searched" not in text and not Path(f"{command[1]}.journal").exists()
     assert "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
     assert f"written to {out}" in text and load_rules(out).rules
+    amp.tune(str(command[0]), batches[:1], tolerance=0.02, output=tmp_path / "b.yaml")
+    assert (tmp_path / "b.yaml").read_text() == out.read_text()
 
 
 @pytest.mark.parametrize(

@@ -59,15 +59,15 @@ def test_a_variance_as_a_difference_of_moments(square, op, ending, opset, dtype)
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["AveragePool", "Conv"])
-def test_a_local_variance(kind, dtype):
-    """As a similarity of images has it: means over windows."""
+@pytest.mark.parametrize(("kind", "other"), [("AveragePool", "a"), ("Conv", "a"), ("Conv", "b")])
+def test_a_local_variance(kind, other, dtype):
+    """As a similarity of images has it, or a covariance: means over windows."""
     window = {"AveragePool": {"kernel_shape": [3, 3]}, "Conv": {}}[kind]
     more = ["window"] if kind == "Conv" else []
     nodes = [
-        node("Conv", ["x", "one"], ["a"]), node("Mul", ["a", "a"], ["q"]),
+        node("Conv", ["x", "one"], ["a"]), node("Conv", ["x", "one"], ["b"]), node("Mul", ["a", other], ["q"]),
         node(kind, ["a", *more], ["m"], **window), node(kind, ["q", *more], ["s"], **window),
-        node("Mul", ["m", "m"], ["n"]), node("Sub", ["s", "n"], ["y"]),
+        node(kind, [other, *more], ["o"], **window), node("Mul", ["m", "o"], ["n"]), node("Sub", ["s", "n"], ["y"]),
     ]  # fmt: skip
     data = [
         nh.from_array(np.ones((1, 1, 1, 1), np.float32), "one"),
@@ -169,6 +169,26 @@ def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
     assert len(casts(done.model)) == 2  # of the difference and of the result
 
 
+@BOTH
+@pytest.mark.parametrize("op", ["Add", "Sub"])
+def test_a_logarithm_near_one_is_as_small_as_the_data(op, dtype):
+    nodes = [node("MatMul", ["x", "eye"], ["a"]), node(op, ["one", "a"], ["s"]), node("Log", ["s"], ["y"])]
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [EYE, scalar("one", 1.0)])
+    feeds = {"x": RNG.standard_normal((4, 16)).astype(np.float32) * np.float32(1e-3)}
+    assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
+
+
+def test_a_mean_over_a_window_as_a_difference_of_running_sums():
+    nodes = [node("CumSum", ["x", "one"], ["c"]), node("Slice", ["c", "ten", "end", "one"], ["u"]),
+             node("Slice", ["c", "none", "minus", "one"], ["v"]), node("Sub", ["u", "v"], ["d"]),
+             node("Div", ["d", "parts"], ["y"])]  # fmt: skip
+    numbers = {"one": [1], "ten": [10], "end": [2000], "none": [0], "minus": [-10]}
+    data = [scalar(name, value, np.int64) for name, value in numbers.items()] + [scalar("parts", 10.0)]
+    source = model(nodes, [info("x", 1, 2000)], [info("y", 1, 1990)], data)
+    done = check(source, "fp16", keep_io_types=False)
+    assert error(source, done.model, {"x": 1 + RNG.standard_normal((1, 2000)).astype(np.float32)}) < NEAR["fp16"]
+
+
 # ---- boxes that leave the model without NMS
 
 
@@ -240,11 +260,13 @@ def test_other_differences_are_low(form, dtype):
 
 
 @BOTH
-def test_calibration_finds_what_cancels(dtype):
+@pytest.mark.parametrize(("op", "third"), [("Sub", []), ("Sum", ["x"])])
+def test_calibration_finds_what_cancels(op, third, dtype):
     nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["x", "v"], ["b"], "second"),
-             node("Sub", ["a", "b"], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
+             node(op, ["a", "b", *third], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
     base = RNG.standard_normal((16, 16)).astype(np.float32)
     more = (base + RNG.standard_normal((16, 16)).astype(np.float32) * 1e-3).astype(np.float32)
+    more = -more - np.eye(16, dtype=np.float32) if third else more
     source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [nh.from_array(base, "w"), nh.from_array(more, "v")])
     feeds = {"x": np.round(RNG.standard_normal((4, 16)) * 8).astype(np.float32)}
     assert low_nodes(check(source, dtype)) == {"first", "second", "difference", "last"}

@@ -11,7 +11,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_corpus import built
-from onnx_models import DTYPES, LOW, RNG, X, casts, check, info, mlp, model, node, same_numbers, weight
+from onnx_models import DTYPES, LOW, RNG, X, casts, check, info, low_nodes, mlp, model, node, same_numbers, weight
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import low_type
@@ -176,6 +176,23 @@ def test_declared_shapes_that_inference_contradicts_are_replaced(shape, place):
     same_numbers(source, done.model, {"x": X[:4]})
     raised = convert_onnx(source, dtype="bf16", rules="fast")
     assert wrong.name in raised.notes[-1]
+
+
+@pytest.mark.parametrize("lacks", ["shape of an output", "shape of an input", "name of the graph", "axes"])
+def test_what_onnx_runtime_runs_and_the_checker_refuses(lacks):
+    source = model([node("MatMul", ["x", "w"], ["h"], "product"), node("Relu", ["h"], ["r"]),
+                    node("MeanVarianceNormalization", ["r"], ["y"], axes=[0, 2, 3])],
+                   [info("x", 1, 2, 4, 8)], [info("y", 1, 2, 4, 8)], [weight("w", 8, 8)])  # fmt: skip
+    if lacks == "name of the graph":
+        source.graph.name = ""
+    elif lacks == "axes":
+        del source.graph.node[2].attribute[:]
+    else:
+        place = source.graph.input if lacks.endswith("input") else source.graph.output
+        place[0].type.tensor_type.ClearField("shape")
+    done = convert_onnx(source)
+    assert "product" in low_nodes(done)
+    same_numbers(source, done.model, {"x": RNG.standard_normal((1, 2, 4, 8)).astype(np.float32)})
 
 
 def test_another_contradiction_is_refused():

@@ -126,11 +126,11 @@ def test_exponentials():
         node("ReduceMax", ["a"], ["top"], axes=[-1]),
         node("Sub", ["a", "top"], ["d"]),
         node("Exp", ["d"], ["f"], "bounded"),
-        node("Add", ["e", "one"], ["g"], "plus"),
+        node("Add", ["e", "two"], ["g"], "plus"),
         node("Log", ["g"], ["l"], "log"),
         node("Add", ["l", "f"], ["y"]),
     ]
-    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("one", 1.0)], opset=13)
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("two", 2.0)], opset=13)
     precisions = {entry.name: entry.precision for entry in check(source, "fp16", "apex-o3").plan.nodes}
     assert precisions["free"] == precisions["plus"] == precisions["log"] == "fp32" and precisions["bounded"] == "low"
     assert {entry.precision for entry in check(source, "bf16", "apex-o3").plan.nodes} == {"low"}

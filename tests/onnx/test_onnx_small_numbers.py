@@ -126,12 +126,18 @@ SUMS = {
     "pool": [node("Reshape", ["s", "rows"], ["r"]), node("AveragePool", ["r"], ["p"], kernel_shape=[4], strides=[4]),
              node("Sqrt", ["p"], ["y"])],
     "single": [node("Add", ["s", "e"], ["p"]), node("Sqrt", ["p"], ["y"])],
+    "power": [node("Add", ["s", "e"], ["p"]), node("Pow", ["p", "half"], ["y"])],
+    "gemm": [node("Gemm", ["a", "a"], ["p"], transB=1), node("Abs", ["p"], ["q"]), node("Sqrt", ["q"], ["y"])],
+    "cosine": [node("Transpose", ["a"], ["t"]), node("MatMul", ["a", "t"], ["p"]), node("ReduceL2", ["a"], ["n"]),
+               node("Mul", ["n", "n"], ["q"]), node("Div", ["p", "q"], ["y"])],
+    "loss": [node("ReduceMean", ["s"], ["p"], keepdims=1), node("Mul", ["p", "half"], ["y"])],
     "ones": [node("MatMul", ["s", "ones"], ["p"]), node("Sqrt", ["p"], ["y"])],
     "einsum": [node("Einsum", ["a", "a"], ["p"], equation="bi,bi->b"), node("Sqrt", ["p"], ["y"])],
     "rows": [node("Reshape", ["a", "row"], ["r"]), node("Reshape", ["a", "column"], ["c"]),
              node("MatMul", ["r", "c"], ["p"]), node("Sqrt", ["p"], ["y"])],
 }  # fmt: skip
-SHAPES = {"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16), "ones": (4, 1), "einsum": (4,), "rows": (4, 1, 1)}
+SHAPES = {"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16), "ones": (4, 1), "einsum": (4,), "rows": (4, 1, 1),
+          "power": (4, 16), "gemm": (4, 4), "cosine": (4, 4), "loss": (1, 1)}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1e-4, 3000.0])
@@ -140,7 +146,7 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *SUMS[kind]]
     data = [
         nh.from_array(np.eye(16, dtype=np.float32), "w"),
-        scalar("e", 1e-6),
+        scalar("e", 1e-6), scalar("half", 0.5),
         *(nh.from_array(np.array(at), name) for name, at in
           (("rows", [4, 1, 16]), ("row", [4, 1, 16]), ("column", [4, 16, 1]))),
         nh.from_array(np.ones((16, 1), np.float32), "ones"),
@@ -151,9 +157,10 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
 
 
 def test_the_square_of_an_activation_is_low():
-    """Squared ReLU: no root lies behind it."""
+    """Squared ReLU: no root lies behind it but that of the next norm."""
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
-             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["y"])]  # fmt: skip
+             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["z"]), node("Mul", ["z", "z"], ["q"]),
+             node("ReduceMean", ["q"], ["m"]), node("Sqrt", ["m"], ["n"]), node("Div", ["z", "n"], ["y"])]  # fmt: skip
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
     assert "square" in low_nodes(check(source, "fp16"))
 

@@ -116,7 +116,8 @@ def _uninferred(node: onnx.NodeProto, opset: int) -> OpSchema | None:
     if node.domain not in DEFAULT or opset < _RESHAPE or not onnx.defs.has(node.op_type, opset, ""):
         return contrib_schema(node, opset)
     schema: Any = onnx.defs.get_schema(node.op_type, opset, "")
-    return None if schema.has_type_and_shape_inference_function or schema.has_function else schema
+    fails = node.op_type == "MeanVarianceNormalization" and not node.attribute  # its function knows no default
+    return None if schema.has_type_and_shape_inference_function or (schema.has_function and not fails) else schema
 
 
 def _known(node: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:

@@ -269,6 +269,10 @@ def check_fully(light: onnx.ModelProto, name: str) -> None:
         OnnxError: with the node and what the checker says.
     """
     checked = as_contrib(light)
+    checked.graph.name = checked.graph.name or "graph"  # ONNX Runtime runs a model without it, and without shapes
+    for info in (*checked.graph.input, *checked.graph.output):
+        if info.type.HasField("tensor_type"):
+            info.type.tensor_type.shape.SetInParent()
     make_inputs_of_stubs(checked.graph)
     try:
         onnx.checker.check_model(checked)
