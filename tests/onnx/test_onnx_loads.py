@@ -163,6 +163,17 @@ def test_mean_variance_normalization_stays_fp32(rules, dtype):
     assert {entry.name: entry.precision for entry in done.plan.nodes} == {"mm": "low", "mvn": "fp32"}
 
 
+@pytest.mark.parametrize(("op", "index"), [("ScatterND", [[0], [0], [2]]), ("ScatterElements", [[0] * 8, [0] * 8])])
+@pytest.mark.parametrize("reduction", ["add", "mul", "max", "none"])
+def test_what_is_scattered_and_summed_runs(op, index, reduction):
+    """On a CPU ONNX Runtime loads it in FP16 and then refuses to run it."""
+    index = nh.from_array(np.array(index), "i")
+    nodes = [node("MatMul", ["x", "w"], ["a"], "mm"), node(op, ["a", "i", "u"], ["y"], "scatter", reduction=reduction)]
+    data = [weight("w", 8, 8), index, weight("u", *index.dims[:1], 8)]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
+    same_numbers(source, check(source, "fp16").model, {"x": X})
+
+
 # ---- the report
 
 
