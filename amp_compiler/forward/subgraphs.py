@@ -120,7 +120,10 @@ def build_subgraph(
         plan = plan_captured(captured, settings, low, stages, names.root, name=names.model)
         stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
-        protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
+        protected: tuple[str, ...] = ()
+        if settings.rules.buffers == "skip_nonfinite":
+            buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
+            protected = written_placeholders(captured.graph_module.graph, buffers)
         if torch.is_grad_enabled():
             emulated = rewrite(captured.graph_module, plan, settings, stages, protected=protected)
         else:
@@ -140,11 +143,6 @@ def build_subgraph(
         if rerun is not None:
             run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
-
-
-def _protected(captured: Captured) -> tuple[str, ...]:
-    buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
-    return written_placeholders(captured.graph_module.graph, buffers)
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -194,6 +192,8 @@ class Subgraphs:
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and (reason := why_not_captured(left_alone=True)):
+                raise ModelError(reason, hint="leave out fullgraph=True")  # else it runs under autocast
             return model(*args, **kwargs)
 
         # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.

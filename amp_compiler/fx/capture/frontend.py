@@ -357,6 +357,7 @@ class _OfProcess:
                 self._stack.enter_context(bounded_selections())
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
+                self._stack.enter_context(torch._inductor.config.patch(freezing=False))  # weights stay inputs
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
@@ -407,15 +408,11 @@ def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None
     if within():
         yield
         return
-    _THREAD.within = True
-    _PROCESS.enter()
-    restore = None
-    try:
+    with contextlib.ExitStack() as stack:
+        _THREAD.within = True
+        stack.callback(setattr, _THREAD, "within", False)
+        _PROCESS.enter()
+        stack.callback(_PROCESS.leave)
         if settings_are_of_threads():
-            restore = dynamo_settings(max(most_forms(), forms), hooks, values)()
+            stack.callback(dynamo_settings(max(most_forms(), forms), hooks, values)())
         yield
-    finally:
-        if restore is not None:
-            restore()
-        _PROCESS.leave()
-        _THREAD.within = False
