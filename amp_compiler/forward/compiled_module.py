@@ -133,12 +133,9 @@ class CompiledModule(StandIn):
             mode: true for training.
         """
         self.__dict__["original"].train(mode)
-        self._drop_weights()
-        return self
-
-    def _drop_weights(self) -> None:
         for subgraph in self._subgraphs.graphs:
             subgraph.weights.drop()
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its own method."""

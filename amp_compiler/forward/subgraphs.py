@@ -137,16 +137,12 @@ def build_subgraph(
             stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-        wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
+        wanted = [getattr(one, "requires_grad", False) for one in inputs] + [False] * (len(nodes) - len(inputs))
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
             run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _example(captured: Any, needs: bool) -> Any:
@@ -382,7 +378,6 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _code_of(function: Callable[..., Any]) -> object:
     while isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 
 

@@ -70,11 +70,7 @@ for name, context in {
     "the other 16-bit type": lambda: torch.autocast("cpu", OTHER),
     "off": lambda: torch.autocast("cpu", enabled=False),
 }.items():
-    row(
-        f"autocast around the call: {name}",
-        around=context,
-        doors=DOORS,
-    )(lambda m, x: m.out(m.fc(x).tanh()))
+    row(f"autocast around the call: {name}", around=context, doors=DOORS)(lambda m, x: m.out(m.fc(x).tanh()))
 row(
     "autocast around the call of a model that breaks",
     around=lambda: torch.autocast("cpu", LOW),
