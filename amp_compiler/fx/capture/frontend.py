@@ -357,7 +357,6 @@ class _OfProcess:
                 self._stack.enter_context(bounded_selections())
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
-                self._stack.enter_context(torch._inductor.config.patch(freezing=False))  # weights stay inputs
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():

@@ -173,7 +173,8 @@ def compile_within(
         own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
         if own is None:
             return theirs(self, frame, *args, **kwargs)
-        with dynamos_lock(), own(frame.f_code), anomalies_aside():
+        # With `freezing` weights would be constants of a graph.
+        with dynamos_lock(), own(frame.f_code), anomalies_aside(), torch._inductor.config.patch(freezing=False):
             before = _frames_given_up()
             try:
                 return theirs(self, frame, *args, **kwargs)
