@@ -133,12 +133,9 @@ class CompiledModule(StandIn):
             mode: true for training.
         """
         self.__dict__["original"].train(mode)
-        self._drop_weights()
-        return self
-
-    def _drop_weights(self) -> None:
         for subgraph in self._subgraphs.graphs:
             subgraph.weights.drop()
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its own method."""
@@ -241,10 +238,18 @@ class CompiledModule(StandIn):
         raise CaptureError("a compiled module cannot be scripted", hint="give torch.jit.script `model.original`")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        return CompiledModule(copy.deepcopy(self.original, memo), self.settings)
+        result = memo[id(self)] = CompiledModule(copy.deepcopy(self.original, memo), self.settings)
+        result.__setstate__(copy.deepcopy(self._hooks(), memo))
+        return result
 
     def __reduce__(self) -> Any:
-        return CompiledModule, (self.original, self.settings)
+        return CompiledModule, (self.original, self.settings), self._hooks()
+
+    def __setstate__(self, hooks: dict[str, Any]) -> None:
+        self.__dict__.update(hooks)
+
+    def _hooks(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if "hook" in name and name not in self._SHARED}
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
         """`.to()`, `.cuda()`, `.float()`: done on the original; what was compiled for the old device is dropped."""

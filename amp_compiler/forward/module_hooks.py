@@ -33,11 +33,8 @@ class ModuleHooks:
             tables = (vars(one)[name] for module in self._model.modules() for one in _with_original(module)
                       for name in MODULE_HOOKS)  # fmt: skip
             self._tables = [table for table in tables if table]
-        return (
-            global_module_hooks(),
-            global_module_hooks(backward=True),
-            *(tuple(table) for table in self._tables if table),
-        )
+        own = (tuple(table) for table in self._tables if table)
+        return global_module_hooks(), global_module_hooks(backward=True), *own
 
 
 def _with_original(module: nn.Module) -> Iterator[nn.Module]:

@@ -120,7 +120,10 @@ def build_subgraph(
         plan = plan_captured(captured, settings, low, stages, names.root, name=names.model)
         stored = low_weights.store(captured, inputs, plan, torch_dtype(low)) if low_weights is not None else {}
         rerun = Rerun(captured.graph_module, called) if settings.runs_on.compiled and torch.is_grad_enabled() else None
-        protected = _protected(captured) if settings.rules.buffers == "skip_nonfinite" else ()
+        protected: tuple[str, ...] = ()
+        if settings.rules.buffers == "skip_nonfinite":
+            buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
+            protected = written_placeholders(captured.graph_module.graph, buffers)
         if torch.is_grad_enabled():
             emulated = rewrite(captured.graph_module, plan, settings, stages, protected=protected)
         else:
@@ -134,21 +137,12 @@ def build_subgraph(
             stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-        wanted = [*map(_needs_gradient, inputs), *[False] * (len(nodes) - len(inputs))]
+        wanted = [getattr(one, "requires_grad", False) for one in inputs] + [False] * (len(nodes) - len(inputs))
         examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
             run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
-
-
-def _protected(captured: Captured) -> tuple[str, ...]:
-    buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
-    return written_placeholders(captured.graph_module.graph, buffers)
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _example(captured: Any, needs: bool) -> Any:
@@ -194,6 +188,8 @@ class Subgraphs:
         self._forms = Forms(name, MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and (reason := why_not_captured(left_alone=True)):
+                raise ModelError(reason, hint="leave out fullgraph=True")  # else it runs under autocast
             return model(*args, **kwargs)
 
         # Of a function modules are known by the names of its arguments, and hooks of modules to Dynamo alone.
@@ -381,7 +377,6 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _code_of(function: Callable[..., Any]) -> object:
     while isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 
 

@@ -72,7 +72,7 @@ def hint(size: int | torch.SymInt) -> int:
     """A dimension as a number: the size seen at capture for a symbolic one, 1 where torch knows none."""
     if isinstance(size, int):
         return size
-    known = size.node.hint if size.node.has_hint() else None
+    known = size.node.hint if size.node.has_hint() and not size.node.is_nested_int() else None
     return int(known) if known is not None else 1
 
 

@@ -189,7 +189,9 @@ class ProgramChoice:
 
     def _result(self, loss: Any, aux: Any) -> tuple[StepProgram, StepOutput]:
         if self._ran is None:
-            raise CaptureError("the step ran no graph of the loss", hint=BUG)
+            why = why_not_captured(left_alone=True)
+            hint = "call the step outside of it" if why else BUG
+            raise CaptureError(f"the step ran no graph of the loss{why and f': {why}'}", hint=hint)
         (program, output, inputs), self._ran = self._ran, None
         aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
         return program, replace(output, loss=loss, aux=aux, inputs=inputs)

@@ -70,11 +70,7 @@ for name, context in {
     "the other 16-bit type": lambda: torch.autocast("cpu", OTHER),
     "off": lambda: torch.autocast("cpu", enabled=False),
 }.items():
-    row(
-        f"autocast around the call: {name}",
-        around=context,
-        doors=DOORS,
-    )(lambda m, x: m.out(m.fc(x).tanh()))
+    row(f"autocast around the call: {name}", around=context, doors=DOORS)(lambda m, x: m.out(m.fc(x).tanh()))
 row(
     "autocast around the call of a model that breaks",
     around=lambda: torch.autocast("cpu", LOW),
@@ -107,6 +103,7 @@ MODES: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: torch.compiler.set_stance("force_eager"),
         {"broken": "inference compile", "today": UNSEEN},
     ),
+    "freezing of weights": (lambda: torch._inductor.config.patch(freezing=True), {"doors": ("inference",)}),
     "profiler": (lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), {}),
     "detect_anomaly": (lambda: torch.autograd.detect_anomaly(check_nan=False), {}),
     "deterministic": (lambda: torch.backends.cudnn.flags(deterministic=True), {}),
@@ -135,6 +132,13 @@ LATER: dict[str, dict[str, Any]] = {
 for name, fields in LATER.items():
     fields = {"around": Once(2, MODES[name][0]), "builds": {"compile": 1, "step": 2, "backend": 1}, **fields}
     row(f"around a later call: {name}", **fields)(lambda m, x: m.out(m.fc(x).tanh()))
+row(
+    'set_stance("eager_on_recompile") around a new size',
+    around=Once(1, lambda: torch.compiler.set_stance("eager_on_recompile")),
+    calls=rows_of(6, 5, 6),
+    doors=("inference",),
+    broken="inference",
+)(lambda m, x: m.out(m.fc(x)))
 row("torch.compiler.disable around", use=lambda m, x: torch.compiler.disable(m)(x), doors=FORWARD, today=UNSEEN)(
     lambda m, x: m.out(m.fc(x))
 )

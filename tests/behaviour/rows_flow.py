@@ -237,5 +237,10 @@ row("text as an input", calls=((X, "a"), (X, "b"), (X, "a")), builds=2)(
 row("sparse matrix as an input", calls=((X, torch.eye(6).to_sparse()),) * 3, step_breaks=3)(
     lambda m, x, s: torch.sparse.mm(s, m.fc(x))
 )
+row(
+    "rows of several lengths (jagged) as an input",
+    use=lambda m, x: m(torch.nested.nested_tensor([x[:2], x], layout=torch.jagged)).values(),
+    doors=FORWARD,
+)(lambda m, x: m.out(m.fc(x).relu()))
 row("complex numbers inside")(lambda m, x: torch.view_as_real(torch.fft.fft(m.fc(x))))
 row("whole numbers as an output", doors=FORWARD)(lambda m, x: (m.fc(x), x.argmax(1), x > 0))

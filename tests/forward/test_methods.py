@@ -71,6 +71,10 @@ class Net(Base):
         return self.encoder(x), y
 
 
+def doubled(module, args, result):
+    return 2 * result
+
+
 def compiled() -> amp.CompiledModule:
     torch.manual_seed(0)
     return amp.compile(Net(), dtype="bf16", backend="eager")
@@ -120,8 +124,9 @@ def test_it_is_one_of_its_originals_class():
     assert model.device.type == "cpu"
     model.original.encode = lambda x: "the object's own"
     assert model.encode(X) == "the object's own"
-    for twin in (copy.deepcopy(compiled()), pickle.loads(pickle.dumps(compiled()))):
-        assert isinstance(twin, Net) and torch.equal(twin(X), model(X))
+    (hooked := compiled()).register_forward_hook(doubled)
+    for twin in (copy.deepcopy(hooked), pickle.loads(pickle.dumps(hooked))):
+        assert isinstance(twin, Net) and torch.equal(twin(X), 2 * compiled()(X))
 
 
 @pytest.mark.parametrize(

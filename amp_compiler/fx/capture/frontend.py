@@ -402,15 +402,11 @@ def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None
     if within():
         yield
         return
-    _THREAD.within = True
-    _PROCESS.enter()
-    restore = None
-    try:
+    with contextlib.ExitStack() as stack:
+        _THREAD.within = True
+        stack.callback(setattr, _THREAD, "within", False)
+        _PROCESS.enter()
+        stack.callback(_PROCESS.leave)
         if settings_are_of_threads():
-            restore = dynamo_settings(max(most_forms(), forms), hooks, values)()
+            stack.callback(dynamo_settings(max(most_forms(), forms), hooks, values)())
         yield
-    finally:
-        if restore is not None:
-            restore()
-        _PROCESS.leave()
-        _THREAD.within = False

@@ -173,7 +173,8 @@ def compile_within(
         own = getattr(getattr(innermost, "compiler_fn", innermost), "_amp_context", None)
         if own is None:
             return theirs(self, frame, *args, **kwargs)
-        with dynamos_lock(), own(frame.f_code), anomalies_aside():
+        # With `freezing` weights would be constants of a graph.
+        with dynamos_lock(), own(frame.f_code), anomalies_aside(), torch._inductor.config.patch(freezing=False):
             before = _frames_given_up()
             try:
                 return theirs(self, frame, *args, **kwargs)
@@ -427,15 +428,19 @@ def tracer_around(levels: bool = True) -> str:
     return ""
 
 
-def why_not_captured() -> str:
-    """Why Dynamo would run a call as it is, without a graph; empty where it would not."""
+def why_not_captured(left_alone: bool = False) -> str:
+    """Why Dynamo would run a call as it is, without a graph; empty where it would not.
+
+    Args:
+        left_alone: whether it has left a call alone for which it had no graph.
+    """
     if modes_around() and global_module_hooks():
         return "a dispatch mode with hooks on all modules (FlopCounterMode) is around the call"
     if tracer := tracer_around():
         return tracer
     stance = getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "default")
-    if stance == "force_eager":
-        return 'torch.compiler.set_stance("force_eager") holds'
+    if stance == "force_eager" or (left_alone and stance == "eager_on_recompile"):
+        return f'torch.compiler.set_stance("{stance}") holds'
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or torch._dynamo.config.disable:
         return "TORCHDYNAMO_DISABLE is set"
     return ""
