@@ -104,7 +104,9 @@ class HiddenWrites:
         pairs = [(weight, pair) for weight in writable(trained) for pair in self._pairs(weight)]
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
-        self._watch = CopyWatch([pair for _, pair in pairs], takes)
+        # The update, which reads all of a master that is whole, does not compare one that is a part.
+        parts = {place for place, weight in enumerate(self._weights) if weight in self._state.parts}
+        self._watch = CopyWatch([pair for _, pair in pairs], takes, parts)
         self._tensors = [*self._weights, *(one for _, pair in pairs for one in pair)]
         self._places = [*map(Tensor.data_ptr, self._tensors)]
 
