@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,20 +22,24 @@ class NotRedrawnError(Exception):
     """Which operators draw numbers that cannot be drawn again."""
 
 
-class _Opened(NamedTuple):
-    """A call in the operators that a compiler opens it into.
+class _Opened(fx.Interpreter):
+    """A call in the operators that a compiler opens it into; what is made of seeded draws alone is given to it."""
 
-    Args:
-        run: takes the tensors of the call, and behind them what is made of seeded draws alone.
-        free: nodes that make that, as the compiler does; a mask is made of numbers that it may not have rounded.
-        given: those of them that `run` takes.
-        closed: what draws of the random state itself.
-    """
+    def __init__(self, opened: fx.GraphModule) -> None:
+        super().__init__(opened)
+        drawing = [node for node in opened.graph.nodes if draws(node.target)]
+        self.closed = [str(node.target) for node in drawing if not _is_seeded(node.target)]
+        self.free: dict[fx.Node, None] = {}  # not the draws alone: a mask is made of numbers that are not rounded yet
+        for node in opened.graph.nodes if len(drawing) > len(self.closed) else ():
+            own = node.op == "call_function" and (_is_seeded(node.target) or not draws(node.target))
+            if own and all(one in self.free for one in node.all_input_nodes):
+                self.free[node] = None
+        self.given = [node for node in self.free if any(user not in self.free for user in node.users)]
+        self.drawn: Iterator[Tensor] = iter(())  # those
 
-    run: fx.GraphModule
-    free: list[fx.Node]
-    given: list[fx.Node]
-    closed: list[str]
+    def run_node(self, n: fx.Node) -> Any:
+        """Its value; of what is made for `given` alone none."""
+        return next(self.drawn) if n in self.given else None if n in self.free else super().run_node(n)
 
 
 class Redraw(TorchFunctionMode):
@@ -67,7 +71,8 @@ class Redraw(TorchFunctionMode):
         if self._found is not None or not (opened.given or opened.closed):  # attention without dropout
             return func(*args, **kwargs)
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        results = opened.run(*tensors, *(next(self._drawn) for _ in opened.given))
+        opened.drawn = self._drawn
+        results = opened.run(*tensors)
         if func._schema.is_mutable:
             return args[0].copy_(results[0])
         return results[0] if len(func._schema.returns) == 1 else tuple(results)
@@ -117,32 +122,13 @@ class Redraw(TorchFunctionMode):
             return tuple(pytree.tree_leaves(func(*args, **kwargs)))
 
         try:
-            opened = self._kept[key] = _split(opened_draws(call, [flat[i].detach() for i in places]))
+            opened = self._kept[key] = _Opened(opened_draws(call, [flat[i].detach() for i in places]))
         except RuntimeError as cause:
             raise NotRedrawnError(str(func)) from cause
         rounded = [one for one in opened.given if one.meta["val"].dtype in LOW_TYPES]
         if any(user.meta["val"].dtype is torch.bool for one in rounded for user in one.users):
             raise NotRedrawnError(f"{func} in 16 bits")
         return opened
-
-
-def _split(opened: fx.GraphModule) -> _Opened:
-    nodes = [*opened.graph.nodes]
-    seeded = [node for node in nodes if _is_seeded(node.target)]
-    closed = [node for node in nodes if draws(node.target) and node not in seeded]
-    free = dict.fromkeys(seeded)
-    for node in nodes if seeded else ():
-        if node.op == "call_function" and node not in closed and all(one in free for one in node.all_input_nodes):
-            free[node] = None
-    order = [node for node in nodes if node in free]
-    given = [node for node in order if any(user not in free for user in node.users)]
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    copies.update((node, graph.placeholder(node.name)) for node in [*inputs, *given])
-    for node in nodes:
-        if node not in free and node.op != "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return _Opened(fx.GraphModule(opened, graph), order, given, [str(node.target) for node in closed])
 
 
 def _is_seeded(target: Any) -> bool:

@@ -17,8 +17,7 @@ from amp_compiler.forward.tensor_versions import writable
 from amp_compiler.fx.alias import takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
-from amp_compiler.fx.graph import copy_graph
-from amp_compiler.fx.torch_private.inductor import compiled_node, draws, take_over_backward
+from amp_compiler.fx.torch_private.inductor import compiled_node, take_over_backward
 from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 
@@ -96,7 +95,9 @@ class Rerun:
         if self._refused:
             raise self.error(self._refused)
         if self._run is None:
-            self._run = self._node_by_node()
+            # What is checkpointed would draw once more in its backward.
+            build = find_backend("eager").build
+            self._run = build(self._graph_module, [], True) if self._build is None else forward_of(self._graph_module)
         run, device = self._run, device_of(inputs)
 
         def once() -> Sequence[Any]:  # it writes buffers of its own
@@ -128,16 +129,6 @@ class Rerun:
                 self._name,
             )
         return results
-
-    def _node_by_node(self) -> Callable[..., Any]:
-        if self._build is None:
-            return find_backend("eager").build(self._graph_module, [], True)
-        # As compilers do, without draws that nobody reads. What is checkpointed would draw once more in its backward.
-        module = copy_graph(self._graph_module)
-        module.graph.eliminate_dead_code(
-            lambda node: node.is_impure() and not (draws(node.target) and not node.target._schema.is_mutable)
-        )
-        return forward_of(module)
 
     def versions(self, inputs: Sequence[Any]) -> list[int]:
         """Of what a call reads; what it writes has others after each call, and no result hangs on it."""
