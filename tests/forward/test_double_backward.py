@@ -194,8 +194,8 @@ class Sharing(nn.Module):
         self.register_buffer("average", torch.ones(8))
 
     def forward(self, x):
-        y = torch.tanh(self.fc(x)).float() * self.average
-        self.average.mul_(0.5).add_(y.detach().mean(0))
+        y = torch.tanh(self.fc(x) + self.average)
+        self.average.mul_(0.5).add_(y.detach().float().mean(0))
         z = self.out(y)
         return z[:, :2], z[:, 2:], x, x[:, :2], y, y
 
