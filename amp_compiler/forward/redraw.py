@@ -10,103 +10,132 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.fx.capture.generators import generators_kept, random_state
-from amp_compiler.fx.checkpoints import checkpoints_in
+from amp_compiler.fx.capture.generators import generators_kept
+from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.fx.torch_private.inductor import draws, opened_draws
 
-aten = torch.ops.aten
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-_DROPOUTS = frozenset({aten.dropout.default, aten.feature_dropout.default})  # which scale or drop what they are given
-_PLAIN = frozenset({"rand", "rand_like", "randn", "randn_like", "randint", "randint_like"})  # which read no number
-_BERNOULLI = frozenset({aten.bernoulli.p, aten.bernoulli_.float})
+_SEEDED = frozenset({"rand", "randn", "randint"})  # which read no number
 
 
 class NotRedrawnError(Exception):
-    """Which operator draws numbers that cannot be drawn again."""
+    """Which operators draw numbers that cannot be drawn again."""
+
+
+class _Opened(fx.Interpreter):
+    """A call in the operators that a compiler opens it into; what is made of seeded draws alone is given to it."""
+
+    def __init__(self, opened: fx.GraphModule) -> None:
+        super().__init__(opened)
+        drawing = [node for node in opened.graph.nodes if draws(node.target)]
+        self.closed = [str(node.target) for node in drawing if not _is_seeded(node.target)]
+        self.free: dict[fx.Node, None] = {}  # not the draws alone: a mask is made of numbers that are not rounded yet
+        for node in opened.graph.nodes if len(drawing) > len(self.closed) else ():
+            own = node.op == "call_function" and (_is_seeded(node.target) or not draws(node.target))
+            if own and all(one in self.free for one in node.all_input_nodes):
+                self.free[node] = None
+        self.given = [node for node in self.free if any(user not in self.free for user in node.users)]
+        self.drawn: Iterator[Tensor] = iter(())  # those
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Its value; of what is made for `given` alone none."""
+        return next(self.drawn) if n in self.given else None if n in self.free else super().run_node(n)
 
 
 class Redraw(TorchFunctionMode):
     """Within it random operators give what a compiled call of their graph drew.
 
-    A compiler draws a row of seeds at the start of a call, one for each random operator, and makes numbers of a seed
-    and the place of an element. So a compiled graph of the random operators alone draws the same of the same state.
+    A compiler opens them into a few, draws a row of seeds, one for each of these, and makes numbers of a seed and the
+    place of an element. So a compiled graph of these few alone draws the same of the same state. What it leaves closed
+    draws of the state as plain torch does. The compiler chooses which of several runs first: there may be one alone.
 
     Args:
-        device: on which it draws.
         build: compiles a graph as that of the call was compiled.
-        compiled: those graphs, by their text and what they take; kept for the next run.
+        kept: opened calls and compiled draws, for the next run.
     """
 
-    def __init__(self, device: torch.device, build: Build, compiled: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, build: Build, kept: dict[str, Any]) -> None:
         super().__init__()
-        self._device, self._build, self._compiled = device, build, compiled
-        self._calls: list[tuple[Any, Any, Any] | None] | None = None
-        self._drawn: Iterator[Tensor | None] = iter(())
+        self._build, self._kept = build, kept
+        self._found: list[_Opened] | None = None
+        self._drawn: Iterator[Tensor] = iter(())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or give what was drawn."""
+        """Run an operator, or give what it makes of what was drawn."""
         kwargs = kwargs or {}
         if not draws(func):
             return func(*args, **kwargs)
-        if self._calls is not None:
-            before = random_state(self._device)
-            result = func(*args, **kwargs)
-            drew = not all(map(torch.equal, before, random_state(self._device)))  # and no attention without dropout
-            self._calls.append((func, args, kwargs) if drew else None)
-            return result
-        drawn = next(self._drawn)
-        if drawn is None:
+        opened = self._open(func, args, kwargs)
+        if self._found is not None:
+            self._found.append(opened)
+        if self._found is not None or not (opened.given or opened.closed):  # attention without dropout
             return func(*args, **kwargs)
-        if func in _DROPOUTS:
-            return args[0] * (drawn != 0) * (1 / (1 - args[1]))
-        return args[0].copy_(drawn) if func is aten.bernoulli_.float else drawn
+        tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        opened.drawn = self._drawn
+        results = opened.run(*tensors)
+        if func._schema.is_mutable:
+            return args[0].copy_(results[0])
+        return results[0] if len(func._schema.returns) == 1 else tuple(results)
 
-    def find(self, run: Callable[[], object]) -> None:
+    def draw(self, run: Callable[[], object]) -> None:
         """Draw what a run will ask for; the random state is that before the compiled call.
 
         Args:
             run: the graph, node by node; nothing of it is kept.
 
         Raises:
-            NotRedrawnError: it has an operator for which that is not known.
+            NotRedrawnError: it has operators for which that is not known.
         """
-        calls = self._calls = list[tuple[Any, Any, Any] | None]()
+        found = self._found = list[_Opened]()
+        with torch.no_grad(), generators_kept(), self:
+            run()
+        self._found = None
+        given = [node for one in found for node in one.given]
+        closed = [name for one in found for name in one.closed]
+        if len(closed) > 1 or (closed and given):
+            raise NotRedrawnError(f"{' and '.join(dict.fromkeys(closed))} beside others")
+        if given:
+            graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+            results = []
+            for one in found:  # of which several may be the same
+                for node in one.free:
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+                results += [copies[node] for node in one.given]
+            graph.output(tuple(results))
+            with torch.no_grad():
+                if (key := str(graph)) not in self._kept:
+                    self._kept[key] = self._build(fx.GraphModule({}, graph), [])
+                self._drawn = iter(self._kept[key]())
+
+    def _open(self, func: Any, args: Any, kwargs: Any) -> _Opened:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, one in enumerate(flat) if isinstance(one, Tensor)]
+        shown = [(one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in flat]
+        if (key := f"{func} {spec} {shown}") in self._kept:
+            return self._kept[key]  # type: ignore[no-any-return]
+
+        def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+            values = [*flat]
+            for i, one in zip(places, inputs, strict=True):
+                values[i] = one.clone() if func._schema.is_mutable else one
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            return tuple(pytree.tree_leaves(func(*args, **kwargs)))
+
         try:
-            with torch.no_grad(), generators_kept(), self:
-                run()
-        finally:
-            self._calls = None
-        graph, inputs = fx.Graph(), list[Tensor]()
-
-        def like(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            inputs.append(torch.ones_like(value, memory_format=torch.contiguous_format))
-            return graph.placeholder(f"x{len(inputs)}")
-
-        drawing = [call for call in calls if call is not None]
-        operands = [(func, *pytree.tree_map(like, (args, kwargs))) for func, args, kwargs in drawing]
-        masks = []
-        for func, args, kwargs in operands:
-            if func not in _DROPOUTS | _BERNOULLI and func._schema.name.partition("::")[2] not in _PLAIN:
-                raise NotRedrawnError(str(func))
-            first = graph.call_function(aten.clone.default, (args[0],)) if func in _BERNOULLI else None
-            masks.append(graph.call_function(func, args if first is None else (first, *args[1:]), kwargs))
-        graph.output(tuple(masks))
-        key = f"{graph} {[(one.shape, one.dtype, one.device) for one in inputs]}"
-        with torch.no_grad():
-            if masks and key not in self._compiled:
-                self._compiled[key] = self._build(fx.GraphModule({}, graph), inputs)
-            drawn = iter(self._compiled[key](*inputs) if masks else ())
-        self._drawn = iter([None if call is None else next(drawn) for call in calls])
+            opened = self._kept[key] = _Opened(opened_draws(call, [flat[i].detach() for i in places]))
+        except RuntimeError as cause:
+            raise NotRedrawnError(str(func)) from cause
+        rounded = [one for one in opened.given if one.meta["val"].dtype in LOW_TYPES]
+        if any(user.meta["val"].dtype is torch.bool for one in rounded for user in one.users):
+            raise NotRedrawnError(f"{func} in 16 bits")
+        return opened
 
 
-def draws(target: Any) -> bool:
-    """Whether an operator draws random numbers."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+def _is_seeded(target: Any) -> bool:
+    return draws(target) and target._schema.name.partition("::")[2] in _SEEDED
 
 
 def is_redrawable(graph_module: fx.GraphModule) -> bool:
-    """Whether a graph draws random numbers, none of them again in its backward."""
+    """Whether a graph draws random numbers."""
     inner = [one for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
-    nodes = [node for one in inner for node in one.graph.nodes]
-    return any(draws(node.target) for node in nodes) and not checkpoints_in(nodes)
+    return any(draws(node.target) for one in inner for node in one.graph.nodes)

@@ -18,9 +18,11 @@ from amp_compiler.fx.alias import takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.torch_private.inductor import compiled_node, take_over_backward
+from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
+MOST_KEPT = 1 << 20  # bytes of one tensor that a call reads and then writes
 HINT = "use backend='eager' for this model"
 RandomState = Sequence[Tensor]
 
@@ -29,7 +31,8 @@ class Rerun:
     """Makes the gradients of compiled calls where their compiled backward cannot: see `take_over_backward`.
 
     The forward runs again on the inputs of the call, node by node under autograd. It writes no buffer again, and takes
-    the random numbers of the compiled call (`Redraw`). What would draw others, or read what was written, is refused.
+    the random numbers of the compiled call (`Redraw`). What would draw others, or read what was written, is refused;
+    of what a call reads and then writes, a copy is kept until its backward where that is small.
 
     Args:
         graph_module: the graph before it is rewritten, in place.
@@ -43,11 +46,16 @@ class Rerun:
         self._written = [node.name in written for node in nodes]
         is_tensor = [isinstance(node.meta["val"], Tensor) for node in nodes]
         self._read = [i for i, known in enumerate(is_tensor) if known and not self._written[i]]
-        read = next((node.name for node in nodes if node.name in written and not _is_unread(node)), "")
-        self._refused = f"it reads '{read}', which it writes too" if read else ""
+        before = [(i, node) for i, node in enumerate(nodes) if node.name in written and not _is_unread(node)]
+        sizes = {node.name: node.meta["val"].nbytes for _, node in before}
+        large = [name for name, size in sizes.items() if not isinstance(size, int) or size > MOST_KEPT]
+        self._refused = (
+            f"it reads '{large[0]}', which it writes too, of more than {MOST_KEPT >> 20} MB" if large else ""
+        )
+        self._before = [] if large else [i for i, _ in before]
         self._run: Callable[..., Any] | None = None
         self._build: Build | None = None  # of a graph that draws random numbers
-        self._drawing: dict[str, Callable[..., Any]] = {}
+        self._kept: dict[str, Any] = {}
 
     def around(self, run: Callable[..., Any], build: Build) -> Callable[..., Any]:
         """The compiled graph, each call of which notes what another run needs.
@@ -59,15 +67,17 @@ class Rerun:
         self._build = build if is_redrawable(self._graph_module) else None
 
         def noting(*inputs: Any) -> Any:
-            grad, states = torch.is_grad_enabled(), list[RandomState]()
-            if grad and self._build is not None:
+            grad, states, read = torch.is_grad_enabled(), list[RandomState](), [*inputs]
+            if grad:
+                for i in self._before:
+                    read[i] = inputs[i].clone()
                 device = device_of(inputs)
-                if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # where no state can be had
-                    states.append(random_state(device))
+                if self._build is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                    states.append(random_state(device))  # which cannot be had while a stream is captured
             results = run(*inputs)
             if grad and (node := compiled_node(results)):
                 states += [random_state(device_of(inputs)) for _ in states]
-                take_over_backward(node, _Call(self, inputs, results, node, states).gradients)
+                take_over_backward(node, _Call(self, read, results, node, states).gradients)
             return results
 
         return noting
@@ -85,7 +95,9 @@ class Rerun:
         if self._refused:
             raise self.error(self._refused)
         if self._run is None:
-            self._run = find_backend("eager").build(self._graph_module, [], True)
+            # What is checkpointed would draw once more in its backward.
+            build = find_backend("eager").build
+            self._run = build(self._graph_module, [], True) if self._build is None else forward_of(self._graph_module)
         run, device = self._run, device_of(inputs)
 
         def once() -> Sequence[Any]:  # it writes buffers of its own
@@ -95,9 +107,18 @@ class Rerun:
 
         now = random_state(device)
         try:
-            results = self._drawn_again(once, device, states)
-            if not all(map(torch.equal, now, random_state(device))):
-                raise self.error("it draws random numbers, which would be others than those of the compiled call")
+            if self._build is None or not states:
+                results = once()
+            else:
+                set_random_state(device, states[0])
+                redraw = Redraw(self._build, self._kept)
+                redraw.draw(once)
+                with redraw:
+                    results = once()
+            if not all(map(torch.equal, states[1] if states else now, random_state(device))):
+                raise self.error("it draws other random numbers than the compiled call")
+        except NotRedrawnError as cause:
+            raise self.error(f"it draws random numbers by {cause}, which cannot be drawn again") from cause
         finally:
             set_random_state(device, now)
         if not self._said:
@@ -108,24 +129,6 @@ class Rerun:
                 self._name,
             )
         return results
-
-    def _drawn_again(
-        self, run: Callable[[], Sequence[Any]], device: torch.device, states: Sequence[RandomState]
-    ) -> Sequence[Any]:
-        """The results of a run, with the random numbers that the compiled call drew between two states."""
-        if self._build is None or not states:
-            return run()
-        now, redraw = random_state(device), Redraw(device, self._build, self._drawing)
-        set_random_state(device, states[0])
-        try:
-            redraw.find(run)
-        except NotRedrawnError as cause:
-            raise self.error(f"it draws random numbers by {cause}, which cannot be drawn again") from cause
-        if not all(map(torch.equal, states[1], random_state(device))):
-            raise self.error("it draws random numbers otherwise than by one seed for each operator")
-        set_random_state(device, now)
-        with redraw:
-            return run()
 
     def versions(self, inputs: Sequence[Any]) -> list[int]:
         """Of what a call reads; what it writes has others after each call, and no result hangs on it."""
@@ -151,9 +154,12 @@ class _Call:
         self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any, states: Sequence[RandomState]
     ) -> None:
         self._rerun, self._inputs, self._versions, self._states = rerun, inputs, rerun.versions(inputs), states
-        differentiable = [(i, one) for i, one in enumerate(results) if isinstance(one, Tensor) and one.requires_grad]
-        self._places = [(i, one.output_nr) for i, one in differentiable if one.grad_fn is node]
-        self._fits = len(self._places) == len(differentiable)
+        self._places: dict[int, tuple[int, bool]] = {}  # by number of the node's: a result, or what it is a view of
+        for i, one in enumerate(results):
+            if isinstance(one, Tensor) and one.requires_grad:
+                for by_base, source in enumerate((one, one._base)):
+                    if source is not None and source.grad_fn is node:
+                        self._places.setdefault(source.output_nr, (i, bool(by_base)))
 
     def gradients(self, node: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Those of the inputs, differentiable where grad mode is on.
@@ -167,9 +173,10 @@ class _Call:
         """
         rerun = self._rerun
         needed = [isinstance(one, Tensor) and one.requires_grad for one in self._inputs]
+        given = [(number, gradient) for number, gradient in enumerate(gradients) if gradient is not None]
         earlier = any(isinstance(one, Tensor) and one.grad_fn is node for one in self._inputs)
-        if earlier or not self._fits or [*node.needs_input_grad] != needed:
-            raise rerun.error("what it returns shares memory with what it was given, or with one another")
+        if earlier or [*node.needs_input_grad] != needed or any(number not in self._places for number, _ in given):
+            raise rerun.error("what it is given is written, or shares memory, and has a gradient")
         if rerun.versions(self._inputs) != self._versions:
             raise rerun.error("what it read was written in place since")
         create_graph = torch.is_grad_enabled()
@@ -177,7 +184,13 @@ class _Call:
             # Views, so that hooks on the inputs themselves run once, by the backward around this one.
             read = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in self._inputs]
             results = rerun.again(read, self._states)
-            pairs = [(results[i], gradients[number]) for i, number in self._places if gradients[number] is not None]
+            pairs = []
+            for number, gradient in given:
+                i, by_base = self._places[number]
+                result = results[i]._base if by_base else results[i]
+                if result is None or result.shape != gradient.shape:
+                    raise rerun.error("its results share memory otherwise than those of a run node by node")
+                pairs.append((result, gradient))
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
             computed = iter(_differentiate(pairs, wanted, create_graph))
         return tuple(next(computed) if isinstance(one, Tensor) and one.requires_grad else None for one in read)

@@ -27,6 +27,7 @@ class CopyWatch:
         pairs: tensors and their copies. What they hold may change, and not where they lie. Sparse ones, and subclasses
             with operators of their own, such as sharded tensors, are passed over.
         takes: places of the pairs in which the copy is what counts, and the tensor takes what it has otherwise.
+        whole: places of the pairs of which a look on a CPU takes all elements.
 
     Example:
         >>> weight = torch.ones(3)
@@ -38,16 +39,18 @@ class CopyWatch:
         [0]
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
+    def __init__(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = (), whole: Collection[int] = ()
+    ) -> None:
         pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
-        self._pairs = pairs
+        self._pairs, self._whole = pairs, whole
         plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
         here = [place for place in plain if pairs[place][0].is_cpu]
         compiled = library() if here else None
         taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
         self._others = sorted({*here} - {*taken})
         self._places = taken
-        self._table = np.array([_row(*pairs[place]) for place in taken], np.int64)
+        self._table = np.array([_row(*pairs[place], place in whole) for place in taken], np.int64)
         if compiled is not None:
             self._call = compiled.amp_stale
             self._call.restype = None
@@ -75,7 +78,8 @@ class CopyWatch:
         for one in self._elsewhere:
             one.follow(turn)
         if self._others:
-            stale += [place for place in self._others if not _agree(*self._pairs[place], turn)]
+            turns = [(place, None if place in self._whole else turn) for place in self._others]
+            stale += [place for place, one in turns if not _agree(*self._pairs[place], one)]
         return stale
 
     @property
@@ -130,14 +134,14 @@ def _is_taken(tensor: Tensor, copy: Tensor) -> bool:
     return types and is_dense(tensor) and is_dense(copy) and same_layout(tensor, copy)
 
 
-def _row(tensor: Tensor, copy: Tensor) -> tuple[int, ...]:
-    return tensor.numel(), _CODES[copy.dtype], tensor.data_ptr(), copy.data_ptr()
+def _row(tensor: Tensor, copy: Tensor, whole: bool) -> tuple[int, ...]:
+    return tensor.numel(), _CODES[copy.dtype], tensor.data_ptr(), copy.data_ptr(), whole
 
 
-def _agree(tensor: Tensor, copy: Tensor, turn: int) -> bool:
-    """Whether a tensor and its copy agree, as far as one look goes: in some of the slices of the first dimension."""
+def _agree(tensor: Tensor, copy: Tensor, turn: int | None) -> bool:
+    """Whether a tensor and its copy agree in what a look takes: slices of the first dimension, `None` for all."""
     with torch.no_grad():
-        if tensor.numel() > _LOOKED_AT:
+        if turn is not None and tensor.numel() > _LOOKED_AT:
             slices = max(1, _LOOKED_AT * len(tensor) // tensor.numel())
             step = -(-len(tensor) // slices)
             tensor, copy = tensor[turn % step :: step], copy[turn % step :: step]

@@ -96,7 +96,9 @@ class HiddenWrites:
         self._key = key
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
-        self._watch = CopyWatch([pair for _, pair in pairs], takes)
+        # The update, which reads all of a master that is whole, does not compare one that is a part.
+        parts = {place for place, weight in enumerate(self._weights) if weight in self._state.parts}
+        self._watch = CopyWatch([pair for _, pair in pairs], takes, parts)
 
     def _trained(self) -> list[Tensor]:
         return [weight for one in self._optimizers for group in one.param_groups for weight in group["params"]]

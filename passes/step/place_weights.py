@@ -12,6 +12,7 @@ from torch import fx
 from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, upcast_behind_inputs
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult, Texts
+from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.policy.rules import OpTable
 
 
@@ -38,7 +39,7 @@ class PlaceWeights(InPlacePass):
         in w_low0: bf16[8, 8]  # cast low=w:bf16
         linear: bf16[4, 8] = aten.linear.default(x, w_low0)
 
-    Left alone: casts of inputs, of FP32 parameters that are not trained, and to types of more than 16 bits.
+    Left alone: casts of inputs, of FP32 parameters that are not trained or that the forward writes, and to wide types.
 
     Args:
         stored: torch type of every parameter, by placeholder.
@@ -59,6 +60,7 @@ class PlaceWeights(InPlacePass):
         graph, count, texts = subject.graph, 0, Texts()
         before = texts.of(subject)
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        written = written_placeholders(graph, self.stored)
         for name, dtype in self.stored.items():
             node = placeholders[name]
             if dtype in LOW_TYPES:
@@ -67,7 +69,7 @@ class PlaceWeights(InPlacePass):
                     _stand_in(graph, Key.MASTER, node, wide)
                 elif name in self.trained and wide is not None:
                     _stand_in(graph, Key.WIDE, node, wide)
-            elif name in self.trained:
+            elif name in self.trained and name not in written:
                 count = _hoist_copies(graph, node, dtype, count)
         modified = texts.of(subject) != before
         if modified:

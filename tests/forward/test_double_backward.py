@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 import amp_compiler as amp
 
@@ -117,19 +119,31 @@ class Noisy(nn.Module):
         return self.out(self.draw(torch.tanh(self.fc(x))))
 
 
+def attention(y, dropout=0.0):
+    return F.scaled_dot_product_attention(y[None], y[None], y[None], dropout_p=dropout)[0]
+
+
+def by_seeds(y):
+    """One of each kind that a compiler draws by a seed, one of them checkpointed."""
+    y = F.dropout(attention(y, 0.3) + F.dropout(y, 0.6), 0.1) * torch.bernoulli(torch.sigmoid(y.detach()))
+    y = checkpoint(lambda y: torch.tanh(F.dropout(y, 0.2)), y, use_reentrant=False)
+    return y * torch.rand_like(y.t()).t() + torch.randn(y.shape) * torch.empty_like(y).exponential_()
+
+
 DRAWS = {
-    "dropout": lambda y: F.dropout(F.dropout(y, 0.3) + F.dropout(y, 0.6), 0.1),
+    "by seeds": by_seeds,
+    "selu": lambda y: F.alpha_dropout(y, 0.5, True),
     "channels": lambda y: F.dropout1d(y[:, :, None], 0.5)[:, :, 0],
     "depth": lambda y: y * y.new_empty(y.shape[0], 1).bernoulli_(0.5),
-    "noise": lambda y: F.dropout(y, 0.5) * torch.rand_like(y) + torch.randn(y.shape),
-    "nothing": lambda y: F.dropout(
-        F.dropout(y, 1.0) + F.scaled_dot_product_attention(y[None], y[None], y[None])[0], 0.0
-    ),
+    "uniform": lambda y: y * torch.empty_like(y).uniform_(0.5, 2.0),
+    "normal": lambda y: y + torch.normal(0.0, y.detach().abs()),
+    "choice": lambda y: y[:, torch.multinomial(torch.softmax(y.detach()[0], 0), 8).repeat(4)],
+    "nothing": lambda y: F.dropout(F.dropout(y, 1.0) + attention(y), 0.0),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("dropout", (16,)), *(pytest.param(one, (16, 24), marks=pytest.mark.slow) for one in DRAWS)]
+    ("name", "sizes"), [("by seeds", (16,)), *(pytest.param(one, (16, 24), marks=pytest.mark.slow) for one in DRAWS)]
 )
 def test_what_draws_random_numbers_draws_those_of_the_compiled_call(name, sizes):
     """A compiled backward, whose masks are those of its call, gives the same gradients; then the draws go on."""
@@ -153,15 +167,15 @@ def test_what_draws_random_numbers_draws_those_of_the_compiled_call(name, sizes)
 @pytest.mark.parametrize(
     ("draw", "said"),
     [
-        pytest.param(
-            lambda y: F.alpha_dropout(y, 0.5, True),
-            r"random numbers by aten\.alpha_dropout.*backend='eager'",
-            marks=pytest.mark.slow,
+        (lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.5))[0], r"draws other random numbers.*backend='eager'"),
+        (
+            lambda y: sum(y * torch.empty_like(y).bernoulli_(0.5) * (i + 1) for i in range(12)),
+            r"random numbers by aten\.bernoulli\.p beside others.*backend='eager'",
         ),
-        (lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.5))[0], r"random numbers otherwise.*backend='eager'"),
     ],
 )
 def test_what_cannot_be_drawn_again_is_refused_with_the_hint(draw, said):
+    """A compiler runs several operators that draw of the state itself in an order of its own."""
     model = amp.compile(Noisy(draw), dtype="bf16")
     x = X.clone().requires_grad_()
     y = model(x).sum()
@@ -169,6 +183,35 @@ def test_what_cannot_be_drawn_again_is_refused_with_the_hint(draw, said):
     with pytest.raises(amp.AmpError, match=said):
         torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Sharing(nn.Module):
+    """Results that share memory with one another and with an input, and buffers that a call reads, then writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 4)
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x):
+        y = torch.tanh(self.fc(x) + self.average)
+        self.average.mul_(0.5).add_(y.detach().float().mean(0))
+        z = self.out(y)
+        return z[:, :2], z[:, 2:], x, x[:, :2], y, y
+
+
+def test_results_that_share_memory_and_buffers_that_are_read_before_they_are_written():
+    torch.manual_seed(0)
+    net, found = Sharing(), []
+    for name in ("inductor", "eager"):
+        model = amp.compile(copy.deepcopy(net), dtype="bf16", backend=name)
+        x = X.clone().requires_grad_()
+        loss = sum((i + 1) * one.float().square().sum() for i, one in enumerate(model(x)))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        slope.square().sum().backward()
+        found.append([slope.detach(), *(one.grad for one in model.parameters()), *model.buffers()])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine - theirs).norm() <= BF16_ERROR * theirs.norm() and theirs.any()
 
 
 def test_an_input_that_was_written_behind_the_call_is_refused(models):

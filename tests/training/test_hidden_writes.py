@@ -287,3 +287,28 @@ def test_the_update_finds_what_the_look_has_missed(optimizer, half, dtype, backe
         step(x, Y)
         assert abs(float(weight[0, 1].detach()) - value) < 0.2  # ten times the rate, and how the type rounds
     assert [one.getMessage().partition("'")[2].partition("'")[0] for one in caplog.records] == ["2.weight"]
+
+
+class Bounded(nn.Sequential):
+    """A forward that writes its weights, known to autograd or not."""
+
+    def forward(self, x):
+        self[0].weight.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            self[2].weight.copy_(nn.functional.normalize(self[2].weight))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_weight_that_the_forward_writes_is_read_as_it_was_written(dtype):
+    model = Bounded(*small())
+    plain = copy.deepcopy(model)
+    step, optimizer = step_of(model, dtype, rate=1.0), torch.optim.SGD(plain.parameters(), 1.0)
+    for _ in range(3):
+        loss = classes(plain, X, Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert abs(float(step(X, Y)) - float(loss)) < LOSS_ERROR * float(loss)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=LOSS_ERROR, atol=LOSS_ERROR)

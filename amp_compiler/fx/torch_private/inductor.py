@@ -171,6 +171,21 @@ class _Giving:
         return self.table
 
 
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def opened_draws(call: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A call as Inductor is given it, with operators that draw random numbers opened, and no others."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: dict[Any, Any] = {target: into for target, into in select_decomp_table().items() if draws(target)}
+    opened: Any = aot_export_joint_simple(call, tuple(inputs), trace_joint=False, decompositions=table)
+    return opened  # type: ignore[no-any-return]
+
+
 def cached_graphs() -> tuple[int, int]:
     """How many graphs this process has found in Inductor's cache, and how many it has compiled anew."""
     counted = torch._dynamo.utils.counters["inductor"]

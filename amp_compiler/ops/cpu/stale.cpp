@@ -7,14 +7,14 @@ namespace {
 using namespace amp;
 
 struct Pair {
-  int64_t count, type, wide, low;
+  int64_t count, type, wide, low, whole;
 };
 
 constexpr int64_t kRun = 64, kRuns = 16;
 
 template <class L>
 bool is_stale(const Pair& pair, int64_t turn) {
-  const bool whole = pair.count <= kRun * kRuns;
+  const bool whole = pair.whole != 0 || pair.count <= kRun * kRuns;
   const int64_t spacing = whole ? kRun : (pair.count + kRuns - 1) / kRuns;
   const int64_t first = turn % ((spacing + kRun - 1) / kRun) * kRun;
   const float* wide = reinterpret_cast<const float*>(pair.wide);
