@@ -70,6 +70,7 @@ def test_every_rule_decides_on_some_op(preset):
                 Node("y", "aten.gelu", (), (), {"approximate": "tanh"}),
                 Node("y", "aten.conv1d", operands, (), {"groups": 8}),
                 Node("y", "aten.linear", (), (), module="lm_head"),
+                *(Node("y", "onnx.ScatterND", (), (), {"reduction": name}) for name in ("add", "mul", "max", "min")),
             ):
                 alive.add(matcher.decide(node).rule)
     assert own - alive == set()
