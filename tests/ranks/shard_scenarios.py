@@ -269,14 +269,14 @@ def written_between(place: Place) -> dict[str, Any]:
                     model[3].bias.fill_(-1.0)
             step(*map(place.part, batch))
         result[name] = everything(model, step)
-    case = replace(SPLIT["sgd"], model=lambda: odd(8192))
+    case = replace(SPLIT["sgd"], model=lambda: odd(8192), optimizer=lambda inputs: torch.optim.SGD(inputs, 0.0))
     model, step = case.built(place.rank, process_group=place.group, rules=rules(**REDUCE))
     places = [-1, -10_001, -20_001]  # of the last rank's part of 32,768, of which sampling takes 1,024
     for batch, one in zip(few(), places, strict=False):
         step(*map(place.part, batch))
         model[0].weight.data.view(-1)[one] = 64.0
     step(*map(place.part, batch))
-    result["single"] = {"written": [float(model[0].weight.view(-1)[one]) for one in places]}
+    result["single"] = {"written": [float(model[0].weight.detach().view(-1)[one]) for one in places]}
     return result
 
 
