@@ -23,7 +23,7 @@ class NotRedrawnError(Exception):
 
 
 class _Opened(fx.Interpreter):
-    """A call in the operators that a compiler opens it into; what is made of seeded draws alone is given to it."""
+    """A call in the operators that a compiler opens it into; what is made of seeded draws alone is handed to it."""
 
     def __init__(self, opened: fx.GraphModule) -> None:
         super().__init__(opened)
@@ -34,12 +34,12 @@ class _Opened(fx.Interpreter):
             own = node.op == "call_function" and (_is_seeded(node.target) or not draws(node.target))
             if own and all(one in self.free for one in node.all_input_nodes):
                 self.free[node] = None
-        self.given = [node for node in self.free if any(user not in self.free for user in node.users)]
+        self.seeded = [node for node in self.free if any(user not in self.free for user in node.users)]
         self.drawn: Iterator[Tensor] = iter(())  # those
 
     def run_node(self, n: fx.Node) -> Any:
-        """Its value; of what is made for `given` alone none."""
-        return next(self.drawn) if n in self.given else None if n in self.free else super().run_node(n)
+        """Its value; of what is made for `seeded` alone none."""
+        return next(self.drawn) if n in self.seeded else None if n in self.free else super().run_node(n)
 
 
 class Redraw(TorchFunctionMode):
@@ -57,7 +57,7 @@ class Redraw(TorchFunctionMode):
     def __init__(self, build: Build, kept: dict[str, Any]) -> None:
         super().__init__()
         self._build, self._kept = build, kept
-        self._found: list[_Opened] | None = None
+        self._draws: list[_Opened] | None = None
         self._drawn: Iterator[Tensor] = iter(())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,9 +66,9 @@ class Redraw(TorchFunctionMode):
         if not draws(func):
             return func(*args, **kwargs)
         opened = self._open(func, args, kwargs)
-        if self._found is not None:
-            self._found.append(opened)
-        if self._found is not None or not (opened.given or opened.closed):  # attention without dropout
+        if self._draws is not None:
+            self._draws.append(opened)
+        if self._draws is not None or not (opened.seeded or opened.closed):  # attention without dropout
             return func(*args, **kwargs)
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         opened.drawn = self._drawn
@@ -86,21 +86,21 @@ class Redraw(TorchFunctionMode):
         Raises:
             NotRedrawnError: it has operators for which that is not known.
         """
-        found = self._found = list[_Opened]()
+        opened = self._draws = list[_Opened]()
         with torch.no_grad(), generators_kept(), self:
             run()
-        self._found = None
-        given = [node for one in found for node in one.given]
-        closed = [name for one in found for name in one.closed]
-        if len(closed) > 1 or (closed and given):
+        self._draws = None
+        seeded = [node for one in opened for node in one.seeded]
+        closed = [name for one in opened for name in one.closed]
+        if len(closed) > 1 or (closed and seeded):
             raise NotRedrawnError(f"{' and '.join(dict.fromkeys(closed))} beside others")
-        if given:
+        if seeded:
             graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
             results = []
-            for one in found:  # of which several may be the same
+            for one in opened:  # of which several may be the same
                 for node in one.free:
                     copies[node] = graph.node_copy(node, copies.__getitem__)
-                results += [copies[node] for node in one.given]
+                results += [copies[node] for node in one.seeded]
             graph.output(tuple(results))
             with torch.no_grad():
                 if (key := str(graph)) not in self._kept:
@@ -125,7 +125,7 @@ class Redraw(TorchFunctionMode):
             opened = self._kept[key] = _Opened(opened_draws(call, [flat[i].detach() for i in places]))
         except RuntimeError as cause:
             raise NotRedrawnError(str(func)) from cause
-        rounded = [one for one in opened.given if one.meta["val"].dtype in LOW_TYPES]
+        rounded = [one for one in opened.seeded if one.meta["val"].dtype in LOW_TYPES]
         if any(user.meta["val"].dtype is torch.bool for one in rounded for user in one.users):
             raise NotRedrawnError(f"{func} in 16 bits")
         return opened

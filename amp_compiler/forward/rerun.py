@@ -173,9 +173,9 @@ class _Call:
         """
         rerun = self._rerun
         needed = [isinstance(one, Tensor) and one.requires_grad for one in self._inputs]
-        given = [(number, gradient) for number, gradient in enumerate(gradients) if gradient is not None]
+        arrived = [(number, gradient) for number, gradient in enumerate(gradients) if gradient is not None]
         earlier = any(isinstance(one, Tensor) and one.grad_fn is node for one in self._inputs)
-        if earlier or [*node.needs_input_grad] != needed or any(number not in self._places for number, _ in given):
+        if earlier or [*node.needs_input_grad] != needed or any(number not in self._places for number, _ in arrived):
             raise rerun.error("what it is given is written, or shares memory, and has a gradient")
         if rerun.versions(self._inputs) != self._versions:
             raise rerun.error("what it read was written in place since")
@@ -185,7 +185,7 @@ class _Call:
             read = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in self._inputs]
             results = rerun.again(read, self._states)
             pairs = []
-            for number, gradient in given:
+            for number, gradient in arrived:
                 i, by_base = self._places[number]
                 result = results[i]._base if by_base else results[i]
                 if result is None or result.shape != gradient.shape:

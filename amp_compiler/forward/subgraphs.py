@@ -312,6 +312,8 @@ class Subgraphs:
         return functools.partial(self._regions[code], function)
 
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
+            return graph_module.forward  # of a call that computes nothing there is no plan
         stages, began = Stages(), time.perf_counter()
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.graphs)}"
         names, called = replace(Names.of(self._model), root=self._root), f"{name} of {self._name}"

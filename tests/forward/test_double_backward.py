@@ -202,15 +202,15 @@ class Sharing(nn.Module):
 
 def test_results_that_share_memory_and_buffers_that_are_read_before_they_are_written():
     torch.manual_seed(0)
-    net, found = Sharing(), []
+    net, results = Sharing(), []
     for name in ("inductor", "eager"):
         model = amp.compile(copy.deepcopy(net), dtype="bf16", backend=name)
         x = X.clone().requires_grad_()
         loss = sum((i + 1) * one.float().square().sum() for i, one in enumerate(model(x)))
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         slope.square().sum().backward()
-        found.append([slope.detach(), *(one.grad for one in model.parameters()), *model.buffers()])
-    for mine, theirs in zip(*found, strict=True):
+        results.append([slope.detach(), *(one.grad for one in model.parameters()), *model.buffers()])
+    for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).norm() <= BF16_ERROR * theirs.norm() and theirs.any()
 
 

@@ -146,7 +146,7 @@ class Watch:
 
     looks_elsewhere = True
 
-    def __init__(self, pairs, takes=()):
+    def __init__(self, pairs, takes=(), parts=()):
         self.places = [len(pairs) - 1] if pairs else []
         watches.append(self)
 
