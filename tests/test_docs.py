@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import pytest
 import torch.distributed as dist
 
 import amp_compiler as amp
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.op_table import parse_op_table
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "docs" / "tools"
@@ -143,3 +146,46 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
 
     for words in ("matches no known op", "it is no mapping", "there is no such folder", "names no element type"):
         assert any(words in one.what for one in messages), f"a helper makes it: {words}"
+
+
+# ---- docs/systems.md names tests, the YAML of pages on extensions is read
+
+SYSTEMS = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SYSTEMS)))
+EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md"))
+BLOCKS = [
+    one for page in (EXTENDING, *OTHERS) for one in re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED, ids="::".join)
+def test_a_test_that_is_named_exists(file: str, name: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_names_a_test() -> None:
+    rows = [line for line in SYSTEMS.splitlines() if line.startswith("|") and not line.startswith(("| there", "|---"))]
+    assert rows
+    assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row)] == []
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_yaml_is_read(block: str, tmp_path: Path) -> None:
+    if "families:" in block:
+        assert parse_op_table(block, "ops.yaml").ops
+        return
+    path = tmp_path / "example.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert all(rule.why for rule in load_rules(path).rules)
+
+
+def test_the_table_lists_every_section() -> None:
+    extending = EXTENDING.read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(.*?)\]\((\w+\.md)?(?:#(.*?))?\)", extending, flags=re.MULTILINE)
+    for name, page, anchor in listed:
+        title = name.capitalize().replace("onnx", "ONNX")
+        text = EXTENDING.with_name(page or EXTENDING.name).read_text(encoding="utf-8")
+        assert page == "write_pass.md" or (f"\n## {title}\n" in text and anchor == title.lower().replace(" ", "-"))
+    here = re.findall(r"^## (.*)$", extending, flags=re.MULTILINE)
+    assert [name.capitalize() for name, page, _ in listed if not page] == here
