@@ -17,7 +17,7 @@ from onnx_models import info, node, scalar
 from onnx_models import model as onnx_model
 from torch import nn
 from torch.nn import functional as F
-from toys import sgd_step
+from toys import eager_step, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
@@ -47,9 +47,9 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def step_of(model: nn.Module, **options: Any) -> Any:
-    options = {"dtype": "fp16", "backend": "eager", "clip_norm": 1.0, **options}
-    return amp.training_step(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), **options)
+def step_of(model: nn.Module, loss: Any = loss_fn, **options: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return eager_step(model, loss, optimizer, **{"dtype": "fp16", "clip_norm": 1.0, **options})
 
 
 class Followed:
@@ -162,10 +162,9 @@ def test_updates_are_counted_as_numpy_counts_them(
 
     def built(model: nn.Module) -> Any:
         own = {name: value for name, value in options.items() if name not in ("momentum", "hook")}
-        momentum = options.get("momentum")
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        if momentum is not None:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+        if "momentum" in options:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=options["momentum"])
         if hooked:
             optimizer.register_step_post_hook(clipped)
         return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "inductor", **own})
@@ -201,13 +200,9 @@ def test_a_batch_that_the_loss_writes_to_is_counted_as_the_step_reads_it() -> No
         return loss_fn(model, x.mul_(2), y)
 
     x, y = batches(1)[0]
-    model, step = Net(), None
     expected = amp.profile(step_of(Net()), [(x * 2, y)])
-    step = amp.training_step(
-        model, doubled, torch.optim.AdamW(model.parameters(), 1e-2), dtype="fp16", backend="eager", clip_norm=1.0
-    )
     written = x.clone()
-    result = amp.profile(step, [(written, y)])
+    result = amp.profile(step_of(Net(), doubled), [(written, y)])
     assert torch.equal(written, x * 2)
     assert result.of("weight gradient") == expected.of("weight gradient")
     counts = {(row.module, row.dtype): row.histogram for row in expected.of("activation") if row.module}
