@@ -130,6 +130,21 @@ def train_beside_torch(
     return step, plain
 
 
+def saved_bytes(model: nn.Module, call: Callable[[Any], Any], x: Tensor) -> tuple[int, Any]:
+    """Bytes of all memory that a call keeps for its backward beside the parameters, and its result."""
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), result
+
+
 def relative(matches: Tensor, exact: Tensor) -> float:
     """The error of a tensor, of the L2 norms."""
     matches, exact = matches.detach().double(), exact.detach().double()

@@ -117,6 +117,7 @@ def rule_file(folder: Path, more: dict[str, list[str]]) -> str:
     return str(path)
 
 
+@pytest.mark.sweep(4)  # tests below have the variance and the sum
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named_and_its_rule_fixes_it_in_a_new_step(fault, tmp_path):
     make, x, more, op, phase, named = FAULTS[fault]

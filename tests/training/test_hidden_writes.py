@@ -253,6 +253,7 @@ def test_nothing_is_found_where_nothing_was_written(caplog, optimizer, dtype, ba
     assert not [record for record in caplog.records if "version counter" in record.getMessage()]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "16 bits"])
 @pytest.mark.parametrize("dtype", LOW)
