@@ -58,9 +58,9 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
 def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) -> Tensor:
     """A value for a placeholder: another form of a weight has that weight's value."""
     of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE)),))[0]
-    column, made, number = node.meta.get(Key.STATE, ("", None, 0))
+    column, form, number = node.meta.get(Key.STATE, ("", None, 0))
     if column == OPERAND:
-        return made(known[made.weight])[number]  # type: ignore[no-any-return]
+        return form(known[form.weight])[number]  # type: ignore[no-any-return]
     value = node.meta["val"]
     if of in known:
         return known[of].to(value.dtype)
