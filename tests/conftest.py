@@ -245,6 +245,13 @@ def compiler(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=["native", "torch"])
+def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of weights are compared with the compiled code, and as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr("amp_compiler.ops.stale_copies.library", lambda: None)
+
+
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a step was captured."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import amp_compiler as amp
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.op_table import parse_op_table
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "docs" / "tools"
@@ -143,3 +147,85 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
 
     for words in ("matches no known op", "it is no mapping", "there is no such folder", "names no element type"):
         assert any(words in one.what for one in messages), f"a helper makes it: {words}"
+
+
+# ---- docs/systems.md names tests, the YAML of pages on extensions is read
+
+SYSTEMS = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SYSTEMS)))
+EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md"))
+BLOCKS = [
+    one for page in (EXTENDING, *OTHERS) for one in re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+]
+
+
+@pytest.mark.parametrize(("file", "name"), NAMED, ids="::".join)
+def test_a_test_that_is_named_exists(file: str, name: str) -> None:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_row_names_a_test() -> None:
+    rows = [line for line in SYSTEMS.splitlines() if line.startswith("|") and not line.startswith(("| there", "|---"))]
+    assert rows
+    assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row)] == []
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_yaml_is_read(block: str, tmp_path: Path) -> None:
+    if "families:" in block:
+        assert parse_op_table(block, "ops.yaml").ops
+        return
+    path = tmp_path / "example.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert all(rule.why for rule in load_rules(path).rules)
+
+
+def test_the_table_lists_every_section() -> None:
+    extending = EXTENDING.read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[(.*?)\]\((\w+\.md)?(?:#(.*?))?\)", extending, flags=re.MULTILINE)
+    for name, page, anchor in listed:
+        title = name.capitalize().replace("onnx", "ONNX")
+        text = EXTENDING.with_name(page or EXTENDING.name).read_text(encoding="utf-8")
+        assert page == "write_pass.md" or (f"\n## {title}\n" in text and anchor == title.lower().replace(" ", "-"))
+    here = re.findall(r"^## (.*)$", extending, flags=re.MULTILINE)
+    assert [name.capitalize() for name, page, _ in listed if not page] == here
+
+
+# ---- docs/compatibility.md lists every environment variable that is read, and no other
+
+VARIABLES = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=ROOT, capture_output=True, check=True, text=True)
+    yield from (ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
+
+
+def variables_read(path: Path) -> Iterator[str]:
+    """Names that code reads from the environment, wherever in a call or an index of it they stand."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".cpp", ".h"):
+        yield from re.findall(r'getenv\("(\w+)"', text)
+    for node in ast.walk(ast.parse(text)) if path.suffix == ".py" else ():
+        name = None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+            name = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            name = node.slice
+        if name is not None:
+            assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: name the variable where it is read"
+            yield name.value
+
+
+def test_every_variable_that_is_read_is_on_the_page():
+    read = {name for path in sources("amp_compiler", "passes", "rules") for name in variables_read(path)}
+    table = set(re.findall(r"^\| `([A-Z_]+)` \|", VARIABLES, flags=re.MULTILINE))
+    assert {"AMP_LOG", "CXX"} < read
+    assert read == table
+
+
+def test_every_variable_of_ours_is_on_the_page():
+    texts = [path.read_text(encoding="utf-8") for path in sources("*.py", "*.sh", "*.yaml", "Makefile", ".ci/run")]
+    named = {name for text in texts for name in re.findall(r"\bAMP_[A-Z]+(?:_[A-Z]+)*\b", text)}
+    assert {one for one in named if not one.startswith("AMP_TEST")} <= set(re.findall(r"`(\w+)[`=]", VARIABLES))

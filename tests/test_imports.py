@@ -8,14 +8,11 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import networkx
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "amp_compiler"
@@ -163,24 +160,6 @@ def test_no_circle_of_imports() -> None:
         graph.add_edges_from((name, other) for other in others if other in NAMES and other != name)
     circles = [sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1]
     assert not circles
-
-
-@pytest.mark.long
-def test_only_what_is_onnx_imports_onnx() -> None:
-    """A user without ONNX models must not wait for it, nor need it; what is ONNX is imported when it is first used."""
-    code = (
-        "import sys, amp_compiler\n"
-        "ONNX = {'Conversion', 'convert_onnx', 'export_onnx'}\n"
-        "assert ONNX <= set(dir(amp_compiler))\n"
-        "for name in set(amp_compiler.__all__) - ONNX:\n"
-        "    getattr(amp_compiler, name)\n"
-        "found = {'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'onnxruntime_extensions'} & set(sys.modules)\n"
-        "assert not found, found\n"
-        "amp_compiler.convert_onnx\n"
-        "assert 'onnx' in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_plans_does_not_ask_for_what_kind_of_graph_it_plans() -> None:

@@ -130,6 +130,21 @@ def train_beside_torch(
     return step, plain
 
 
+def saved_bytes(model: nn.Module, call: Callable[[Any], Any], x: Tensor) -> tuple[int, Any]:
+    """Bytes of all memory that a call keeps for its backward beside the parameters, and its result."""
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), result
+
+
 def relative(matches: Tensor, exact: Tensor) -> float:
     """The error of a tensor, of the L2 norms."""
     matches, exact = matches.detach().double(), exact.detach().double()
@@ -158,11 +173,11 @@ def conv() -> nn.Module:
 class Tied(nn.Module):
     """An embedding whose table is the head's weight as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 32, wide: int = 64) -> None:
         super().__init__()
-        self.table = nn.Embedding(32, 64)
-        self.inner = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 32, bias=False)
+        self.table = nn.Embedding(words, wide)
+        self.inner = nn.Linear(wide, wide)
+        self.head = nn.Linear(wide, words, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -172,6 +187,16 @@ class Tied(nn.Module):
 def next_words(model: Any, ids: Tensor, following: Tensor) -> Tensor:
     """Cross-entropy of the words that follow."""
     return F.cross_entropy(model(ids).flatten(0, 1), following.flatten())
+
+
+def gpt2(dropout: float = 0.0, **options: Any) -> Any:
+    """A small GPT-2 of transformers, whose output layer and lookup are one tensor."""
+    import transformers
+
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, **options}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **drops)
+    return transformers.GPT2LMHeadModel(config)
 
 
 class Recurrent(nn.Module):

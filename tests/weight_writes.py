@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from toys import small
-
-import amp_compiler as amp
+from toys import classes, sgd_step, small
 
 WEIGHTS = 0.4  # what most writes leave in them, far from where they begin and from one another
 
@@ -85,15 +83,7 @@ def _exchanged(model: nn.Module) -> None:
 def _another_step(model: nn.Module) -> None:
     x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(5)), torch.arange(16) % 4
     low = "bf16" if next(model.parameters()).dtype is torch.bfloat16 else "fp16"
-    step = amp.training_step(
-        model,
-        lambda m, x, y: nn.functional.cross_entropy(m(x), y),
-        torch.optim.SGD(model.parameters(), 30.0),
-        dtype=low,
-        loss_scale=None,
-        backend="eager",
-    )
-    step(x, y)
+    sgd_step(model, classes, 30.0, dtype=low, loss_scale=None)(x, y)
 
 
 WRITES: dict[str, Callable[[nn.Module], None]] = {

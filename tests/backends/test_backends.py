@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from toys import mean_square, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, find_backend
@@ -21,10 +22,6 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 def linear():
     torch.manual_seed(0)
     return nn.Linear(8, 4)
-
-
-def mean_square(model, x):
-    return model(x).float().pow(2).mean()
 
 
 @pytest.fixture
@@ -48,10 +45,7 @@ def test_one_entry_is_all_that_a_new_backend_needs(mine):
     weights = []
     for name in ("mine", "eager"):
         model = linear()
-        step = amp.training_step(
-            model, mean_square, torch.optim.SGD(model.parameters(), 0.5), dtype="bf16", backend=name
-        )
-        step(X)
+        sgd_step(model, mean_square, 0.5, backend=name)(X)
         weights.append(model.weight.detach())
     assert len(mine) > 1
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=2**-8 * float(weights[1].abs().max()))

@@ -15,7 +15,7 @@ import amp_compiler as amp
 from amp_compiler.errors import AmpError
 
 TWICE_ROUNDED = 2 * 2.0**-8
-SHORT = "nn.LogSoftmax", "group_norm"
+SHORT = "group_norm"
 DRAWS = 4  # of weights and inputs, where one draw is worse
 INPUTS = 3  # of each module; what follows are mostly other shapes
 
@@ -134,21 +134,22 @@ def cases(info):
 SHARES = 16  # of the modules, each a slow test
 
 
-@pytest.mark.parametrize("share", [SHORT[0], *(pytest.param(n, marks=pytest.mark.slow) for n in range(SHARES))])
+@pytest.mark.slow
 @pytest.mark.compiles
+@pytest.mark.parametrize("share", range(SHARES))
 def test_compiled_gradients_are_as_exact_as_eager_ones(share):
     from torch.testing._internal.common_modules import module_db  # here: it takes a second or two to import
 
     infos = [info for info in module_db if "Lazy" not in info.name]
     message = {}
-    for info in [one for one in infos if one.name == share] if share in SHORT else infos[share::SHARES]:
+    for info in infos[share::SHARES]:
         message |= too_far_off(info)
     assert not message
 
 
 def too_far_off(info) -> dict[str, str]:
     message, refused = {}, {}
-    for number, one in enumerate(cases(info)[: 1 if info.name in SHORT else None]):
+    for number, one in enumerate(cases(info)):
         module, inputs = drawn(info, number, number)
         low = type_taken(module, inputs)
         if low is None:
@@ -220,7 +221,7 @@ class Behind(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in STATISTICS]
+    "name", [pytest.param(name, marks=() if name == SHORT else pytest.mark.slow) for name in STATISTICS]
 )
 @pytest.mark.compiles
 def test_compiled_statistics_are_as_exact_as_eager_ones(name: str) -> None:

@@ -63,6 +63,22 @@ def switched(m, x):
         return m.fc(y).float()
 
 
+@row("gradients that an autocast region leaves switched off")
+def left_off(m, x):
+    with torch.autocast("cpu", enabled=False):
+        y = m.fc(x)
+        torch.set_grad_enabled(False)
+    y = m.out(y)
+    torch.set_grad_enabled(True)
+    return m.fc(y)
+
+
+@row("autocast region of another device")
+def of_another_device(m, x):
+    with torch.autocast("cuda", enabled=False):
+        return m.out(m.fc(x))
+
+
 row("autocast as a decorator", fp32=True)(torch.autocast("cpu", enabled=False)(lambda m, x: m.out(x).float() + m.fc(x)))
 row("FP32 by the model's own cast")(lambda m, x: m.out(m.fc(x).float().exp()))
 for name, context in {

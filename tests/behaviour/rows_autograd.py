@@ -47,7 +47,27 @@ class Straight(torch.autograd.Function):
         return grad
 
 
+class Negated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class NegatedTwice(Negated):
+    @staticmethod
+    def backward(ctx, grad):
+        return -2 * grad
+
+
 row("autograd.Function", inductor=True)(lambda m, x: m.out(Doubled.apply(m.fc(x))))
+row("autograd.Functions of which one is made of the other")(
+    lambda m, x: m.out(Negated.apply(m.fc(x)) + 3 * NegatedTwice.apply(m.fc(x)))
+)
+row("spectral norm", begin=lambda m: nn.utils.parametrizations.spectral_norm(m.fc))(lambda m, x: m.out(m.fc(x)))
 row("straight-through estimator by a Function", tolerance=0.3)(lambda m, x: m.out(Straight.apply(m.fc(x))))
 row("detach inside")(lambda m, x: m.out(m.fc(x).detach()) + m.fc(x))
 

@@ -270,3 +270,24 @@ def views(m, x):
     left, _ = marks.chunk(2, 1)
     left.mul_(3)
     return m.fc(x) * marks.sum(0)
+
+
+ALIASES = {
+    "einsum": lambda h: torch.einsum("ij->ji", h),
+    "atleast_3d": torch.atleast_3d,
+    "broadcast_tensors": lambda h: torch.broadcast_tensors(h, h[:1])[0],
+}
+
+
+def written_through(alias: Any) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.fc(x) * 1
+        alias(h).add_(5)
+        return h + 0
+
+    return forward
+
+
+for name, alias in ALIASES.items():
+    row(f"written through an alias that no schema marks: {name}")(written_through(alias))
+row("bits that are read as another type", doors=FORWARD)(lambda m, x: m.fc(x).view(torch.int32).view(torch.float32) * 1)

@@ -13,16 +13,12 @@ for path in sorted(Path(__file__).parent.glob("rows_*.py")):
     importlib.import_module(path.stem)
 
 CASES = [(name, door) for name, row in ROWS.items() for door in row.doors]
-# By default each row goes through one door; those that are compiled too stand for their kinds, and are steps as well.
+# By default each row goes through one door, with one of four rows through each.
 QUICK = {(name, row.doors[number % len(row.doors)]) for number, (name, row) in enumerate(ROWS.items())}
 
 
-def quick(name: str, door: str) -> bool:
-    return (name, door) in QUICK or (ROWS[name].inductor and door == "step")
-
-
 @pytest.mark.parametrize(
-    ("name", "door"), [pytest.param(*one, marks=() if quick(*one) else pytest.mark.slow) for one in CASES]
+    ("name", "door"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in CASES]
 )
 def test_it_is_as_in_eager(name: str, door: str) -> None:
     row = ROWS[name]

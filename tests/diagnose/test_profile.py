@@ -17,7 +17,7 @@ from onnx_models import info, node, scalar
 from onnx_models import model as onnx_model
 from torch import nn
 from torch.nn import functional as F
-from toys import sgd_step
+from toys import classes, eager_step, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
@@ -36,10 +36,6 @@ class Net(nn.Module):
         return self.down(F.gelu(self.norm(self.up(x))))
 
 
-def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x), y)
-
-
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
@@ -47,9 +43,9 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def step_of(model: nn.Module, **options: Any) -> Any:
-    options = {"dtype": "fp16", "backend": "eager", "clip_norm": 1.0, **options}
-    return amp.training_step(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), **options)
+def step_of(model: nn.Module, loss: Any = classes, **options: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    return eager_step(model, loss, optimizer, **{"dtype": "fp16", "clip_norm": 1.0, **options})
 
 
 class Followed:
@@ -162,13 +158,12 @@ def test_updates_are_counted_as_numpy_counts_them(
 
     def built(model: nn.Module) -> Any:
         own = {name: value for name, value in options.items() if name not in ("momentum", "hook")}
-        momentum = options.get("momentum")
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        if momentum is not None:
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+        if "momentum" in options:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=options["momentum"])
         if hooked:
             optimizer.register_step_post_hook(clipped)
-        return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "inductor", **own})
+        return amp.training_step(model, classes, optimizer, **{"dtype": "bf16", "backend": "inductor", **own})
 
     followed, step, other = Followed(), built(plain), built(profiled)
     torch.manual_seed(0)
@@ -198,22 +193,19 @@ def test_weights_that_are_written_between_two_batches_are_counted_as_they_are() 
 
 def test_a_batch_that_the_loss_writes_to_is_counted_as_the_step_reads_it() -> None:
     def doubled(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return loss_fn(model, x.mul_(2), y)
+        return classes(model, x.mul_(2), y)
 
     x, y = batches(1)[0]
-    model, step = Net(), None
     expected = amp.profile(step_of(Net()), [(x * 2, y)])
-    step = amp.training_step(
-        model, doubled, torch.optim.AdamW(model.parameters(), 1e-2), dtype="fp16", backend="eager", clip_norm=1.0
-    )
     written = x.clone()
-    result = amp.profile(step, [(written, y)])
+    result = amp.profile(step_of(Net(), doubled), [(written, y)])
     assert torch.equal(written, x * 2)
     assert result.of("weight gradient") == expected.of("weight gradient")
     counts = {(row.module, row.dtype): row.histogram for row in expected.of("activation") if row.module}
     assert counts.items() <= {(row.module, row.dtype): row.histogram for row in result.of("activation")}.items()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("dtype", "scale", "part"), [("bf16", None, 2.0**-10), ("fp16", None, 1.0), ("fp16", 1024.0, 2.0**-10)], ids=str
 )
@@ -271,7 +263,7 @@ def test_a_model_with_a_loss_is_counted_as_a_step_is(compiled: bool) -> None:
     model, trained = Net(), Net()
     subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
     before = {name: one.clone() for name, one in model.state_dict().items()}
-    result = amp.profile(subject, batches(1), dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
+    result = amp.profile(subject, batches(1), dtype="fp16", loss_fn=classes, loss_scale=256.0)
     expected = amp.profile(step_of(trained, loss_scale=256.0), batches(1))
     for kind in ("activation", "activation gradient", "weight gradient"):
         assert result.of(kind) == expected.of(kind) and result.of(kind), kind
@@ -299,15 +291,15 @@ def test_batches_by_name_and_statistics_and_dropout_of_a_model_with_a_loss() -> 
 def test_frozen_parameters_have_no_gradient_to_count() -> None:
     model = Net()
     model.up.requires_grad_(False)
-    result = amp.profile(model, batches(1), dtype="bf16", loss_fn=loss_fn)
+    result = amp.profile(model, batches(1), dtype="bf16", loss_fn=classes)
     assert {row.module for row in result.of("weight gradient")} == {"norm", "down"}
     with pytest.raises(amp.AmpError, match="no parameter of the model has a gradient"):
-        amp.profile(model.requires_grad_(False), batches(1), loss_fn=loss_fn)
+        amp.profile(model.requires_grad_(False), batches(1), loss_fn=classes)
 
 
 def test_an_onnx_model_with_a_loss(tmp_path: Any) -> None:
     torch.onnx.export(Net().eval(), (batches(1)[0][0],), str(tmp_path / "m.onnx"), verbose=False)
-    result = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=loss_fn)
+    result = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=classes)
     assert len(result.of("weight gradient")) >= 4
     plan = amp.explain(tmp_path / "m.onnx", dtype="bf16")
     planned = {one.name for one in plan.nodes}
@@ -419,7 +411,7 @@ def test_a_profile_of_a_model_in_training_writes_nothing(compiled: bool) -> None
 
 def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
     def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_fn(model, x, y)
+        loss = classes(model, x, y)
         return loss * 2 if loss > 0 else loss
 
     model = Net()
@@ -435,7 +427,7 @@ def test_a_step_that_runs_in_subgraphs_is_told_what_is_not_counted() -> None:
 def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
 
     def inputs():
         for number, batch in enumerate(batches(6)):

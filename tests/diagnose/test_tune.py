@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import yaml
 from planted import PLANTED, Net, batch, linear
 from torch import nn
-from toys import relative
+from toys import relative, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.diagnose.tuning import torch_model
@@ -35,8 +35,7 @@ def loss_fn(model, x):
 
 
 def step_of(model, rules="default", **options):
-    options = {"dtype": "fp16", "backend": "eager", **options}
-    return amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 1e-3), rules=rules, **options)
+    return sgd_step(model, loss_fn, 1e-3, rules=rules, **{"dtype": "fp16", **options})
 
 
 class Small(nn.Module):

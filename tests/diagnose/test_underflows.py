@@ -11,7 +11,7 @@ import torch
 from onnx_models import info, model, node, scalar
 from planted import linear
 from torch import nn
-from toys import sgd_step
+from toys import eager_step, sgd_step
 
 import amp_compiler as amp
 
@@ -47,11 +47,12 @@ def imported() -> nn.Module:
     return amp.onnx_to_fx(source, trainable=lambda name, tensor: name in layers)
 
 
+def mean(model, x):
+    return model(x).float().mean()
+
+
 def step_of(model, **options):
-    return amp.training_step(
-        model, lambda model, x: model(x).float().mean(), torch.optim.AdamW(model.parameters(), 1e-3), dtype="fp16",
-        backend="eager", **options,
-    )  # fmt: skip
+    return eager_step(model, mean, torch.optim.AdamW(model.parameters(), 1e-3), dtype="fp16", **options)
 
 
 @pytest.mark.parametrize("make", [Faint, imported], ids=["FX", "ONNX"])
@@ -142,9 +143,7 @@ def test_state_of_16_bit_parameters_is_fp32_whoever_makes_it(name):
 
     def trained(model, **options):
         optimizer = getattr(torch.optim, name)(model.parameters(), 1e-3)
-        step = amp.training_step(
-            model, lambda model, x: model(x).float().mean() * 1e-3, optimizer, backend="eager", **options
-        )
+        step = eager_step(model, lambda model, x: mean(model, x) * 1e-3, optimizer, **options)
         for _ in range(3):
             step(x.to(model.weight.dtype))
         return optimizer.state[model.weight], model
@@ -165,7 +164,7 @@ def test_narrowed_state_of_a_traced_optimizer_is_refused():
     model = linear(8, 2, seed=1).half()
     optimizer = torch.optim.RMSprop(model.parameters(), 1e-3)
     optimizer.state[model.weight] = {"step": torch.tensor(3.0), "square_avg": torch.zeros_like(model.weight)}
-    step = amp.training_step(model, lambda model, x: model(x).float().mean(), optimizer, dtype="fp16", backend="eager")
+    step = eager_step(model, mean, optimizer, dtype="fp16")
     with pytest.raises(amp.AmpError, match=r"optimizer\.state holds 'square_avg' in float16"):
         step(X.half())
 

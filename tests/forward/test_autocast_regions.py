@@ -73,28 +73,3 @@ def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype):
     assert torch.get_autocast_dtype("cpu") is default
     precisions = {node.module: node.precision for node in compiled.plan.nodes if node.op == "aten.linear"}
     assert precisions == {"before": "low", "inside": "low", "off": "fp32", "after": "low"}
-
-
-class Switching(nn.Module):
-    """Switches gradients off within a region of autocast, and on again long behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            y = self.inside(x)
-            torch.set_grad_enabled(False)
-        y = self.after(y)
-        torch.set_grad_enabled(True)
-        return self.inside(y)
-
-
-def test_gradients_that_a_region_leaves_switched_off_are_off_behind_it():
-    model = Switching()
-    compiled = amp.compile(model, dtype="bf16", backend="eager")
-    gradients = torch.autograd.grad(compiled(X).sum(), list(model.parameters()), allow_unused=True)
-    wanted = torch.autograd.grad(model(X).sum(), list(model.parameters()), allow_unused=True)
-    assert gradients[2] is gradients[3] is wanted[2] is wanted[3] is None
-    assert torch.allclose(gradients[0], wanted[0], rtol=2**-6, atol=2**-5)

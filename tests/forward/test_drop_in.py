@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import gpt2
 
 import amp_compiler as amp
 
@@ -150,16 +151,11 @@ IDS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
 TEXT = [{"input_ids": row, "labels": row, "note": "not for forward"} for row in IDS]
 
 
-def gpt2() -> nn.Module:
-    """Its output layer and its lookup are one tensor."""
-    transformers = pytest.importorskip("transformers")
+def tied() -> nn.Module:
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    config = transformers.GPT2Config(
-        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config)
+    return gpt2()
 
 
 def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):
@@ -172,7 +168,7 @@ def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):
             output_dir=str(folder), use_cpu=True, bf16=True, max_steps=4, per_device_train_batch_size=4, report_to=[],
             save_strategy="steps", save_steps=2, disable_tqdm=True, learning_rate=0.05, **options,
         )  # fmt: skip
-        return transformers.Trainer(compiled(gpt2()), arguments, train_dataset=TEXT)
+        return transformers.Trainer(compiled(tied()), arguments, train_dataset=TEXT)
 
     whole = trainer(tmp_path / "whole")
     whole.train()
@@ -180,10 +176,10 @@ def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):
     assert isinstance(whole.model, amp.CompiledModule) and whole.model.plan.low_nodes > 0
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert again.config.architectures == ["GPT2LMHeadModel"] and again.lm_head.weight is again.transformer.wte.weight
-    for name, value in gpt2().state_dict().items():
+    for name, value in tied().state_dict().items():
         assert torch.equal(again.state_dict()[name], whole.model.state_dict()[name]) and value.dtype is torch.float32
     saved = safetensors.load_file(str(tmp_path / "whole" / "checkpoint-2" / "model.safetensors"))
-    assert {"transformer.wte.weight"} <= set(saved) <= set(gpt2().state_dict())
+    assert {"transformer.wte.weight"} <= set(saved) <= set(tied().state_dict())
 
     resumed = trainer(tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
@@ -192,7 +188,7 @@ def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):
 
 def test_what_a_pretrained_model_has_is_the_originals():
     transformers = pytest.importorskip("transformers")
-    model = compiled(gpt2())
+    model = compiled(tied())
     assert isinstance(model, transformers.GPT2LMHeadModel)
     assert model.config is model.original.config and model.get_input_embeddings() is model.original.transformer.wte
     assert model.save_pretrained.__self__ is model and model.generate.__self__ is model

@@ -12,18 +12,10 @@ from weight_writes import WRITES, reset
 
 import amp_compiler as amp
 from amp_compiler.forward.kept_weights import KeptWeights
-from amp_compiler.ops import stale_copies
 from amp_compiler.ops.stale_copies import CopyWatch
 
 X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
 ERROR = 0.02  # of the largest output: four roundings to eight bits
-
-
-@pytest.fixture(params=["native", "torch"])
-def loops(request, monkeypatch):
-    """With the compiled code, and as on a machine without a compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(stale_copies, "library", lambda: None)
 
 
 def close(matches, wanted):
@@ -71,6 +63,24 @@ def test_kept_copies_are_new_tensors_where_results_may_hold_the_old_ones():
         kept = held.clone()
         model.weight.data.add_(1)
         assert torch.equal(fast(X)[1], model.weight.bfloat16()) and torch.equal(held, kept)
+
+
+def test_those_of_fused_optimizers_and_of_inference_tensors_are_followed():
+    model = small()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        with torch.no_grad():
+            assert close(compiled(X), model(X))
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+    with torch.inference_mode():
+        model = small().eval()
+        compiled = amp.compile(model, dtype="bf16", backend="eager")
+        compiled(X)
+        model[0].weight.mul_(3)
+        assert close(compiled(X), model(X))
 
 
 def test_the_first_such_weight_is_named_once(caplog):
@@ -158,27 +168,25 @@ def test_parameters_are_swapped_where_torch_is_told_to(kind, monkeypatch):
     assert not torch.equal(y, before) and torch.equal(model.weight, other.weight)
 
 
+USES = {
+    "explain": lambda model, x, path: amp.explain(model, x, dtype="bf16"),
+    "find_nonfinite": lambda model, x, path: amp.find_nonfinite(model, x, dtype="bf16"),
+    "profile": lambda model, x, path: amp.profile(model, [x], dtype="bf16"),
+    "export": lambda model, x, path: amp.export(model, (x,), dtype="bf16"),
+    "export_onnx": lambda model, x, path: amp.export_onnx(model, (x,), path, dtype="fp16"),
+}
+
+
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, x, path: amp.explain(model, x, dtype="bf16"),
-        lambda model, x, path: amp.find_nonfinite(model, x, dtype="bf16"),
-        lambda model, x, path: amp.profile(model, [x], dtype="bf16"),
-        lambda model, x, path: amp.export(model, (x,), dtype="bf16"),
-        lambda model, x, path: amp.export_onnx(model, (x,), path, dtype="fp16"),
-    ],
-    ids=["explain", "find_nonfinite", "profile", "export", "export_onnx"],
-)
-def test_parameters_can_be_swapped_right_behind(use, tmp_path):
+def test_parameters_can_be_swapped_right_behind(tmp_path):
     """Torch swaps no tensor that something refers to weakly; nothing waits for the garbage collector."""
-    model, other = nn.Linear(8, 4), nn.Linear(8, 4)
-    wanted = other.weight.detach().clone()
-    gc.collect()
     gc.disable()
     try:
-        use(model, torch.ones(2, 8), tmp_path / "model.onnx")
-        torch.utils.swap_tensors(model.weight, other.weight)
+        for name, use in USES.items():
+            model, other = nn.Linear(8, 4), nn.Linear(8, 4)
+            wanted = other.weight.detach().clone()
+            use(model, torch.ones(2, 8), tmp_path / "model.onnx")
+            torch.utils.swap_tensors(model.weight, other.weight)
+            assert torch.equal(model.weight, wanted), name
     finally:
         gc.enable()
-    assert torch.equal(model.weight, wanted)

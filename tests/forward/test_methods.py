@@ -151,13 +151,6 @@ def test_classes_that_are_made_go_with_their_models():
     assert [one() for one in gone] == [None, None]
 
 
-def test_a_lightning_module_is_refused():
-    result = types.new_class("LightningModule", (nn.Module,), exec_body=lambda names: names.update(
-        __module__="lightning.pytorch.core.module"))  # fmt: skip
-    with pytest.raises(amp.AmpError, match=r"LightningModule.*self\.net = amp\.compile\(net\).*AmpPrecision"):
-        amp.compile(type("Lit", (result,), {})())
-
-
 @pytest.mark.parametrize(
     ("cache", "weights"), [pytest.param("static", "fp32", marks=pytest.mark.slow), ("dynamic", "low")]
 )

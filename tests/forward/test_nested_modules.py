@@ -1,4 +1,4 @@
-"""Models that hold modules which are compiled already, scripted, or `amp.compile`d."""
+"""Models and optimizers around which something stands: compiled already, scripted, wrapped by other libraries."""
 
 from __future__ import annotations
 
@@ -81,6 +81,63 @@ def test_what_wraps_a_whole_model_is_taken_off_and_its_hooks_are_not_lost(around
 def test_a_parallel_model_of_one_device_is_what_is_in_it_and_over_several_it_is_named():
     model = nn.DataParallel(plain())
     assert amp.compile(model, dtype="bf16", backend="eager").original is model.module
+    step = eager_step(model, mean_square)
+    step(X)
+    assert step.model is model.module
     model.device_ids = [0, 1]
     with pytest.raises(amp.AmpError, match=r"DataParallel.*amp\.compile\(model\.module\)"):
         amp.compile(model, dtype="bf16", backend="eager")
+    with pytest.raises(amp.AmpError, match=r"DataParallel.*model\.module"):
+        eager_step(model, mean_square)
+
+
+# ---- optimizers and nests of models that other libraries have put something around
+
+
+class LightningLike(torch.optim.Optimizer):
+    """As Lightning does it: class and `__dict__` are those of an optimizer, and `.optimizer` is the real one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "__del__")}
+        self._optimizer = optimizer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    def step(self, closure=None, **kwargs):
+        raise AssertionError("the training step makes the update itself")
+
+
+def accelerated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    import accelerate
+
+    return accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+def trained(wrap) -> list[torch.Tensor]:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = eager_step(model, mean_square, wrap(optimizer), clip_norm=1.0)
+    losses = [step(X) for _ in range(3)]
+    assert len(optimizer.state) == 4  # the state is that of the real optimizer
+    return [*losses, *model.parameters()]
+
+
+@pytest.mark.usefixtures("own_accelerate")
+@pytest.mark.parametrize("wrap", [LightningLike, accelerated])
+def test_a_wrapped_optimizer_is_unwrapped(wrap):
+    assert all(map(torch.equal, trained(wrap), trained(lambda optimizer: optimizer)))
+
+
+def test_compiled_models_in_a_nest_are_unwrapped():
+    """As those that are the whole model are."""
+    model, other = plain(), amp.compile(nn.Linear(8, 8), dtype="bf16")
+    nest = {"net": torch.compile(model, backend="eager"), "other": other}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = eager_step(nest, lambda nest, x: nest["other"](nest["net"](x)).square().mean(), optimizer)
+    before = model[0].weight.detach().clone()
+    step(X)
+    assert type(step.model["net"]) is nn.Sequential and type(step.model["other"]) is nn.Linear
+    assert not torch.equal(before, model[0].weight)
+    assert type(eager_step(other, mean_square).model) is nn.Linear

@@ -6,10 +6,16 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
-from typing import TYPE_CHECKING
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from refusals_page import check_section, table_of_reasons, table_of_totals
 
 if TYPE_CHECKING:  # below it is imported where it is used: torch's list takes seconds
@@ -104,3 +110,32 @@ def section(matches: dict[str, tuple[Result, ...]]) -> str:
         *table_of_reasons(refused, "ops, and in which forms"),
     ]
     return "\n".join(lines)
+
+
+# ---- on a CUDA device: run as eager torch runs it there, or refused
+
+SWEEP = Path(__file__).parents[1] / "opinfo_sweep.py"
+PARTS = 8  # each in processes of its own
+PROGRAM = """
+import json, sys
+sys.path.insert(0, {folder!r})
+import opinfo_sweep
+part, parts = {part}, {parts}
+found = opinfo_sweep.sweep({way!r}, "linear", list(opinfo_sweep.OPS)[part::parts])
+print(json.dumps([opinfo_sweep.totals(found), [[one.op, one.outcome, one.note] for one in found]]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("way", ["compile", "step"])
+def test_ops_give_what_eager_torch_gives(way: str, part: int, record_property: Any) -> None:
+    program = PROGRAM.format(folder=str(SWEEP.parent), way=way, part=part, parts=PARTS)
+    environment = {**os.environ, "SWEEP_DEVICE": "cuda"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    totals, result = json.loads(done.stdout.splitlines()[-1])
+    record_property("ops", str(totals))
+    assert totals["right"] > 30
+    assert not [one for one in result if one[1] in ("raw", "wrong")]

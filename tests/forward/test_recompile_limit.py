@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
 import torch
 from torch import nn
+from toys import train_beside_torch
 
 import amp_compiler as amp
 import amp_compiler.forward.subgraphs as subgraphs
@@ -169,3 +171,43 @@ def test_functions_that_dynamo_gives_up_are_told_once(caplog):
         assert low(model(X), model)
     message = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
     assert len(message) == 1 and "functions of Loop" in message[0]
+
+
+# ---- models of which no graph can be planned
+
+ROWS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Split(nn.Linear):
+    """Its only graph reads a size from a tensor."""
+
+    def forward(self, x):
+        left, right = torch.tensor_split(super().forward(x), torch.tensor([5]), 1)
+        return left.square().mean() + 2 * right.square().mean()
+
+
+def test_a_model_of_which_no_graph_can_be_planned_runs_as_it_is_written(caplog):
+    torch.manual_seed(0)
+    model = Split(4, 8)
+    stepped = copy.deepcopy(model)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    with caplog.at_level("WARNING", "amp_compiler"):
+        result = compiled(ROWS)
+    assert "without a plan" in caplog.text and "test_recompile_limit.py" in caplog.text
+    assert torch.equal(result, stepped(ROWS))
+    assert compiled.execution.startswith("as it is written: ") and "test_recompile_limit.py" in compiled.execution
+    with pytest.raises(amp.AmpError, match=r"the model has no plan: .*test_recompile_limit\.py:\d+: "):
+        _ = compiled.graph_module
+    step, _ = train_beside_torch(stepped, lambda m, x: m(x), [(ROWS,)] * 2, enabled=True)
+    assert "as it is written" in step.execution
+
+
+class Does(nn.Module):
+    def forward(self, x):
+        return x.tolist()
+
+
+def test_a_model_in_which_nothing_is_captured_says_so():
+    compiled = amp.compile(Does(), dtype="bf16", backend="eager")
+    assert compiled(ROWS) == ROWS.tolist()
+    assert compiled.execution == "as it is written: Dynamo captured nothing of it"

@@ -85,8 +85,7 @@ def test_a_break_within_torchs_layers(name):
     torch.testing.assert_close(result, expected, rtol=5e-2, atol=5e-2)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-1, atol=1e-1)
-    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(list(model.buffers()), list(plain.buffers()), rtol=1e-2, atol=1e-2)
     families = [node.op for node in compiled.plan.nodes if node.family in ("matmul", "convolution", "attention")]
     assert compiled.execution != "as one graph" and len(families) >= MODELS[name][1]
     assert not torch.equal(result, expected)  # 16 bits it was

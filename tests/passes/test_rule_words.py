@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 
@@ -216,10 +217,8 @@ def stepped(op: str, dtype: str, storage: str, several: list[Words], backend: st
     model, wrong = Cases(op, several), []
     inputs = TORCH[dtype] if low else torch.float32
     model.to(inputs)
-    step = amp.training_step(
-        model, loss_fn, torch.optim.SGD(model.parameters(), 0.0), rules=rules(several, weights=weights),
-        dtype=dtype, loss_scale=None, backend=backend,
-    )  # fmt: skip
+    options = {"rules": rules(several, weights=weights), "dtype": dtype, "backend": backend}
+    step = sgd_step(model, loss_fn, 0.0, loss_scale=None, **options)
     for small in (1.0, SMALL):
         _, results = step(*batch_of(op, small, len(several), inputs))
         gradients = step.gradients()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError, RuleError
@@ -49,10 +50,8 @@ def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def stepped(model: nn.Module, rule: Any, dtype: str = "bf16", backend: str = "eager", **options: Any) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    step = amp.training_step(
-        model, loss_fn, optimizer, rules=rule, dtype=dtype, loss_scale=None, backend=backend, **options
-    )
+    options = {"rules": rule, "dtype": dtype, "loss_scale": None, "backend": backend, **options}
+    step = sgd_step(model, loss_fn, 0.0, **options)
     step(X, Y)
     return step
 

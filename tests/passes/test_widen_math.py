@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from toys import classes, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import RuleError
@@ -191,10 +192,7 @@ def test_a_training_step_of_nvcaffe() -> None:
     """Everything low but the loss, FP32 arithmetic in all of it."""
     model = Chain()
     x, y = torch.randn(5, 8), torch.randint(0, 4, (5,))
-    step = amp.training_step(
-        model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.0), rules="nvcaffe",
-        dtype="bf16", loss_scale=None, backend="eager",
-    )  # fmt: skip
+    step = sgd_step(model, classes, 0.0, rules="nvcaffe", loss_scale=None)
     step(x, y)
     result = {name: gradient.clone().float() for name, gradient in step.gradients().items()}
 

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
+from toys import Tied, squares
+from toys import classes as words
+from toys import mlp as dense
 
 import amp_compiler as amp
 
@@ -147,19 +150,6 @@ def distance(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 # Models and batches: of all ranks together, from fixed seeds.
 
 
-class Tied(nn.Module):
-    """An embedding whose table is the head's weight as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner = nn.Embedding(16, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.table(ids))))
-
-
 class Rotated(nn.Module):
     """A layer with a complex weight."""
 
@@ -169,18 +159,6 @@ class Rotated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.inner(x) * self.turns).abs()
-
-
-def dense(wide: int = 16) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
-
-
-def squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().mean()
-
-
-def words(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
 
 
 def rows(steps: int = STEPS, seed: int = 1) -> list[tuple[Tensor, ...]]:
@@ -233,7 +211,7 @@ CASES = {
     "sgd": Case(dense, squares, rows, sgd, {}),
     "adamw": Case(dense, squares, rows, adamw, {}),
     "clipping": Case(dense, squares, rows, adamw, {"clip_norm": 0.1}),
-    "tied": Case(Tied, words, ids, sgd, {}),
+    "tied": Case(lambda: Tied(16, 8), words, ids, sgd, {}),
     "traced": Case(dense, squares, lambda: rows(15), adagrad, {}),
     "complex": Case(Rotated, squares, lambda: rows(15), adamw, {"clip_norm": 0.1}),
 }

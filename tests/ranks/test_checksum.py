@@ -56,3 +56,10 @@ def test_chunks_and_strides_are_one_row_of_elements():
         strided, plain = checksums([one, one.clone(memory_format=torch.contiguous_format).resolve_conj()])
         assert strided == plain
     assert checksums([]) == [] and checksums([torch.zeros(0), torch.zeros(())])[1] == checksums([torch.zeros(1)])[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_gpu_gives_the_same(dtype):
+    inputs = values(dtype, 2 * _CHUNK + 3)
+    assert checksums([inputs.cuda()]) == checksums([inputs])

@@ -345,7 +345,7 @@ SEEDS_OF_CASES = 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OTHERS: dict[str, Case | None] = {
     "clipping": CASES["clipping"],
-    "tied": Case(Tied, words, rows, sgd, {}),
+    "tied": Case(lambda: Tied(16, 8), words, rows, sgd, {}),
     "accumulated": replace(CASES["adamw"], options={"accumulate": 2}),
     "overflow": None,
     "gan": None,

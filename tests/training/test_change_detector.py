@@ -9,10 +9,9 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fake_graphs import FakeGraphs
 from torch import nn
-from toys import eager_step
+from toys import classes, eager_step
 
 import amp_compiler as amp
 from amp_compiler.backends.batch_buffers import Buffers
@@ -49,10 +48,6 @@ class Net(nn.Module):
         return self.scale(self.out(x))
 
 
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 class Run:
     """One training run; `noted=False`: every call looks everything up, as the first one does."""
 
@@ -61,7 +56,7 @@ class Run:
         self.model = Net()
         self.optimizer = kind(self.model.parameters(), 0.05)
         settings = {"dtype": "bf16", "loss_scale": "dynamic", **options}
-        self.step = amp.training_step(self.model, loss_fn, self.optimizer, **settings)
+        self.step = amp.training_step(self.model, classes, self.optimizer, **settings)
         if graphs:
             self.step._state.graphs.api = FakeGraphs()
         if not noted:
@@ -250,7 +245,7 @@ def test_weights_beside_the_model_may_be_others_later():
 
 def test_two_steps_that_write_the_same_parameters_stay_quick():
     run = Run(True, graphs=False)
-    other = amp.training_step(run.model, loss_fn, torch.optim.SGD(run.model.parameters(), 0.1), dtype="fp16")
+    other = amp.training_step(run.model, classes, torch.optim.SGD(run.model.parameters(), 0.1), dtype="fp16")
     for number in range(8):
         other(X[number], Y[number])
         run.train(1)

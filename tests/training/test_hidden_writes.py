@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from toys import classes, small
+from toys import classes, sgd_step, small
 from weight_writes import WRITES, reset
 
 import amp_compiler as amp
@@ -19,22 +19,12 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_ERROR = 0.02  # four roundings to eight bits of activations up to 3, in a loss that moves by a fraction of them
 
 
-def step_of(model, dtype, backend="eager", rate=0.1, **options):
-    optimizer = torch.optim.SGD(model.parameters(), rate)
-    return amp.training_step(
-        model, classes, optimizer, dtype=dtype, **{"backend": backend, "loss_scale": None, **options}
-    )
+def step_of(model, dtype, backend="eager", rate=0.1, loss=classes, **options):
+    return sgd_step(model, loss, rate, dtype=dtype, **{"backend": backend, "loss_scale": None, **options})
 
 
 def weights(model):
     return [parameter.detach().float().clone() for parameter in model.parameters()]
-
-
-@pytest.fixture(params=["native", "torch"])
-def loops(request, monkeypatch):
-    """With the compiled code, and as on a machine without a compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(stale_copies, "library", lambda: None)
 
 
 @pytest.mark.sweep(2)
@@ -83,10 +73,7 @@ def test_the_masters_of_16_bit_weights_follow(dtype, loops):
 def test_small_updates_add_up_beside_a_write_to_another_element(dtype):
     model = nn.Linear(2, 1, bias=False).to(LOW[dtype])
     model.weight.data.fill_(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    step = amp.training_step(
-        model, lambda m, x: -(m(x).sum()), optimizer, dtype=dtype, loss_scale=None, backend="eager"
-    )
+    step = step_of(model, dtype, rate=1.0, loss=lambda m, x: -(m(x).sum()))
     x = torch.tensor([[2.0**-12, 0.0]]).to(LOW[dtype])
     for _ in range(64):  # each less than half of what moves 1.0 in BF16, and no more than that in FP16
         step(x)
@@ -126,11 +113,8 @@ def test_an_error_of_rounding_that_belongs_to_another_weight_is_left_out(backend
     """What Kahan's summation keeps beside a weight that was large moves none that is small now."""
     model = nn.Linear(2, 1, bias=False).bfloat16()
     model.weight.data.fill_(256.0)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
     rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
-    step = amp.training_step(
-        model, lambda m, x: -(m(x).sum()), optimizer, dtype="bf16", rules=rules, loss_scale=None, backend=backend
-    )
+    step = step_of(model, "bf16", backend, 1.0, lambda m, x: -(m(x).sum()), rules=rules)
     x = torch.tensor([[0.5, 0.5]]).bfloat16()
     step(x)  # 256.5, of which 0.5 is the error
     assert model.weight.tolist() == [[256.0, 256.0]]
@@ -269,6 +253,7 @@ def test_nothing_is_found_where_nothing_was_written(caplog, optimizer, dtype, ba
     assert not [record for record in caplog.records if "version counter" in record.getMessage()]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "16 bits"])
 @pytest.mark.parametrize("dtype", LOW)

@@ -107,18 +107,19 @@ def test_a_first_step_that_is_skipped_leaves_the_first_one_to_come(made_anew):
     def run(skips: bool) -> list[torch.Tensor]:
         model, _ = models()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        options = {"dtype": "fp16", "loss_scale": 128.0, "backend": "eager"}
-        step = amp.training_step(model, classes, optimizer, **options)
+        step = eager_step(model, classes, optimizer, dtype="fp16", loss_scale=128.0)
         if skips:
             step(X * float("inf"), Y)
         if made_anew:
             saved = copy.deepcopy(optimizer.state_dict())
+            assert not saved["state"]  # under torch's keys, and not before the first update
             optimizer = OPTIMIZERS["momentum"](model.parameters())
             optimizer.load_state_dict(saved)
-            step = amp.training_step(model, classes, optimizer, **options)
+            step = eager_step(model, classes, optimizer, dtype="fp16", loss_scale=128.0)
         for _ in range(3):
             step(X, Y)
         assert all(set(state) == {"momentum_buffer", "begun"} for state in optimizer.state.values())
+        assert {*map(tuple, optimizer.state_dict()["state"].values())} == {("momentum_buffer",)}
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from toys import eager_step, mean_square, train_beside_torch
+from toys import eager_step, mean_square, sgd_step, train_beside_torch
 from training_weights import LOW
 
 import amp_compiler as amp
@@ -23,15 +23,13 @@ def test_a_small_gradient_is_not_rounded_away_beside_a_large_one(dtype, gradient
     model = nn.Linear(4, 3, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    count = len(gradients)
-    step = eager_step(
-        model, lambda m, x: m(x).sum(), optimizer, dtype=dtype, loss_scale=None, accumulate=count, backend=backend
-    )
+    options = {"dtype": dtype, "loss_scale": None, "accumulate": len(gradients), "backend": backend}
+    step = eager_step(model, lambda m, x: m(x).sum(), optimizer, **options)
     for gradient in gradients:
         step(torch.full((1, 4), gradient))  # the derivative by a weight is the input
     nodes = (node for node in step.graph_module.graph.nodes if node.meta.get("amp_phase") == "backward")
     assert (LOW[dtype], (3, 4)) in {(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes}
-    assert torch.equal(model.weight, torch.full((3, 4), -sum(gradients) / count))
+    assert torch.equal(model.weight, torch.full((3, 4), -sum(gradients) / len(gradients)))
     assert torch.equal(step._state.low_weights.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
 
 
@@ -107,9 +105,8 @@ def test_uneven_batches_are_weighed_by_their_samples(backend):
     def built(**options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.5)
         options = {"enabled": False, "clip_norm": 0.2, "backend": backend, **options}
-        return model, amp.training_step(model, mean_square, optimizer, **options)
+        return model, sgd_step(model, mean_square, 0.5, **options)
 
     (jointly, one), (means, other) = built(), built(accumulate=3)
     model, step = built(accumulate=3, uneven="weight")
@@ -124,10 +121,8 @@ def test_uneven_batches_are_weighed_by_their_samples(backend):
 
 
 def test_a_batch_of_which_the_number_of_samples_is_not_known_is_refused():
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    options = {"enabled": False, "accumulate": 2, "backend": "eager", "uneven": "weight"}
-    step = amp.training_step(model, lambda m, x, w: (m(x) * w).mean(), optimizer, **options)
+    options = {"enabled": False, "accumulate": 2, "uneven": "weight"}
+    step = sgd_step(nn.Linear(4, 2), lambda m, x, w: (m(x) * w).mean(), 0.5, **options)
     with pytest.raises(amp.AmpError, match="not known of a batch that has tensors of 2 and 3 rows"):
         step(torch.ones(3, 4), torch.ones(2))
     with pytest.raises(amp.AmpError, match="not known of a batch that has no tensor with a dimension"):

@@ -130,19 +130,14 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
 
 @pytest.mark.parametrize("shapes", [True, "dynamic", torch.ones(2)])
 def test_dynamic_shapes_that_are_none_are_refused_by_themselves(shapes):
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(amp.AmpError, match=rf"dynamic_shapes={re.escape(repr(shapes))} is not known.*'auto'"):
-        amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes=shapes)
+        eager_step(small(), classes, dynamic_shapes=shapes)
     with pytest.raises(amp.AmpError, match=r"is not known.*'auto'"):
-        amp.compile(model, backend="eager", dynamic_shapes=shapes)
+        amp.compile(small(), backend="eager", dynamic_shapes=shapes)
 
 
 def test_dynamic_shapes_of_a_step_that_do_not_hold_say_why(caplog):
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    size = torch.export.Dim("size")
-    step = amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes={"x": {0: size}})
+    step = eager_step(small(), classes, dynamic_shapes={"x": {0: torch.export.Dim("size")}})
     step(torch.randn(1, 8), torch.tensor([2]))
     assert "no size of the training step is dynamic, whatever dynamic_shapes= says" in caplog.text
 

@@ -72,17 +72,17 @@ def test_a_checkpoint_of_another_memory_format_is_taken(kind):
     """Moments, masters and compensations have the strides of the model that was saved."""
     rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
     make = lambda p: (torch.optim.RMSprop if kind == "rmsprop" else torch.optim.AdamW)(p, 1e-2)  # noqa: E731
-    options = {"dtype": "bf16", "backend": "eager", "rules": rules if kind == "kahan" else "default"}
+    options = {"rules": rules if kind == "kahan" else "default"}
     model = convnet().bfloat16() if kind == "master" else convnet()
     images = IMAGES.bfloat16() if kind == "master" else IMAGES
     optimizer = make(model.parameters())
-    step = amp.training_step(model, classes, optimizer, **options)
+    step = eager_step(model, classes, optimizer, **options)
     step(images, Y[:4])
     step(images, Y[:4])
     other = (convnet().bfloat16() if kind == "master" else convnet()).to(memory_format=torch.channels_last)
     other.load_state_dict(model.state_dict())
     resumed = make(other.parameters())
-    again = amp.training_step(other, classes, resumed, **options)
+    again = eager_step(other, classes, resumed, **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(2):
         torch.testing.assert_close(again(images, Y[:4]), step(images, Y[:4]), rtol=2e-2, atol=1e-3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed_scaler import AtMinimum, Scaler
 from torch import nn
-from toys import eager_step
+from toys import mean_square, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.policy.importing.files import import_file
@@ -15,17 +15,10 @@ from amp_compiler.policy.importing.files import import_file
 def step_of(tmp_path, config):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
-    dtype = "fp16" if "fp16" in config else "bf16"
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    step = eager_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.SGD(model.parameters(), 0.0),
-        rules=import_file(path).rules,
-        dtype=dtype,
-    )
-    return model, step
+    dtype = "fp16" if "fp16" in config else "bf16"
+    return model, sgd_step(model, mean_square, 0.0, rules=import_file(path).rules, dtype=dtype)
 
 
 @pytest.mark.parametrize("consecutive", [False, True])

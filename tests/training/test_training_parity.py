@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import eager_step
+from toys import eager_step, gpt2
 
 from amp_compiler.cli.demo import SmallCnn, load_digits
 
@@ -24,20 +24,8 @@ TOKENS, BATCH = 24, 8
 class Gpt2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        transformers = pytest.importorskip("transformers")
-        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        config = transformers.GPT2Config(
-            vocab_size=128,
-            bos_token_id=1,
-            eos_token_id=2,
-            n_embd=48,
-            n_layer=2,
-            n_head=4,
-            n_positions=TOKENS,
-            use_cache=False,
-            **drop,
-        )
-        self.gpt2 = transformers.GPT2LMHeadModel(config)
+        pytest.importorskip("transformers")
+        self.gpt2 = gpt2(vocab_size=128, n_embd=48, n_layer=2, n_head=4, n_positions=TOKENS)
 
     def forward(self, tokens):
         return self.gpt2(tokens).logits

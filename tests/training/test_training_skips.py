@@ -135,14 +135,3 @@ def test_a_bad_middle_batch_of_three_skips_them_all_and_only_the_buffers_of_the_
         assert int(step.skipped_steps) == skipped + 1
         assert changed(before, trained(model, optimizer, step)) == moving(before)
         assert changed(first, buffers(model)) == set(first)
-
-
-def test_a_dampened_momentum_is_saved_under_torchs_keys_and_not_before_the_first_update():
-    torch.manual_seed(0)
-    model, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
-    step = eager_step(model, lambda m, x: m(x).square().mean(), optimizer, loss_scale="dynamic")
-    step(x * float("inf"))
-    assert int(step.skipped_steps) == 1 and optimizer.state_dict()["state"] == {}
-    step(x)
-    assert [list(state) for state in optimizer.state_dict()["state"].values()] == [["momentum_buffer"]] * 2

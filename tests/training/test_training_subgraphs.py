@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import classes, eager_step, small
+from toys import classes, eager_step, saved_bytes, small
 
 import amp_compiler as amp
 
@@ -215,37 +215,28 @@ class Blocks(nn.Module):
         return x
 
 
-def saved_bytes(reentrant):
+def kept_by(reentrant):
     torch.manual_seed(0)
     model = Blocks(reentrant)
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    saved = {}
-
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     compiled(X.clone().requires_grad_()).sum().backward()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = compiled(X.clone().requires_grad_())
+    kept, result = saved_bytes(model, compiled, X.clone().requires_grad_())
     result.sum().backward()
-    return sum(saved.values()), [parameter.grad for parameter in model.parameters()]
+    return kept, [parameter.grad for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_checkpointed_is_not_kept(reentrant):
-    (whole, expected), (checkpointed, result) = saved_bytes(None), saved_bytes(reentrant)
+    (whole, expected), (checkpointed, result) = kept_by(None), kept_by(reentrant)
     assert checkpointed < whole / 4
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_computed_anew_is_planned_past_dynamos_own_limit():
     """A backward compiles what is checkpointed once more; past the limit Dynamo would run it in FP32, and only warn."""
-    expected = saved_bytes(None)[1]
+    expected = kept_by(None)[1]
     with torch._dynamo.config.patch(recompile_limit=1):
-        result = saved_bytes(True)[1]
+        result = kept_by(True)[1]
     for mine, theirs in zip(result, expected, strict=True):
         assert torch.equal(mine, theirs)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from toys import classes, eager_step, small
+from toys import classes, eager_step, small, train_beside_torch
 
 import amp_compiler as amp
 
@@ -28,10 +28,10 @@ MODES = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 class Net(nn.Module):
     """Drops inputs and hidden values; what is left of the inputs, none of which is 0, comes out too."""
 
-    def __init__(self, rate: float, norm: bool) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
         self.a, self.b, self.rate = nn.Linear(8, 16), nn.Linear(16, 5), rate
-        self.norm = nn.LayerNorm(16) if norm else nn.Identity()
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, x):
         left = F.dropout(x, self.rate, self.training)
@@ -44,9 +44,9 @@ def loss_fn(model, x, y):
     return F.cross_entropy(logits, y), left
 
 
-def net(rate=0.5, norm=True):
+def net(rate=0.5):
     torch.manual_seed(0)
-    return Net(rate, norm)
+    return Net(rate)
 
 
 def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit():
@@ -66,25 +66,6 @@ def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit():
         assert torch.equal(loss, expected.detach()) and torch.equal(left, expected_left)
     assert torch.equal(drawn, torch.get_rng_state())
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
-
-
-def run(seed, options):
-    """Losses and the weights in the end; what dropout left of the inputs."""
-    model = net(norm=False)
-    step = eager_step(model, loss_fn, **options)
-    torch.manual_seed(seed)
-    results = [step(X, Y) for _ in range(4)]
-    return [*[loss for loss, _ in results], *[p.detach() for p in model.parameters()]], [left for _, left in results]
-
-
-def test_masks_change_from_step_to_step_and_follow_the_seed():
-    (numbers, masks), (same_numbers, same_masks), (others, other_masks) = (run(seed, {}) for seed in (7, 7, 8))
-    for left in (*masks, *other_masks):
-        assert torch.equal(left, torch.where(left == 0, 0, 2 * X.to(left.dtype)))
-        assert 0 < int((left == 0).sum()) < left.numel()
-    assert len({tuple((left == 0).flatten().tolist()) for left in (*masks, *other_masks)}) == 8
-    assert all(torch.equal(a, b) for a, b in zip(numbers + masks, same_numbers + same_masks, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(numbers, others, strict=True))
 
 
 @MODES
@@ -256,3 +237,67 @@ def test_what_compiles_draws_nothing_is_told_and_the_first_call_draws_what_later
                 assert re.fullmatch(r"compiled the backward of Noisy in \d+\.\d s", said[1])
             assert len(said) == (2 if call == 0 else 0)
     assert all(map(torch.equal, *drawn))
+
+
+# ---- what a step with Python state, numbers and parameters beside the model says of itself; see tests/behaviour too
+
+FEW = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Stateful(nn.Module):
+    """Keeps a part of its result for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.state = nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x) + 0.1 * self.state
+        self.state = h.detach().mean(0)
+        return h
+
+
+def test_batch_and_state_are_known_to_move_from_step_to_step() -> None:
+    """A CUDA graph has to know."""
+    model = Stateful()
+    step = eager_step(model, lambda m, x: m(x).square().mean())
+    for _ in range(3):
+        step(FEW)
+    assert len(step._choice.programs[-1].compiled.run._batch) == 2 and type(model.state) is Tensor
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.head, self.scales = nn.Linear(4, 3), [nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))]
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return (self.scales[0] * self.head(model(x))).square().mean() + (self.scales[1] - 2).square()
+
+
+def test_parameters_beside_the_model_are_named_and_may_join_the_optimizer_later() -> None:
+    model, trainer = nn.Linear(4, 4), Trainer()
+    late = trainer.scales[1]
+    optimizer = torch.optim.SGD([*model.parameters(), *trainer.head.parameters(), trainer.scales[0]], 0.1)
+    step = eager_step(model, trainer.loss, optimizer)
+    step(FEW)
+    assert {"head.weight", "head.bias", "scales_0"} < step.gradients().keys()
+    assert late.item() == 1.0 and trainer.scales[0].grad is None
+    optimizer.add_param_group({"params": [late]})
+    step(FEW)
+    assert len(step.gradients()) == 6 and late.item() > 1.0
+
+
+def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_subgraphs_too() -> None:
+    message = [1]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        if float(y.detach().sum()) > 1e9:
+            return y.sum()
+        return (y[:, :2] * torch.tensor([[2, message[0]], [message[0], 3.5]])[0]).square().mean()
+
+    def tell(number: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        message[0] = (1, 2, 4, 3)[number]
+
+    step, _ = train_beside_torch(nn.Linear(4, 4), loss_fn, [(FEW,)] * 4, between=tell, enabled=True, rules="apex-o0")
+    assert "subgraph" in step.execution

@@ -140,9 +140,8 @@ def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
     model = net(norm=dtype == "fp16").to(LOW[dtype])
     reference = copy.deepcopy(model).float()
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    options = {"dtype": dtype, "loss_scale": 65536.0, "clip_norm": 0.5, "backend": "eager"}
-    step = amp.training_step(model, classes, optimizer, **options)
-    other = amp.training_step(reference, classes, plain, **options)
+    options = {"dtype": dtype, "loss_scale": 65536.0, "clip_norm": 0.5}
+    step, other = eager_step(model, classes, optimizer, **options), eager_step(reference, classes, plain, **options)
     for _ in range(8):
         loss, expected = step(x.to(LOW[dtype]), Y), other(x, Y)
         assert loss.dtype is torch.float32 and torch.equal(loss, expected)
