@@ -191,11 +191,12 @@ def _trace_without_patches() -> None:
     tracer.bare = 0
 
     def traced(self: Any, *arguments: Any, **named: Any) -> Any:
-        tracer.bare += 1
+        bare = type(self) is tracer  # that of torch.export notes at each call which module it is
+        tracer.bare += bare
         try:
             return trace(self, *arguments, **named)
         finally:
-            tracer.bare -= 1
+            tracer.bare -= bare
 
     patcher.patch_method = lambda *arguments, **named: None if tracer.bare else patch(*arguments, **named)
     tracer.trace = traced
