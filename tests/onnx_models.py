@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.infer import infer
 
+KEPT = Path(__file__).parents[1] / ".cache"  # between runs of the tests
 RNG = np.random.default_rng(0)
 DTYPES = ("fp16", "bf16")
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
@@ -207,12 +209,20 @@ def copy(source):
 
 @functools.cache
 def node_tests() -> tuple[Any, ...]:
-    """ONNX's own tests of single nodes. Making them takes seconds."""
+    """ONNX's own tests of single nodes. Making them takes seconds: they are kept for other processes, by version."""
+    kept = KEPT / f"node_tests_{onnx.__version__}_{np.__version__}.pickle"
+    if kept.is_file():
+        return pickle.loads(kept.read_bytes())
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reference divides by zero on purpose
-        return tuple(case for case in collect_testcases(None) if case.model is not None)
+        result = tuple(case for case in collect_testcases(None) if case.model is not None)
+    KEPT.mkdir(exist_ok=True)
+    whole = kept.with_suffix(f".{os.getpid()}")  # another process may read
+    whole.write_bytes(pickle.dumps(result))
+    whole.replace(kept)
+    return result
 
 
 def value(name: str, shape: Sequence[int | str] | None, kind: int = T.FLOAT) -> onnx.ValueInfoProto:
