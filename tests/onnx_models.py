@@ -1,12 +1,14 @@
 """ONNX models for the tests of `convert_onnx`, and what must hold of every conversion."""
 
 import functools
+import hashlib
 import os
 import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.infer import infer
 
-KEPT = Path(__file__).parents[1] / ".cache"  # between runs of the tests
+MAKERS = ("numpy", "onnx", "onnxscript", "torch", "transformers")
 RNG = np.random.default_rng(0)
 DTYPES = ("fp16", "bf16")
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
@@ -207,22 +209,39 @@ def copy(source):
     return copied
 
 
+def kept(name: str, make: Callable[[], Any], *sources: str) -> Any:
+    """What takes long to make and is the same each time, kept for other processes, by what it is made of.
+
+    Args:
+        name: its name.
+        make: makes it.
+        sources: files whose text says what it is.
+    """
+    texts = [Path(source).read_text(encoding="utf-8") for source in sources]
+    known = hashlib.sha256("\0".join([*texts, *map(version, MAKERS)]).encode()).hexdigest()[:16]
+    file = Path(__file__).parents[1] / ".cache" / "models" / f"{name}_{known}.pickle"
+    if file.is_file():
+        return pickle.loads(file.read_bytes())
+    result = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = file.with_suffix(f".{os.getpid()}")  # another process may read
+    whole.write_bytes(pickle.dumps(result))
+    whole.replace(file)
+    return result
+
+
 @functools.cache
 def node_tests() -> tuple[Any, ...]:
-    """ONNX's own tests of single nodes. Making them takes seconds: they are kept for other processes, by version."""
-    kept = KEPT / f"node_tests_{onnx.__version__}_{np.__version__}.pickle"
-    if kept.is_file():
-        return pickle.loads(kept.read_bytes())
+    """ONNX's own tests of single nodes. Making them takes seconds."""
+    return kept("node_tests", _node_tests)
+
+
+def _node_tests() -> tuple[Any, ...]:
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reference divides by zero on purpose
-        result = tuple(case for case in collect_testcases(None) if case.model is not None)
-    KEPT.mkdir(exist_ok=True)
-    whole = kept.with_suffix(f".{os.getpid()}")  # another process may read
-    whole.write_bytes(pickle.dumps(result))
-    whole.replace(kept)
-    return result
+        return tuple(case for case in collect_testcases(None) if case.model is not None)
 
 
 def value(name: str, shape: Sequence[int | str] | None, kind: int = T.FLOAT) -> onnx.ValueInfoProto:
