@@ -1,11 +1,14 @@
 """ONNX models for the tests of `convert_onnx`, and what must hold of every conversion."""
 
 import functools
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.infer import infer
 
+MAKERS = ("numpy", "onnx", "onnxscript", "torch", "transformers")
 RNG = np.random.default_rng(0)
 DTYPES = ("fp16", "bf16")
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
@@ -205,9 +209,34 @@ def copy(source):
     return copied
 
 
+def kept(name: str, make: Callable[[], Any], *sources: str) -> Any:
+    """What takes long to make and is the same each time, kept for other processes, by what it is made of.
+
+    Args:
+        name: its name.
+        make: makes it.
+        sources: files whose text says what it is.
+    """
+    texts = [Path(source).read_text(encoding="utf-8") for source in sources]
+    known = hashlib.sha256("\0".join([*texts, *map(version, MAKERS)]).encode()).hexdigest()[:16]
+    file = Path(__file__).parents[1] / ".cache" / "models" / f"{name}_{known}.pickle"
+    if file.is_file():
+        return pickle.loads(file.read_bytes())
+    result = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = file.with_suffix(f".{os.getpid()}")  # another process may read
+    whole.write_bytes(pickle.dumps(result))
+    whole.replace(file)
+    return result
+
+
 @functools.cache
 def node_tests() -> tuple[Any, ...]:
     """ONNX's own tests of single nodes. Making them takes seconds."""
+    return kept("node_tests", _node_tests)
+
+
+def _node_tests() -> tuple[Any, ...]:
     from onnx.backend.test.case.node import collect_testcases
 
     with warnings.catch_warnings():

@@ -62,12 +62,6 @@ def model_file(tmp_path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def run(shell):
-    """Runs `amp-compiler` with arguments and gives (exit code, standard output, standard error)."""
-    return shell
-
-
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The group and all commands below it, each by its words."""
     yield path
@@ -76,30 +70,30 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
 
 
 @pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
-def test_every_command_has_a_short_word_for_help(run, words):
-    code, out, err = run(*words, "-h")
+def test_every_command_has_a_short_word_for_help(shell, words):
+    code, out, err = shell(*words, "-h")
     assert (code, err) == (0, "")
-    assert out == run(*words, "--help")[1] and " ".join(("Usage: amp-compiler", *words)) in out
+    assert out == shell(*words, "--help")[1] and " ".join(("Usage: amp-compiler", *words)) in out
 
 
 @pytest.mark.parametrize("name", get_args(LowName))
-def test_a_type_is_taken_by_every_name(run, model_file, name):
+def test_a_type_is_taken_by_every_name(shell, model_file, name):
     example = f"{model_file}:with_example"
-    code, out, _ = run("explain", example, "--dtype", name, "--format", "text")
+    code, out, _ = shell("explain", example, "--dtype", name, "--format", "text")
     assert code == 0
-    assert out == run("explain", example, "--dtype", low_name(name), "--format", "text")[1]
-    assert run("explain", example, "--dtype", "bflaot16")[2].endswith("did you mean 'bfloat16'?\n")
+    assert out == shell("explain", example, "--dtype", low_name(name), "--format", "text")[1]
+    assert shell("explain", example, "--dtype", "bflaot16")[2].endswith("did you mean 'bfloat16'?\n")
 
 
-def test_explain_prints_text(run, model_file):
-    code, out, _ = run("explain", f"{model_file}:Tiny", "--args", "fp32[2,8]", "--dtype", "fp16", "--format", "text")
+def test_explain_prints_text(shell, model_file):
+    code, out, _ = shell("explain", f"{model_file}:Tiny", "--args", "fp32[2,8]", "--dtype", "fp16", "--format", "text")
     assert code == 0
     model, example = model_spec.load_model(f"{model_file}:Tiny", ["fp32[2,8]"])
     assert out == amp.explain(model, example, dtype="fp16").to_text()
 
 
-def test_explain_prints_json_that_reads_back(run, model_file):
-    code, out, _ = run(
+def test_explain_prints_json_that_reads_back(shell, model_file):
+    code, out, _ = shell(
         "explain", f"{model_file}:INSTANCE", "--args", "x=fp32[2,8]", "--args", "scale=fp32[]", "--format", "json"
     )
     assert code == 0
@@ -108,13 +102,13 @@ def test_explain_prints_json_that_reads_back(run, model_file):
     assert plan.rules == "default"
 
 
-def test_explain_prints_tables_and_writes_files(run, model_file, tmp_path):
+def test_explain_prints_tables_and_writes_files(shell, model_file, tmp_path):
     output, page, picture = tmp_path / "plan.txt", tmp_path / "plan.html", tmp_path / "plan.svg"
-    code, table, _ = run("explain", f"{model_file}:with_example", "--html", str(page), "--svg", str(picture))
+    code, table, _ = shell("explain", f"{model_file}:with_example", "--html", str(page), "--svg", str(picture))
     assert code == 0
     for part in ("aten.linear", "aten.softmax", "default.yaml:", "casts", "first", "tiny_model.py:12"):
         assert part in table
-    assert run("explain", f"{model_file}:with_example", "--output", str(output))[:2] == (0, "")
+    assert shell("explain", f"{model_file}:with_example", "--output", str(output))[:2] == (0, "")
     assert "aten.linear" in output.read_text(encoding="utf-8")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "</svg>" in picture.read_text(encoding="utf-8")
@@ -136,8 +130,8 @@ def test_explain_prints_tables_and_writes_files(run, model_file, tmp_path):
         ("nowhere.onnx", ["no such file"]),
     ],
 )
-def test_a_model_that_cannot_be_found(run, model_file, spec, words):
-    code, out, err = run("explain", spec.format(model_file, Path(model_file).with_name("script.py")))
+def test_a_model_that_cannot_be_found(shell, model_file, spec, words):
+    code, out, err = shell("explain", spec.format(model_file, Path(model_file).with_name("script.py")))
     assert code == 1
     assert not out
     assert err.startswith("error: ")
@@ -161,9 +155,9 @@ def test_a_model_that_cannot_be_found(run, model_file, spec, words):
         (["--html", "{tmp}/none/plan.html"], ["--html", "there is no folder"]),
     ],
 )
-def test_an_option_that_cannot_be(run, model_file, tmp_path, options, words):
+def test_an_option_that_cannot_be(shell, model_file, tmp_path, options, words):
     """Told with the hint and exit code 2, before anything is written."""
-    code, out, err = run("explain", f"{model_file}:with_example", *(one.format(tmp=tmp_path) for one in options))
+    code, out, err = shell("explain", f"{model_file}:with_example", *(one.format(tmp=tmp_path) for one in options))
     assert code == 2
     assert not out
     assert err.startswith("error: --")
@@ -173,19 +167,19 @@ def test_an_option_that_cannot_be(run, model_file, tmp_path, options, words):
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"tiny_model.py", "script.py"}
 
 
-def test_an_output_that_cannot_show_our_signs(run, model_file, monkeypatch):
+def test_an_output_that_cannot_show_our_signs(shell, model_file, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
-    code, _, err = run("explain", f"{model_file}:with_example")
+    code, _, err = shell("explain", f"{model_file}:with_example")
     assert code == 0, err
     assert b"aten.linear" in written.getvalue() and b"?" in written.getvalue()
 
 
 @pytest.mark.parametrize("option", [["--eval"], ["--args", "fp32[2]", "--print-after", "all"]])
-def test_options_that_an_onnx_file_has_no_use_for(run, tmp_path, option):
+def test_options_that_an_onnx_file_has_no_use_for(shell, tmp_path, option):
     path = tmp_path / "model.onnx"
     path.write_bytes(b"")
-    code, _, err = run("explain", str(path), *option)
+    code, _, err = shell("explain", str(path), *option)
     assert code == 2
     assert f"{option[0]}: " in err and "ONNX file" in err
 
@@ -193,7 +187,7 @@ def test_options_that_an_onnx_file_has_no_use_for(run, tmp_path, option):
 @pytest.mark.parametrize(
     "command", [["explain", "--html"], ["explain", "--output"], ["explain", "--svg"], ["tune", ""]], ids="-".join
 )
-def test_the_data_of_an_onnx_file_are_not_overwritten(run, tmp_path, command):
+def test_the_data_of_an_onnx_file_are_not_overwritten(shell, tmp_path, command):
     path, data = tmp_path / "model.onnx", tmp_path / "weights.bin"
     text = """<ir_version: 8, opset_import: ["" : 18]> g (float[1, 2] x) => (float[1, 2] y) { y = MatMul(x, w) }"""
     model = onnx.parser.parse_model(text)
@@ -201,68 +195,68 @@ def test_the_data_of_an_onnx_file_are_not_overwritten(run, tmp_path, command):
     onnx.save(model, path, save_as_external_data=True, location=data.name, size_threshold=0)
     before = data.read_bytes()
     verb, option = command
-    code, _, err = run(verb, str(path), *([option] if option else []), str(data))
+    code, _, err = shell(verb, str(path), *([option] if option else []), str(data))
     assert code == 2 and "a data file of the model" in err and data.read_bytes() == before
 
 
-def test_an_onnx_file_is_planned_as_it_is_converted(run, tmp_path):
+def test_an_onnx_file_is_planned_as_it_is_converted(shell, tmp_path):
     path, requested = tmp_path / "model.onnx", ("--fuse", "--opset", "23")
     text = """<ir_version: 8, opset_import: ["" : 18]> g (float[4, 8] x) => (float[4, 8] y) <float half = {0.5}, float
         one = {1}, float root = {1.4142135}> { e = Div(x, root) f = Erf(e) g = Add(f, one) h = Mul(x, half)
         y = Mul(h, g) }"""
     onnx.save(onnx.parser.parse_model(text), path)
-    code, out, _ = run("explain", str(path), *requested, "--format", "json")
+    code, out, _ = shell("explain", str(path), *requested, "--format", "json")
     assert code == 0 and [node["op"] for node in json.loads(out)["nodes"]] == ["onnx.Gelu"]
-    code, _, err = run("explain", str(path), *requested, "--print-after", "all")
+    code, _, err = shell("explain", str(path), *requested, "--print-after", "all")
     assert code == 2 and "--fuse" in err
 
 
-def test_an_onnx_file_with_arguments_stands_beside_autocast(run, tmp_path):
+def test_an_onnx_file_with_arguments_stands_beside_autocast(shell, tmp_path):
     path = tmp_path / "model.onnx"
     text = (
         '<ir_version: 9, opset_import: ["": 20]> g (float[n, 8] x) => (float[n, 8] y)'
         "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = Softmax <axis = -1> (a) }"
     )
     onnx.save(onnx.parser.parse_model(text), path)
-    code, out, err = run("explain", str(path), "--args", "fp32[4,8]", "--dtype", "bf16", "--format", "json")
+    code, out, err = shell("explain", str(path), "--args", "fp32[4,8]", "--dtype", "bf16", "--format", "json")
     assert code == 0, err
     # The input and the weight go to BF16, at 4 + 2 bytes an element; autocast leaves a CPU's softmax in what it gets.
     assert json.loads(out)["autocast"] == {"casts": 2, "cast_bytes": 6 * (32 + 64), "low_nodes": 2}
 
 
-def test_a_module_of_the_current_folder(run, model_file, monkeypatch):
+def test_a_module_of_the_current_folder(shell, model_file, monkeypatch):
     monkeypatch.chdir(Path(model_file).parent)
-    code, out, _ = run("explain", "tiny_model:with_tensor", "--format", "text")
+    code, out, _ = shell("explain", "tiny_model:with_tensor", "--format", "text")
     assert code == 0
     assert "aten.linear" in out
 
 
-def test_rules_list_and_show(run):
-    code, out, _ = run("rules", "list")
+def test_rules_list_and_show(shell):
+    code, out, _ = shell("rules", "list")
     assert code == 0
     for name in ("default", "fast", "safe"):
         assert name in out
-        code, text, _ = run("rules", "show", name)
+        code, text, _ = shell("rules", "show", name)
         assert code == 0
         assert "version: 1" in text
 
 
-def test_rules_check(run, tmp_path):
+def test_rules_check(shell, tmp_path):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("version: 1\nextends: default\n", encoding="utf-8")
     bad.write_text("version: 1\nallow: [matmull]\n", encoding="utf-8")
-    assert run("rules", "check", str(good))[0] == 0
-    code, out, err = run("rules", "check", str(bad), str(good))
+    assert shell("rules", "check", str(good))[0] == 0
+    code, out, err = shell("rules", "check", str(bad), str(good))
     assert code == 1
     assert "good.yaml: good" in out
     assert "bad.yaml:2" in err
     assert "matmul" in err
 
 
-def test_demo_passes_its_options_on(run, monkeypatch):
+def test_demo_passes_its_options_on(shell, monkeypatch):
     import amp_compiler.cli.demo
 
     seen = {}
     monkeypatch.setattr(amp_compiler.cli.demo, "run_demo", lambda **options: seen.update(options))
-    assert run("demo", "--epochs", "2", "--device", "cpu", "--backend", "eager")[0] == 0
+    assert shell("demo", "--epochs", "2", "--device", "cpu", "--backend", "eager")[0] == 0
     assert seen == {"epochs": 2, "device": "cpu", "backend": "eager"}

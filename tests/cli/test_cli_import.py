@@ -19,3 +19,13 @@ def test_what_is_wrong_is_told_with_its_line(shell, tmp_path):
     net.write_text("default_forward_type: FLOAT16\ndefault_forward_math: FLOAT16\n")
     code, said, message = shell("rules", "import", net)
     assert code == 1 and not said and "net.prototxt:2:" in message and "hint:" in message
+
+
+def test_a_list_of_nodes_extends_a_preset_and_stays_as_it_is(shell, tmp_path):
+    path, out = tmp_path / "a.txt", tmp_path / "rules.yaml"
+    path.write_text("head:float32\n", encoding="utf-8")
+    assert shell("rules", "import", path, "--extends", "fast", "--output", out)[0] == 0
+    assert shell("rules", "check", out)[0] == 0 and "extends: fast" in out.read_text(encoding="utf-8")
+    assert shell("rules", "import", path, "--output", path)[0] == 2
+    assert "'head:float32' in a.txt" in shell("rules", "import", path)[1]
+    assert shell("rules", "import", tmp_path / "none")[0] == 1

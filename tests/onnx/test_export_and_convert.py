@@ -11,6 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from onnx_corpus import exported
+from onnx_models import kept
 from torch import nn
 
 from amp_compiler.ir.dtypes import low_type
@@ -96,7 +97,9 @@ EVERY = pytest.mark.parametrize(
 @EVERY
 def test_the_export_is_valid_and_small_and_both_are_equally_near_the_fp32_model(name, dtype):
     module, inputs = make(name)
-    first = exported.export(module, inputs, opset_version=DEFAULT_OPSET[low_type(dtype)]).model_proto
+    opset = DEFAULT_OPSET[low_type(dtype)]
+    export = lambda: exported.export(module, inputs, opset_version=opset).model_proto  # noqa: E731
+    first = kept(f"{name}_opset_{opset}", export, exported.__file__, __file__)
     batch = {value.name: tensor.numpy() for value, tensor in zip(first.graph.input, inputs, strict=True)}
     names = [value.name for value in first.graph.output]
     written = export_onnx(module, inputs, dtype=dtype, output_names=names).model

@@ -150,7 +150,7 @@ from onnx import helper
 from onnx_models import make_model, value
 from own_memory import peak
 from amp_compiler.onnx.check.calibrate import calibrate
-size, depth = 1_000_000, 100
+size, depth = 1_000_000, 40
 names = ["x", *(f"v{i}" for i in range(depth))]
 nodes = [helper.make_node("Cos", [one], [two]) for one, two in zip(names, names[1:])]
 model = make_model(nodes, [value("x", ["n"])], [value(names[-1], ["n"])])
@@ -164,7 +164,7 @@ print((peak() - before) / 2**20)
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_values():
-    """100 values of 4 MB, of which a plain run holds two or three at once."""
+    """40 values of 4 MB, of which a plain run holds two or three at once."""
     assert float(run_program(MEMORY)) < 60
 
 

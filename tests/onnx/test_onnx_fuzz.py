@@ -200,8 +200,8 @@ def run(first: int, count: int, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        pytest.param(0, 100, marks=pytest.mark.long),
-        pytest.param(100, 100, marks=pytest.mark.slow),
+        pytest.param(0, 60, marks=pytest.mark.long),
+        pytest.param(60, 140, marks=pytest.mark.slow),
         *(pytest.param(at, 300, marks=pytest.mark.slow) for at in range(200, 2000, 300)),
     ],
 )

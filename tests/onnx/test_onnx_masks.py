@@ -75,6 +75,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.sweep(38)  # every third: each form with each floor
 @pytest.mark.parametrize("rules", ["default", "apex-o3"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("floor", [LOWEST, -1e9, -65504.0, -np.inf])

@@ -1,8 +1,14 @@
 """Models that torch exports to ONNX come back: same outputs, same gradients, same training."""
 
+from pathlib import Path
+
+import onnx
 import pytest
+import test_export_and_convert
 import torch
+from onnx_corpus import exported
 from onnx_corpus.exported import Logits, export
+from onnx_models import kept
 from test_export_and_convert import make
 from torch import nn
 from toys import eager_step, relative
@@ -28,11 +34,18 @@ def built_model(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return model, args
 
 
+def saved(name: str, path: Path) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """A model, which torch has exported to a file."""
+    model, args = built_model(name)
+    export_it = lambda: export(model, args, optimize=False).model_proto  # noqa: E731
+    onnx.save(kept(f"to_fx_{name}", export_it, __file__, exported.__file__, test_export_and_convert.__file__), path)
+    return model, args
+
+
 @pytest.mark.parametrize("name", ["llama", "resnet", "t5"])
 def test_outputs_gradients_and_names_are_the_torch_models(name, tmp_path):
-    model, args = built_model(name)
     path = tmp_path / "m.onnx"
-    export(model, args, optimize=False).save(path)
+    model, args = saved(name, path)
     module = amp.onnx_to_fx(path)
     wanted = model(*args)
     outputs = module(*args)
@@ -72,9 +85,8 @@ def test_an_optimized_export_with_a_dynamic_batch():
 
 def test_compile_and_train_from_a_path(tmp_path):
     ort = pytest.importorskip("onnxruntime")
-    model, args = built_model("resnet")
     path = tmp_path / "m.onnx"
-    export(model, args, optimize=False).save(path)
+    model, args = saved("resnet", path)
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     wanted = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: args[0].numpy()})[0])
     compiled = amp.compile(str(path), dtype="bf16", backend="eager")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from onnx_models import kept
 from torch import nn
 
 from amp_compiler.onnx.exporting.exporter import quiet_exporter
@@ -52,6 +53,10 @@ def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: Any) -
 
 def build(name: str) -> Built:
     """Export a model; the batches are its inputs and a second draw of them."""
+    return kept(name, lambda: _build(name), __file__)  # type: ignore[no-any-return]
+
+
+def _build(name: str) -> Built:
     model, inputs = module(name)
     program = export(model, tuple(inputs.values()), input_names=list(inputs), output_names=["logits"])
     first, generator = {name: tensor.numpy() for name, tensor in inputs.items()}, np.random.default_rng(1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from toys import mean_square, sgd_step
 
 import amp_compiler as amp
 from amp_compiler.errors import OnnxError, RuleError
@@ -241,11 +242,9 @@ def test_an_export_takes_it_with_calibration() -> None:
 def test_sizes_may_change(math: Any) -> None:
     losses = []
     for shapes in ("auto", None):
-        model = Mlp()
-        step = amp.training_step(
-            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.05), rules=rules(math),
-            dtype="bf16", backend="eager", dynamic_shapes=shapes,
-        )  # fmt: skip
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
+        step = sgd_step(model, mean_square, 0.05, rules=rules(math), dynamic_shapes=shapes)
         sizes = (4, 7, 40)
         losses.append([float(step(torch.ones(size, 64) * size)) for size in sizes])
     assert losses[0] == losses[1]
@@ -281,10 +280,7 @@ def test_a_report_calls_a_node_by_what_it_computes() -> None:
 @pytest.mark.parametrize("math", [{"scaling": "delayed"}, {"scaling": "mx"}])
 def test_what_overflows_in_front_of_a_product_is_named_and_not_what_is_made_of_it(math: Any) -> None:
     model = Mlp()
-    step = amp.training_step(
-        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.05), rules=rules(math),
-        dtype="fp16", backend="eager",
-    )  # fmt: skip
+    step = sgd_step(model, mean_square, 0.05, rules=rules(math), dtype="fp16")
     step(torch.ones(16, 64))
     step(torch.full((16, 64), 1e30))
     assert int(step.skipped_steps) == 1
@@ -318,10 +314,7 @@ def test_what_several_products_read_is_rounded_once(preset: str, casts: int) -> 
     results = []
     for pipeline in (amp.pipelines.STEP, amp.pipelines.STEP.skip("simplify_casts")):
         model = Heads()
-        step = amp.training_step(
-            model, lambda m, x: m(x), torch.optim.SGD(model.parameters(), 0.1), rules=preset, dtype="bf16",
-            backend="eager", passes=pipeline,
-        )  # fmt: skip
+        step = sgd_step(model, lambda m, x: m(x), 0.1, rules=preset, passes=pipeline)
         x = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
         results.append([step(x), step(x), *model.parameters()])
         result = [

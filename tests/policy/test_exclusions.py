@@ -1,12 +1,10 @@
 """Lists of other converters as rule files: what they say is what the plan does."""
 
 import json
-import sys
 
 import pytest
 from graph_reading import parse_graph
 
-from amp_compiler.cli import main as cli
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import StoredNumbers
@@ -102,19 +100,3 @@ def test_what_cannot_be_read_is_refused(name, content, message, tmp_path):
     with pytest.raises(RuleError, match=message) as raised:
         import_rules(written(tmp_path, name, content))
     assert "a." in raised.value.where and raised.value.hint
-
-
-def test_the_shell_writes_a_file_that_is_good(tmp_path, monkeypatch, capsys):
-    path, out = written(tmp_path, "a.txt", "head:float32\n"), tmp_path / "rules.yaml"
-
-    def shell(*arguments):
-        monkeypatch.setattr(sys, "argv", ["amp-compiler", "rules", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, capsys.readouterr()
-
-    assert shell("import", path, "--extends", "fast", "--output", out)[0] == 0
-    assert shell("check", out)[0] == 0 and "extends: fast" in out.read_text(encoding="utf-8")
-    assert shell("import", path, "--output", path)[0] == 2
-    assert "'head:float32' in a.txt" in shell("import", path)[1].out
-    assert shell("import", tmp_path / "none")[0] == 1

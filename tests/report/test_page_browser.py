@@ -86,6 +86,13 @@ def type_in(browser, selector: str, words: str) -> None:
     )
 
 
+def press_enter(browser) -> None:
+    """In the field for a search, which goes to the next match."""
+    browser.run(
+        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+
+
 def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for it: on a busy machine the browser may have its events later."""
     end = time.monotonic() + seconds
@@ -170,11 +177,8 @@ def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
     assert text(browser, "#found") == f"{LAYERS} of {ALL} nodes"
     assert names(browser) == ["softmax_4", "softmax_17", "softmax_30"]
     assert count(browser, ".module.folded:not(.out)") == LAYERS
-    enter = (
-        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
-    )
     for name in ("softmax_4", "softmax_17", "softmax_30", "softmax_4"):
-        browser.run(enter)
+        press_enter(browser)
         assert text(browser, "#details h3") == name
         assert count(browser, f'.box.chosen[data-node="{name}"]') == 1
     assert browser.run("return location.hash") == "#node=softmax_4&q=softmax+sums"
@@ -387,9 +391,7 @@ def test_the_whole_step_and_its_histograms(browser, pages):
         browser.run("return [...document.querySelectorAll('.module')].map((one) => one.dataset.module)")
     )
     type_in(browser, "#search", "native_layer_norm_backward")
-    browser.run(
-        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
-    )
+    press_enter(browser)
     assert "backward" in text(browser, "#details")
     assert browser.run("return location.hash").startswith("#graph=step&node=native_layer_norm_backward")
     browser.run(
@@ -409,9 +411,7 @@ def test_all_of_5000_nodes_can_be_reached(browser, pages):
     browser.run("const rest = document.querySelector('#list-nodes .rest'); while (!rest.hidden) rest.click()")
     assert len(set(names(browser))) == 5000
     type_in(browser, "#search", "add_4991")
-    browser.run(
-        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
-    )
+    press_enter(browser)
     assert count(browser, '.box.chosen[data-node="add_4991"]') == 1
     click(browser, "#unfold")
     assert (

@@ -205,30 +205,6 @@ BEYOND = {
 }
 
 
-def made_here() -> set[str]:
-    """Ops that `default` makes low or fp32 on a CPU in bf16 though autocast has nothing registered for them."""
-    listed = with_kernels("AutocastCPU")
-    matcher = RuleMatcher(RULES, PrecisionGraph(), Context(DType.BFLOAT16))
-    result = set()
-    for op, info in RULES.ops.ops.items():
-        namespace, name = op.split(".", 1)
-        if namespace == "aten" and name not in listed and info.family not in BEYOND_FAMILIES:
-            for mode in ("constant", "reflect"):
-                decision = matcher.decide(Node("y", op, (), (), {"mode": mode}))
-                if decision.precision in (Precision.LOW, Precision.FP32):
-                    result.add(name)
-    return result
-
-
-def test_nothing_else_is_low_or_fp32_on_the_cpu():
-    assert made_here() - set(BEYOND) == set()
-
-
-def test_every_exception_is_still_needed():
-    assert set(BEYOND) - made_here() == set()
-    assert all(BEYOND.values()) and all(BEYOND_FAMILIES.values())
-
-
 CUDA_BEYOND_FAMILIES = {
     **BEYOND_FAMILIES,
     "softmax": "other names of softmax and log_softmax, and the masked ones",
@@ -250,17 +226,26 @@ CUDA_BEYOND = {
 }
 
 
-def test_nothing_else_is_low_or_fp32_on_cuda():
-    listed = with_kernels("AutocastCUDA")
-    matcher = RuleMatcher(RULES, PrecisionGraph("cuda"), Context(DType.FLOAT16, "cuda"))
-    result = set()
+PLACES_BEYOND = {
+    "AutocastCPU": (DType.BFLOAT16, "cpu", BEYOND_FAMILIES, BEYOND),
+    "AutocastCUDA": (DType.FLOAT16, "cuda", CUDA_BEYOND_FAMILIES, CUDA_BEYOND),
+}
+
+
+@pytest.mark.parametrize("key", PLACES_BEYOND)
+def test_nothing_else_is_low_or_fp32_and_every_exception_is_still_needed(key):
+    """Ops for which autocast has nothing registered, in any mode."""
+    low, device, families, ops = PLACES_BEYOND[key]
+    listed, result = with_kernels(key), set()
+    matcher = RuleMatcher(RULES, PrecisionGraph(device), Context(low, device))
     for op, info in RULES.ops.ops.items():
         namespace, name = op.split(".", 1)
-        if namespace == "aten" and name not in listed and info.family not in CUDA_BEYOND_FAMILIES:
-            decision = matcher.decide(Node("y", op, (), ()))
-            if decision.precision in (Precision.LOW, Precision.FP32):
-                result.add(name)
-    assert result == set(CUDA_BEYOND)
+        if namespace == "aten" and name not in listed and info.family not in families:
+            for mode in ("constant", "reflect") if device == "cpu" else ("",):
+                decision = matcher.decide(Node("y", op, (), (), {"mode": mode} if mode else {}))
+                if decision.precision in (Precision.LOW, Precision.FP32):
+                    result.add(name)
+    assert result == set(ops) and all(ops.values()) and all(families.values())
 
 
 def test_only_exact_ops_follow():
