@@ -336,10 +336,10 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
 
 def _check_assigned(node: fx.Node, inputs: Sequence[Tensor]) -> None:
     """Refuse what is assigned to `.data` unless it is of the same form and of memory of its own."""
-    tensor, new = (one.meta.get("example_value") if isinstance(one, fx.Node) else None for one in (*node.args, 0)[:2])
-    alike = isinstance(tensor, Tensor) and isinstance(new, Tensor) and node.args[2:] == () and not node.kwargs
-    alike = alike and (tensor.shape, tensor.dtype, tensor.device) == (new.shape, new.dtype, new.device)
-    if not alike or any(shares_memory(new, one) for one in inputs if one is not tensor):
+    values = [one.meta.get("example_value") if isinstance(one, fx.Node) else None for one in node.args]
+    tensors = [one for one in values if isinstance(one, Tensor)]
+    alike = len(values) == len(tensors) == 2 and len({(one.shape, one.dtype, one.device) for one in tensors}) == 1
+    if not alike or any(shares_memory(tensors[1], one) for one in inputs if one is not tensors[0]):
         raise CaptureError(
             "the memory of a tensor is exchanged (`.data = …` or `set_`) for one of another form or that others read",
             where=user_source(node.meta.get("stack_trace")),

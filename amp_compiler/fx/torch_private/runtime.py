@@ -23,7 +23,7 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, fake ones too, lie in one storage."""
-    return torch._C._is_alias_of(one, other)
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
