@@ -11,20 +11,8 @@ from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, Val
 from amp_compiler.policy.rules import Precision
 
 CHOICES = (
-    "linear",
-    "layer_norm",
-    "gelu",
-    "relu",
-    "view",
-    "cat",
-    "maximum",
-    "split",
-    "add",
-    "mul",
-    "gt",
-    "to",
-    "argmax",
-)
+    "linear", "layer_norm", "gelu", "relu", "view", "cat", "maximum", "split", "add", "mul", "gt", "to", "argmax",
+)  # fmt: skip
 SLOTS = {"linear": ("input", "weight"), "layer_norm": ("input",), "gt": ("self", "other")}
 
 

@@ -33,26 +33,6 @@ class StepCounter:
 OPTIMIZER_STEPS = StepCounter()
 
 
-def write_mark(tensor: Tensor) -> tuple[int, ...]:
-    """What changes when a tensor is written, or may have been.
-
-    `tensor.data.mul_()` shows nowhere: `ops.stale_copies` compares values. A tensor that inference mode made has no
-    version counter: for it the mark says only where it lies.
-
-    Args:
-        tensor: any tensor.
-
-    Example:
-        >>> weight = torch.zeros(3)
-        >>> before = write_mark(weight)
-        >>> _ = weight.add_(1)
-        >>> write_mark(weight) == before
-        False
-    """
-    OPTIMIZER_STEPS.watch()
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, OPTIMIZER_STEPS.count
-
-
 def writable(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of some tensors that have a version counter."""
     return [tensor for tensor in tensors if not tensor.is_inference()]

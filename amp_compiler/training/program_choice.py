@@ -44,13 +44,14 @@ class ProgramChoice:
         detector: what has changed since the last call.
 
     Attributes:
+        programs: what was built so far.
         subgraph_step: runs the step from now on, where a loss that is no one graph has run in subgraphs.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
         self._setup, self._detector = setup, detector
         self._hooks, self._frontends = ModuleHooks(setup.module), dict[object, Frontend]()
-        self._programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
+        self.programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
         self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
@@ -58,16 +59,6 @@ class ProgramChoice:
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
         self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
         self.subgraph_step: SubgraphStep | None = None
-
-    @property
-    def programs(self) -> tuple[StepProgram, ...]:
-        """What was built so far."""
-        return tuple(self._programs.values())
-
-    @property
-    def compilations(self) -> int:
-        """How many programs were built so far."""
-        return len(self.programs)
 
     def run(
         self, batch: tuple[Any, ...], leaves: list[Any], gather: str, hooked: bool
@@ -255,9 +246,9 @@ class ProgramChoice:
         detector, gather, coordinator = self._detector, self._gather, self._setup.coordinator
         beside = (gather, self._setup.state.scale.config, self._gathered_before(gather))
         key = (graph, graph.trained, detector.owners, detector.hooked, *beside)
-        program = self._programs.get(key)
+        program = self.programs.get(key)
         if program is None or program.flags_changed or not self._may_run(program):
-            program = self._programs[key] = self._built(graph, inputs)
+            program = self.programs[key] = self._built(graph, inputs)
         if coordinator is not None:
             coordinator.settle(self._state_with(program), program.agreement.shared)
         return program

@@ -158,5 +158,7 @@ def test_a_training_step_runs_the_operator_in_a_typed_op_too(backward):
     rule = {"match": {"op": "aten.lstm"}, "precision": "low", **backward}
     step = TOYS["lstm"].step(amp, backend="eager", rules={"version": 1, "extends": "default", "rules": [rule]})
     step(*TOYS["lstm"].batch())
-    targets = [node.target for program in step._choice.programs for node in program.report.graph_module.graph.nodes]
+    targets = [
+        node.target for program in step._choice.programs.values() for node in program.report.graph_module.graph.nodes
+    ]
     assert OWN.recurrent_layer.default in targets and LSTM not in targets

@@ -165,19 +165,8 @@ def is_fp32(value):
 
 def test_families_of_views_and_movement_are_exact_and_arithmetic_is_not():
     inexact = {
-        "add",
-        "mul",
-        "sum",
-        "gelu",
-        "max",
-        "topk",
-        "sort",
-        "clamp",
-        "dropout",
-        "avg_pool2d",
-        "index_put",
-        "scatter",
-    }
+        "add", "mul", "sum", "gelu", "max", "topk", "sort", "clamp", "dropout", "avg_pool2d", "index_put", "scatter",
+    }  # fmt: skip
     assert not any(TABLE.info(f"aten.{name}").exact for name in inexact)
     views = [info for info in TABLE.ops.values() if info.family in ("view", "movement", "index")]
     assert len(views) > 100

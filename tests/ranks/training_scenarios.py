@@ -113,7 +113,9 @@ def accumulated(place: Place) -> dict[str, Any]:
     """Batches of two parts each: the ranks reduce once for both."""
     case = replace(CASES["adamw"], options={"accumulate": 2, "clip_norm": 0.1})
     model, step = trained_together(place, replace(case, batches=lambda: rows(6)), dtype="fp16")
-    texts = [program.report.graph_module.print_readable(print_output=False) for program in step._choice.programs]
+    texts = [
+        program.report.graph_module.print_readable(print_output=False) for program in step._choice.programs.values()
+    ]
     messages = sorted(text.count("all_reduce.default(") for text in texts)
     result = {"same": same_everywhere(step, model), "messages": messages}
     exact, _ = trained_together(place, case, enabled=False)
@@ -244,7 +246,7 @@ def low_types(place: Place) -> dict[str, Any]:
         case = replace(CASES[name], options=_scaled(low), batches=lambda: rows(3))
         model, step = trained_together(place, case)
         result["same"][low, name] = same_everywhere(step, model)
-        graphs = [one.report.graph_module.graph for one in step._choice.programs]
+        graphs = [one.report.graph_module.graph for one in step._choice.programs.values()]
         result["sent"][low, name] = [traffic_of(graph, place.size, ()).sent for graph in graphs]
     return result
 

@@ -102,7 +102,7 @@ def test_1000_steps_grow_nothing_and_compile_nothing(record_property):
     inputs = list(batches(8))
     for number in range(20):
         step(*inputs[number % 8])
-    compiled = dict(torch._dynamo.utils.counters["inductor"]), step._choice.compilations
+    compiled = dict(torch._dynamo.utils.counters["inductor"]), len(step._choice.programs)
     torch.cuda.synchronize()
     memory = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -112,7 +112,7 @@ def test_1000_steps_grow_nothing_and_compile_nothing(record_property):
     end.record()
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == memory
-    assert (dict(torch._dynamo.utils.counters["inductor"]), step._choice.compilations) == compiled
+    assert (dict(torch._dynamo.utils.counters["inductor"]), len(step._choice.programs)) == compiled
     record_property("microseconds per step", f"{start.elapsed_time(end):.0f}")
     assert step.execution == REPLAYED
 

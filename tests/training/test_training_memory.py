@@ -103,7 +103,7 @@ class Run:
             for number in range(STEPS):
                 self.train(number)
         self.end = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.used = [inspect.unwrap(program.compiled.run._run) for program in self.step._choice.programs]
+        self.used = [inspect.unwrap(program.compiled.run._run) for program in self.step._choice.programs.values()]
 
     @property
     def block(self):
@@ -197,5 +197,5 @@ def test_steps_that_ask_anew_at_each_call_have_no_block(case, monkeypatch):
     for number in range(4):
         step(*batch(number))
     assert step._state.memory._block.numel() == 0
-    runs = [program.compiled.run for program in step._choice.programs]
+    runs = [program.compiled.run for program in step._choice.programs.values()]
     assert not any(isinstance(inspect.unwrap(run._run), ArenaRun) for run in runs)

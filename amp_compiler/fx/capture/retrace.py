@@ -20,6 +20,7 @@ from amp_compiler.errors import CaptureError, ValuesReadError
 from amp_compiler.fx.capture.autocast_state import regions_in
 from amp_compiler.fx.capture.errors import name_of, user_frame
 from amp_compiler.fx.capture.exact_numbers import settle_numbers
+from amp_compiler.fx.capture.exchanged_data import assign_data, refuse_unless_copied
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.tracing import tracing_context
 from amp_compiler.fx.captured import Captured, Input, Source
@@ -27,7 +28,6 @@ from amp_compiler.fx.checkpoints import mark_checkpoint
 from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.torch_private.dynamo import AUTOGRAD_FUNCTION, TENSOR_OF_NUMBER, is_restart, source_text
-from amp_compiler.fx.torch_private.runtime import shares_memory
 from amp_compiler.fx.torch_private.tracing import (
     is_of_transform,
     new_graph_module,
@@ -302,13 +302,8 @@ def _name_modules(graph_module: fx.GraphModule, names: Names) -> None:
 
 
 def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModule:
-    """A copy that can be traced: data is detached; nodes are marked where the trace loses regions of autocast.
-
-    Raises:
-        CaptureError: `.data` is assigned what no copy stands for.
-    """
+    """A copy that can be traced: data is detached; nodes are marked where the trace loses regions of autocast."""
     graph = fx.Graph()
-    inputs = [one.meta.get("example_value") for one in graph_module.graph.find_nodes(op="placeholder")]
     environment: dict[fx.Node, fx.Node] = {}
     regions: list[tuple[str, bool]] = []
     for node in graph_module.graph.nodes:
@@ -324,32 +319,14 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
             copied.target = torch.Tensor.detach
         if called == "set_":  # of `x.data = y`, which would move the copy that is traced to other memory
-            _check_assigned(node, [one for one in inputs if isinstance(one, Tensor)])
-            copied.target = _assign_data
+            refuse_unless_copied(node)
+            copied.target = assign_data
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
             _as_stacked_numbers(copied)
         environment[node] = copied
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: regions[-1][0]}
     return new_graph_module(graph_module, graph)
-
-
-def _check_assigned(node: fx.Node, inputs: Sequence[Tensor]) -> None:
-    """Refuse what is assigned to `.data` unless it is of the same form and of memory of its own."""
-    values = [one.meta.get("example_value") if isinstance(one, fx.Node) else None for one in node.args]
-    tensors = [one for one in values if isinstance(one, Tensor)]
-    alike = len(values) == len(tensors) == 2 and len({(one.shape, one.dtype, one.device) for one in tensors}) == 1
-    if not alike or any(shares_memory(tensors[1], one) for one in inputs if one is not tensors[0]):
-        raise CaptureError(
-            "the memory of a tensor is exchanged (`.data = …` or `set_`) for one of another form or that others read",
-            where=user_source(node.meta.get("stack_trace")),
-            hint="copy into it: weight.data.copy_(new)",
-        )
-
-
-def _assign_data(tensor: Tensor, new: Tensor) -> Tensor:
-    """`tensor.data = new`, which keeps its memory."""
-    return tensor.detach().copy_(new.detach())
 
 
 def _as_stacked_numbers(node: fx.Node) -> None:
