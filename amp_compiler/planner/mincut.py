@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SOURCE, _SINK = "source", "sink"
+_FORBIDDEN = 1 << 100  # more than all other costs together
 
 
 @dataclass
@@ -24,12 +25,13 @@ class TwoLabelProblem:
 
     _zero: list[int] = field(default_factory=list)
     _one: list[int] = field(default_factory=list)
-    _pairs: list[tuple[int, int, int | None]] = field(default_factory=list)
+    _arcs: list[dict[int, int]] = field(default_factory=list)  # by variable: what its being 1 costs beside others at 0
 
     def variable(self) -> int:
         """A new variable; returns its number."""
         self._zero.append(0)
         self._one.append(0)
+        self._arcs.append({})
         return len(self._zero) - 1
 
     def single(self, variable: int, *, if_zero: int = 0, if_one: int = 0) -> None:
@@ -40,7 +42,8 @@ class TwoLabelProblem:
     def pair(self, one: int, zero: int, cost: int | None) -> None:
         """Add a cost for variable `one` being 1 while variable `zero` is 0; `None` forbids it."""
         if one != zero and cost != 0:
-            self._pairs.append((one, zero, cost))
+            self._arcs[one][zero] = self._arcs[one].get(zero, 0) + (_FORBIDDEN if cost is None else cost)
+            self._arcs[zero].setdefault(one, 0)
 
     def solve(self) -> tuple[list[int], int]:
         """Labels of least total cost, and that cost.
@@ -48,26 +51,66 @@ class TwoLabelProblem:
         Among labellings of equal cost it is the one with the fewest ones: minimum cuts form a lattice, so that one is
         unique and the answer depends on nothing but the costs.
         """
-        import networkx as nx
+        zeros, ones, arcs = list(self._zero), list(self._one), [dict(beside) for beside in self._arcs]
+        leaves = self._take_leaves(zeros, ones, arcs)
+        labels = [int(one < zero) for zero, one in zip(zeros, ones, strict=True)]
+        total = sum(min(zero, one) for zero, one, beside in zip(zeros, ones, arcs, strict=True) if not beside)
+        if any(arcs):
+            total += _cut(zeros, ones, arcs, labels)
+        for leaf, other, up, down in reversed(leaves):
+            zero, one = zeros[leaf] + down * labels[other], ones[leaf] + up * (1 - labels[other])
+            labels[leaf] = int(one < zero)
+            total -= min(zeros[leaf], ones[leaf])
+        return labels, total
 
-        graph: nx.DiGraph = nx.DiGraph()
-        graph.add_nodes_from((_SOURCE, _SINK))
-        for variable, (zero, one) in enumerate(zip(self._zero, self._one, strict=True)):
-            if zero != one:
-                ends = (_SOURCE, variable) if zero < one else (variable, _SINK)
-                graph.add_edge(*ends, capacity=abs(one - zero))
-        total = sum(min(zero, one) for zero, one in zip(self._zero, self._one, strict=True))
-        infinite = 1 + sum(self._zero) + sum(self._one)
-        for one, zero, cost in self._pairs:  # a variable that is 1 is on the side of the sink
-            known = graph.get_edge_data(zero, one, {"capacity": 0})["capacity"]
-            graph.add_edge(zero, one, capacity=known + (infinite if cost is None else cost))
-        residual = nx.algorithms.flow.boykov_kolmogorov(graph, _SOURCE, _SINK)
-        # Which maximum flow it is does not count: all of them leave room to the sink from the same nodes.
-        ones: set[Any] = {_SINK}
-        pending: list[Any] = [_SINK]
+    @staticmethod
+    def _take_leaves(zeros: list[int], ones: list[int], arcs: list[dict[int, int]]) -> list[tuple[int, int, int, int]]:
+        """Take away variables with one neighbour, and whole trees of them: each costs what is best for each label of it.
+
+        Changes the arguments. Returns (leaf, neighbour, cost of 1 beside 0, of 0 beside 1), in the order of going.
+        """
+        leaves = []
+        pending = [variable for variable, beside in enumerate(arcs) if len(beside) == 1]
         while pending:
-            for maker, arc in residual.pred[pending.pop()].items():
-                if arc["flow"] < arc["capacity"] and maker not in ones:
-                    ones.add(maker)
-                    pending.append(maker)
-        return [int(variable in ones) for variable in range(len(self._zero))], total + residual.graph["flow_value"]
+            leaf = pending.pop()
+            for other, up in arcs[leaf].items():  # none, where that one went first
+                down = arcs[other].pop(leaf)
+                zeros[other] += min(zeros[leaf], ones[leaf] + up)
+                ones[other] += min(zeros[leaf] + down, ones[leaf])
+                leaves.append((leaf, other, up, down))
+                if len(arcs[other]) == 1:
+                    pending.append(other)
+            arcs[leaf] = {}
+        return leaves
+
+
+def _cut(zeros: list[int], ones: list[int], arcs: list[dict[int, int]], labels: list[int]) -> int:
+    """Label the variables that have neighbours; returns what that costs."""
+    import networkx as nx
+
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from((_SOURCE, _SINK))
+    total = 0
+    for variable, beside in enumerate(arcs):
+        if not beside:
+            continue
+        zero, one = zeros[variable], ones[variable]
+        total += min(zero, one)
+        if zero != one:
+            ends = (_SOURCE, variable) if zero < one else (variable, _SINK)
+            graph.add_edge(*ends, capacity=abs(one - zero))
+        for other, cost in beside.items():  # a variable that is 1 is on the side of the sink
+            if cost:
+                graph.add_edge(other, variable, capacity=cost)
+    residual = nx.algorithms.flow.boykov_kolmogorov(graph, _SOURCE, _SINK)
+    # Which maximum flow it is does not count: all of them leave room to the sink from the same nodes.
+    at_one: set[Any] = {_SINK}
+    pending: list[Any] = [_SINK]
+    while pending:
+        for maker, arc in residual.pred[pending.pop()].items():
+            if arc["flow"] < arc["capacity"] and maker not in at_one:
+                at_one.add(maker)
+                pending.append(maker)
+    for variable in filter(arcs.__getitem__, range(len(arcs))):
+        labels[variable] = int(variable in at_one)
+    return total + int(residual.graph["flow_value"])

@@ -39,6 +39,7 @@ class Builder:
         ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
+        self._demands: dict[tuple[object, ...], Demands] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
 
@@ -74,7 +75,7 @@ class Builder:
         op, quantizing = self._op(node)
         named = not op.startswith("onnx.") and self.named(op, name)
         quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
-        demands = demands_of(self.model, self.lowered.low, node, op, named=named, quantized=quantized)
+        demands = self._demands_on(node, op, named, quantized, len(inner))
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands = self._operands(node, name, demands, inner)
@@ -97,6 +98,22 @@ class Builder:
             outputs,
         )
         self.lowered.nodes[name] = node
+
+    def _demands_on(self, node: ir.Node, op: str, named: bool, quantized: str, inner: int) -> Demands:
+        """What the model demands of a node. Nodes of one op and one set of types share it; a pin may name values."""
+        types, inputs = self.model.types, node.inputs
+        key: list[object] = [node.op_identifier(), node.version, named, quantized, inner, len(inputs)]
+        key += node.attributes.data
+        for value in (*inputs, *node.outputs):
+            known = types.get(value, UNKNOWN) if value is not None and value.name else None
+            key.append(None if known is None else (known.dtype, known.tensor, known.item))
+        alike = tuple(key)
+        demands = self._demands.get(alike)
+        if demands is None:
+            demands = demands_of(self.model, self.lowered.low, node, op, named=named, quantized=quantized)
+            if demands.pin is None:
+                self._demands[alike] = demands
+        return demands
 
     def _attributes_of(self, node: ir.Node, inner: dict[str, ir.Graph]) -> dict[str, Attr]:
         """The attributes of a node; of a loop also which states it carries."""

@@ -25,10 +25,12 @@ def guard_transposes(lowered: Lowered, plan: PrecisionPlan) -> bool:
     Returns:
         Whether there was such a transpose.
     """
-    graphs = lowered.model.graphs()
+    turned = [node for node in lowered.nodes.values() if _is_turned(node)]
+    if not turned:
+        return False
     low = {lowered.nodes[name] for name, label in plan.labels.items() if label == LOW and name in lowered.nodes}
-    transposes = [node for graph in graphs for node in graph if _is_turned(node) and _reaches_product(node, low)]
-    values, nodes = names_of(graphs if transposes else ())
+    transposes = [node for node in turned if _reaches_product(node, low)]
+    values, nodes = names_of(lowered.model.graphs())
     for node in transposes:
         _raise_rank(node, lowered.model.opset(""), values, nodes)
     return bool(transposes)
