@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.value_class import value_class
 
 if TYPE_CHECKING:
     from amp_compiler import report
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class PlannedNode:
     """One node's verdict.
 

@@ -30,7 +30,7 @@ from amp_compiler.onnx.lowering.scale_products import fp8_nodes, scale_products
 from amp_compiler.onnx.lowering.transposes import guard_transposes
 from amp_compiler.onnx.model.edit import kept_types, unique
 from amp_compiler.onnx.model.infer import infer, is_sound, light_of
-from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
+from amp_compiler.onnx.model.model import OnnxFile, OnnxModel, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import raised_as_onnx
 from amp_compiler.onnx.plan import plan_onnx
@@ -176,7 +176,7 @@ def convert_onnx(
             target=runners,
             calibrated=calibration is not None,
         )
-        look = _Look(opened, lowered, engine, check)
+        look = _Look(opened, lowered.model, engine, check)
         late = late_message(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with raised_as_onnx(opened.name, "it cannot be converted"):
@@ -192,6 +192,8 @@ def convert_onnx(
                 look(converted, lowered.model.folder)
             else:
                 save(lowered.model, written, look)
+        changed, graph_notes = changed or lowered.fused > 0, lowered.notes
+        del lowered  # with its neutral graph, which the collector would walk
     report = None
     result: Path | onnx.ModelProto | None = written or converted
     if verify is not None and result is not None:
@@ -207,10 +209,10 @@ def convert_onnx(
         *_calibrated(plan),
         *_unconverted(plan),
         *_in_fp8(plan),
-        *lowered.notes,
+        *graph_notes,
         *look.notes,
     )
-    return Conversion(plan, converted, written, changed or lowered.fused > 0, report, look.refusal, notes)
+    return Conversion(plan, converted, written, changed, report, look.refusal, notes)
 
 
 def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
@@ -249,13 +251,13 @@ class _Look:
 
     Args:
         opened: the original, which is loaded too where the result does not load.
-        lowered: what the result is made of.
+        model: what the result is made of.
         engine: what it is loaded with.
         wanted: whether anything is to be checked.
     """
 
-    def __init__(self, opened: OnnxFile, lowered: Lowered, engine: Engine, wanted: bool) -> None:
-        self.opened, self.lowered, self.engine, self.wanted = opened, lowered, engine, wanted
+    def __init__(self, opened: OnnxFile, model: OnnxModel, engine: Engine, wanted: bool) -> None:
+        self.opened, self.model, self.engine, self.wanted = opened, model, engine, wanted
         self.refusal: Refusal | None = None
         self.notes: tuple[str, ...] = ()
 
@@ -266,7 +268,7 @@ class _Look:
         try:
             infer(light_of(proto, folder), strict=True)
         except OnnxError as wrong:
-            if is_sound(self.lowered.model.proto, self.lowered.model.folder):
+            if is_sound(self.model.proto, self.model.folder):
                 raise OnnxError(
                     f"the converted model is not valid: {wrong.what}",
                     hint="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
@@ -309,7 +311,7 @@ def _rename_duplicates(lowered: Lowered) -> None:
     """Give each node with the name of an earlier one in its graph the name that the neutral graph has for it."""
     if not lowered.renamed:
         return
-    graphs = lowered.model.graphs()
+    graphs = lowered.model.graphs
     taken = {node.name or "" for graph in graphs for node in graph}
     neutral = {node: name for name, node in lowered.nodes.items()}
     for graph in graphs:

@@ -65,9 +65,9 @@ class TwoLabelProblem:
 
     @staticmethod
     def _take_leaves(zeros: list[int], ones: list[int], arcs: list[dict[int, int]]) -> list[tuple[int, int, int, int]]:
-        """Take away variables with one neighbour, and whole trees of them: each costs what is best for each label of it.
+        """Take away variables with one neighbour, and whole trees of them. Changes the arguments.
 
-        Changes the arguments. Returns (leaf, neighbour, cost of 1 beside 0, of 0 beside 1), in the order of going.
+        Returns (leaf, neighbour, cost of 1 beside 0, of 0 beside 1), in the order of going.
         """
         leaves = []
         pending = [variable for variable, beside in enumerate(arcs) if len(beside) == 1]

@@ -71,7 +71,7 @@ def emulate(model: OnnxFile | onnx.ModelProto, *, rounds: bool = True) -> Twin:
     """
     read = read_model(model if isinstance(model, OnnxFile) else OnnxFile(model), check=False)
     low = {value: ir_type(known.dtype) for value, known in read.types.items() if known.dtype in LOW_TYPES}
-    graphs = read.graphs()
+    graphs = read.graphs
     nodes = [node for graph in graphs for node in graph]
     for node in nodes:
         _refuse_unknown(node, read, low)

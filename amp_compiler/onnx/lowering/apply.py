@@ -25,7 +25,6 @@ from amp_compiler.onnx.model.edit import (
     unique,
     with_data,
 )
-from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type, signature_of
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
@@ -74,12 +73,11 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._homes: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.value_names, self.node_names = names_of(lowered.model.graphs())
-        for graph in lowered.model.graphs():
+        self.value_names, self.node_names = names_of(lowered.model.graphs)
+        for graph in lowered.model.graphs:
             self._homes.update(dict.fromkeys((*graph.inputs, *graph.initializers.values()), graph))
-            for node in graph:
-                for body in bodies(node).values():
-                    self.scopes.depth[body] = self.scopes.depth[graph] + 1
+            if graph is not self.main:
+                self.scopes.depth[graph] = self.scopes.depth[graph_of(lowered.owners[graph])] + 1
 
     def _home(self, value: ir.Value) -> ir.Graph:
         """The graph that a value is made in, or given to."""

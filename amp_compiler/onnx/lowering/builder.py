@@ -34,7 +34,7 @@ class Builder:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized, self.pins = named, keep_quantized, pins
         self.names: dict[ir.Value, str] = {}
-        self.held = {graph: list(graph) for graph in lowered.model.graphs()}
+        self.held = {graph: list(graph) for graph in lowered.model.graphs}
         self._reserved = self._main_names(lowered.model.ir.graph)
         ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)

@@ -22,7 +22,7 @@ from amp_compiler.ir.graph import GELU as GELU
 from amp_compiler.ir.graph import LAYER_NORM as LAYER_NORM
 from amp_compiler.ir.graph import RMS_NORM as RMS_NORM
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.model.model import all_graphs
+from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.terms import Found, Term, either, is_op, number, output_of, scalar_of, stored, whatever
 
 _ANCHORS = {"ReduceMean": (LAYER_NORM, RMS_NORM), "Erf": (GELU,), "Tanh": (GELU,)}
@@ -127,17 +127,17 @@ class Compound:
     values: Mapping[str, ir.Value]
 
 
-def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
-    """What is written out in a graph and its bodies: the ways in which each may be read, that of most nodes first.
+def find_compounds(model: OnnxModel) -> Iterator[list[Compound]]:
+    """What is written out in a model and its bodies: the ways in which each may be read, that of most nodes first.
 
     The ways differ in how far it reaches: with the product with stored data or without, with the cast of its input or
     behind it. Inner values may be read by others.
 
     Example:
-        >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)).ir.graph)]
+        >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)))]
         [['rms_norm', 'rms_norm']]
     """
-    for node in (node for inner in all_graphs(graph) for node in inner):
+    for node in (node for graph in model.graphs for node in graph):
         if node.op_type in _ANCHORS and is_op(node, node.op_type) and _is_likely(node):
             ways = _ways(node)
             if ways:
@@ -148,7 +148,7 @@ def mark_compounds(lowered: Lowered) -> None:
     """Say of each node which kind of compound it is part of (`Node.part`, `compounds`). Changes `lowered.graph`."""
     names: dict[ir.Node, str] = {}
     order: dict[str, int] = {}
-    for ways in find_compounds(lowered.model.ir.graph):
+    for ways in find_compounds(lowered.model):
         if not names:
             names = {node: name for name, node in lowered.nodes.items()}
             order = {name: index for index, name in enumerate(lowered.graph.nodes)}

@@ -75,7 +75,7 @@ def fuse(model: OnnxModel) -> Fusion:
     """
     done = Fusion()
     fuser = _Fuser(model)
-    for ways in list(find_compounds(model.ir.graph)):
+    for ways in list(find_compounds(model)):
         if any(node in fuser.gone or node in done.fused_nodes for node in ways[0].nodes):
             continue
         op, since = OPS[ways[0].kind]
@@ -247,7 +247,7 @@ class _Fuser:
 
     @cached_property
     def _taken(self) -> set[str]:
-        return set.union(*names_of(self.model.graphs()))
+        return set.union(*names_of(self.model.graphs))
 
 
 def _become(node: ir.Node, op: str, inputs: list[ir.Value], attributes: list[ir.Attr]) -> None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+import onnx_ir as ir
+
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Execution, StoredNumbers
 from amp_compiler.ir.graph import Pin, PrecisionGraph
@@ -85,14 +87,14 @@ def lower(
         if keeps(keep_io_types, value) or name in lowered.graph.lists or not floating:
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
-    lowered.graph.stored_numbers = functools.cache(lambda name: _numbers(lowered, name))
+    values = lowered.values
+    lowered.graph.stored_numbers = functools.cache(lambda name: _numbers(values.get(name), low))
     return lowered
 
 
-def _numbers(lowered: Lowered, name: str) -> StoredNumbers | None:
+def _numbers(value: ir.Value | None, low: DType) -> StoredNumbers | None:
     """What is known of the data stored under a name; `None` where these are no real numbers, or there are none."""
-    value = lowered.values.get(name)
     tensor = tensor_of(value) if value is not None else None
     if tensor is None or tensor.size == 0 or neutral_type(tensor.dtype.value) in _NO_NUMBERS:
         return None
-    return examine(tensor, lowered.low)
+    return examine(tensor, low)

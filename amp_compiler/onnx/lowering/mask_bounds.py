@@ -27,7 +27,7 @@ def bound_masks(model: OnnxModel, floors: Mapping[str, float], keep_io_types: Ke
         keep_io_types: as `kept_types` gives it; an input that is to become 16-bit gets no bound, which has its type.
     """
     graph = model.ir.graph
-    values, nodes = names_of(model.graphs() if floors else ())
+    values, nodes = names_of(model.graphs if floors else ())
     added: list[ir.Node] = []
 
     def stored(name: str, number: float) -> ir.Value:

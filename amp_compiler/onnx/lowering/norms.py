@@ -23,7 +23,7 @@ def guard_norms(lowered: Lowered) -> None:
     heads = [head for nodes in norms if (head := _cast_head(nodes)) is not None]
     if not heads:
         return
-    taken = set.union(*names_of(lowered.model.graphs()))
+    taken = set.union(*names_of(lowered.model.graphs))
     values, nodes = set(taken), taken
     for mean, difference in heads:
         source = difference.inputs[0]

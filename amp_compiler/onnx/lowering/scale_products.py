@@ -75,7 +75,7 @@ class _Writer:
     def __init__(self, lowered: Lowered, ranges: Mapping[str, float]) -> None:
         self.lowered, self.ranges = lowered, ranges
         self.main = lowered.model.ir.graph
-        self.value_names, self.node_names = names_of(lowered.model.graphs())
+        self.value_names, self.node_names = names_of(lowered.model.graphs)
         self.initializers: dict[object, tuple[ir.Value, ir.Value]] = {}
         self.results: dict[object, ir.Value] = {}
         self.replaced: dict[ir.Value, None] = {}

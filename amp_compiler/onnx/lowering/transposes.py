@@ -30,7 +30,7 @@ def guard_transposes(lowered: Lowered, plan: PrecisionPlan) -> bool:
         return False
     low = {lowered.nodes[name] for name, label in plan.labels.items() if label == LOW and name in lowered.nodes}
     transposes = [node for node in turned if _reaches_product(node, low)]
-    values, nodes = names_of(lowered.model.graphs())
+    values, nodes = names_of(lowered.model.graphs)
     for node in transposes:
         _raise_rank(node, lowered.model.opset(""), values, nodes)
     return bool(transposes)

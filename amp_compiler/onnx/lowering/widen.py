@@ -51,7 +51,7 @@ class _Writer:
         self.types = plan.types
         casts = (cast for cast in plan.casts if not cast.explicit)
         self.casts = {user: dtype_from_short(cast.dst) for cast in casts for user in cast.users}
-        self.value_names, self.node_names = names_of(lowered.model.graphs())
+        self.value_names, self.node_names = names_of(lowered.model.graphs)
 
     def widen(self, planned: PlannedNode, neutral: Node, untouched: frozenset[str]) -> None:
         """Put casts around one node."""

@@ -92,7 +92,9 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     input, and a `ConstantOfShape` that of its value.
     """
     opset = opset_of(light)
-    if not any(_uninferred(node, opset) for graph in proto_graphs(light.graph) for node in graph.node):
+    nodes = (node for graph in proto_graphs(light.graph) for node in graph.node)
+    alike = {(node.domain, node.op_type, not node.attribute): node for node in nodes}
+    if not any(_uninferred(node, opset) for node in alike.values()):
         return onnx.shape_inference.infer_shapes(light, **options)
     known = onnx.ModelProto()
     known.CopyFrom(light)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -103,6 +103,7 @@ class OnnxModel:
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
         reshaped: values whose declared shapes inference contradicts; they have the inferred ones here.
+        graphs: its graph and all bodies in it, in the order of the nodes.
     """
 
     proto: onnx.ModelProto
@@ -113,10 +114,7 @@ class OnnxModel:
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
     reshaped: tuple[str, ...] = ()
-
-    def graphs(self) -> list[onnx_ir.Graph]:
-        """The graph and all bodies in it, in the order of the nodes."""
-        return list(all_graphs(self.ir.graph))
+    graphs: list[onnx_ir.Graph] = field(default_factory=list)
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -133,7 +131,7 @@ class OnnxModel:
         """Take away what reading added: names of unnamed nodes, and descriptions of initializers."""
         for node in self.unnamed:
             node.name = None
-        for graph in self.graphs():
+        for graph in self.graphs:
             for value in graph.initializers.values():
                 if value not in self.described and not value.is_graph_input() and not value.is_graph_output():
                     value.type = None
@@ -272,15 +270,6 @@ def value_types(opened: OnnxFile) -> dict[str, DType]:
     return {value.name or "": one.dtype for value, one in known if one.tensor and one.dtype is not None}
 
 
-def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
-    """A graph and all bodies in it, in the order of the nodes."""
-    yield graph
-    for node in graph:
-        if node.attributes.data:
-            for body in bodies(node).values():
-                yield from all_graphs(body)
-
-
 def bodies(node: onnx_ir.Node) -> dict[str, onnx_ir.Graph]:
     """The bodies of a control-flow node by attribute name."""
     inner: dict[str, onnx_ir.Graph] = {}
@@ -303,7 +292,8 @@ class _Binder:
     seen: dict[bytes, ValueType] = field(default_factory=dict)
 
     def bind(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
-        """Fill `types`, `unnamed` and `described` for one graph and its bodies."""
+        """Fill `graphs`, `types`, `unnamed` and `described` for one graph and its bodies."""
+        self.model.graphs.append(graph)
         known = self._known(inferred)
         described = {info.name for info in proto.value_info}
         types, unnamed = self.model.types, self.model.unnamed
@@ -318,7 +308,7 @@ class _Binder:
                 self.model.external.append(tensor)
             if name in described:
                 self.model.described.add(value)
-        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
+        for place, (node, message) in enumerate(zip(graph, proto.node, strict=True)):
             if not message.name:
                 unnamed.add(node)
             for value in node.outputs:
@@ -326,7 +316,7 @@ class _Binder:
                 if value_type is not None:
                     types[value] = value_type
             for name, body in bodies(node).items():
-                self.bind(body, proto_bodies(message)[name], proto_bodies(shadow)[name])
+                self.bind(body, proto_bodies(message)[name], proto_bodies(inferred.node[place])[name])
 
     def _known(self, inferred: onnx.GraphProto) -> dict[str, ValueType]:
         """By name, what inference says. Few types are common to many values, so each is looked into once."""

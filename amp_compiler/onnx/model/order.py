@@ -31,11 +31,11 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
 def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
     """The places of nodes in order; none where they are, or read one another in a circle."""
     makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    reads = {index: {makers[name] for name in _read(node) if name in makers} for index, node in enumerate(nodes)}
-    if all(maker < index for index, behind in reads.items() for maker in behind):
+    reads = [[makers[name] for name in _read(node) if name in makers] for node in nodes]
+    if all(max(behind, default=-1) < index for index, behind in enumerate(reads)):
         return []
     try:
-        return list(TopologicalSorter(reads).static_order())
+        return list(TopologicalSorter({index: set(behind) for index, behind in enumerate(reads)}).static_order())
     except CycleError:
         return []
 

@@ -11,7 +11,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, element_type
 from amp_compiler.onnx.model.data import array_of, convert
 from amp_compiler.onnx.model.edit import KeptTypes, cast_node, keeps, names_of, set_data, set_type, unique
-from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
+from amp_compiler.onnx.model.model import OnnxModel, ValueType, bodies
 from amp_compiler.onnx.model.types import canonical_domain, ir_type
 from amp_compiler.policy.marks import nearest
 
@@ -46,7 +46,7 @@ def refuse_custom_ops(model: OnnxModel, types: frozenset[DType]) -> None:
     Raises:
         OnnxError: names the node.
     """
-    for node in (node for graph in model.graphs() for node in graph):
+    for node in (node for graph in model.graphs for node in graph):
         if canonical_domain(node.domain) in ("", "ai.onnx.ml", "com.microsoft") or bodies(node):
             continue
         for value in (*node.inputs, *node.outputs):
@@ -88,14 +88,14 @@ class _Writer:
         self.elements = frozenset(map(ir_type, types))
         self.main = model.ir.graph
         self.changed = False
-        self.names = set.union(*names_of(all_graphs(self.main)))
+        self.names = set.union(*names_of(self.model.graphs))
         self.nodes = set(self.names)
 
     def run(self, keep_io_types: KeptTypes) -> bool:
         """Change data, attributes and types, then the ends."""
         ends = ((value, self.model.type_of(value).dtype) for value in (*self.main.inputs, *self.main.outputs))
         own = {value: dtype for value, dtype in ends if dtype in self.types and keeps(keep_io_types, value)}
-        for graph in all_graphs(self.main):
+        for graph in self.model.graphs:
             stored = [value for value in graph.initializers.values() if value not in self.stored]
             for value in stored:
                 self._initializer(value)
@@ -184,7 +184,7 @@ class _Writer:
         result = cast.outputs[0]
         for node, index in readers:
             node.replace_input_with(index, result)
-        for graph in all_graphs(self.main):
+        for graph in self.model.graphs:
             if graph is not self.main:
                 for index, out in enumerate(graph.outputs):
                     if out is value:

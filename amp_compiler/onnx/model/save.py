@@ -101,7 +101,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
 
 def _load_attributes(model: OnnxModel) -> None:
     """Let attributes hold their data, which only initializers may have in a file of their own."""
-    for graph in model.graphs():
+    for graph in model.graphs:
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
@@ -195,7 +195,7 @@ def _rename_data(proto: onnx.ModelProto, before: str, after: str) -> None:
 
 
 def _tensors(model: OnnxModel) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
+    for graph in model.graphs:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
