@@ -42,7 +42,7 @@ def _cut(problem: FollowProblem) -> None:
         builder.add_node(name)
     for value in _values_at_stake(problem):
         builder.add_value(value)
-    chosen, _ = costs.solve()
+    chosen = costs.solve()
     for name, variable in variables.items():
         problem.labels[name] = FP32 if chosen[variable] else LOW
 
@@ -88,7 +88,7 @@ class _CutBuilder:
             self._down(cost, demand, source, above)
             if maker is None:
                 if demand.takers and self.typing.result(value, owner.labels) is low:
-                    self._up_from_low(cost, demand)
+                    self._up(cost, demand, None)
                 continue
             variable = self.variables[maker]
             if demand.casts:
@@ -107,48 +107,40 @@ class _CutBuilder:
             self._down(down, demand, value, self.owner.maker(value))
         if not any(demand.fp32 or demand.bits or demand.casts for demand in demands):
             takers = [user for demand in demands for user in (*demand.takers, *demand.mixers)]
-            self._up_from_low(self.owner.cast_cost(value, origin, DType.FLOAT32), Demand(takers=takers))
+            self._up(self.owner.cast_cost(value, origin, DType.FLOAT32), Demand(takers=takers), None)
 
-    def _up(self, cost: int, demand: Demand, variable: int) -> None:
+    def _up(self, cost: int, demand: Demand, variable: int | None) -> None:
+        """Casts to FP32 of what a free node makes, or of what is low in any case."""
         if demand.fp32:
-            self.problem.single(variable, if_zero=cost)
-        elif len(demand.takers) == 1:
-            self.problem.pair(self.variables[demand.takers[0]], variable, cost)
+            if variable is not None:
+                self.problem.single(variable, if_zero=cost)
         elif demand.takers:
-            shared = self.problem.variable()
-            self.problem.pair(shared, variable, cost)
-            for user in demand.takers:
-                self.problem.pair(self.variables[user], shared, None)
-
-    def _up_from_low(self, cost: int, demand: Demand) -> None:
-        if demand.fp32 or not demand.takers:
-            return  # paid in any case, or never
-        shared = self.variables[demand.takers[0]] if len(demand.takers) == 1 else self.problem.variable()
-        self.problem.single(shared, if_one=cost)
-        for user in demand.takers:
-            self.problem.pair(self.variables[user], shared, None)
+            wide = self._shared(demand.takers, 1)
+            if variable is None:
+                self.problem.single(wide, if_one=cost)
+            else:
+                self.problem.pair(wide, variable, cost)
 
     def _down(self, cost: int, demand: Demand, source: str, maker: str | None) -> None:
         """Casts to the low type; `source`, made by a free `maker`, is low already where `value` is only its upcast."""
         users = [*demand.takers, *demand.mixers]
-        if maker is None:
-            if demand.low or not users or self.typing.result(source, self.owner.labels) is not DType.FLOAT32:
-                return
-            shared = self.variables[users[0]] if len(users) == 1 else self.problem.variable()
-            self.problem.single(shared, if_zero=cost)
-            for user in users:
-                self.problem.pair(shared, self.variables[user], None)
-            return
-        variable = self.variables[maker]
-        if demand.low:
-            self.problem.single(variable, if_one=cost)
-        elif len(users) == 1:
-            self.problem.pair(variable, self.variables[users[0]], cost)
-        elif users:
-            shared = self.problem.variable()
-            self.problem.pair(variable, shared, cost)
-            for user in users:
-                self.problem.pair(shared, self.variables[user], None)
+        if maker is not None:
+            if demand.low:
+                self.problem.single(self.variables[maker], if_one=cost)
+            elif users:
+                self.problem.pair(self.variables[maker], self._shared(users, 0), cost)
+        elif users and not demand.low and self.typing.result(source, self.owner.labels) is DType.FLOAT32:
+            self.problem.single(self._shared(users, 0), if_zero=cost)
+
+    def _shared(self, users: list[str], label: int) -> int:
+        """A variable that has a label where any of the users has it: of the one user, or a new one."""
+        if len(users) == 1:
+            return self.variables[users[0]]
+        shared = self.problem.variable()
+        for user in users:
+            one, zero = (self.variables[user], shared) if label else (shared, self.variables[user])
+            self.problem.pair(one, zero, None)
+        return shared
 
     def _explicit(self, numel: int, demand: Demand, variable: int) -> None:
         """The model's own casts of the value: each moves memory unless it changes nothing."""

@@ -20,7 +20,7 @@ class TwoLabelProblem:
         >>> problem.single(second, if_zero=0, if_one=3)
         >>> problem.pair(first, second, 4)  # first = 1 beside second = 0 costs 4
         >>> problem.solve()
-        ([1, 1], 3)
+        [1, 1]
     """
 
     _zero: list[int] = field(default_factory=list)
@@ -45,8 +45,8 @@ class TwoLabelProblem:
             self._arcs[one][zero] = self._arcs[one].get(zero, 0) + (_FORBIDDEN if cost is None else cost)
             self._arcs[zero].setdefault(one, 0)
 
-    def solve(self) -> tuple[list[int], int]:
-        """Labels of least total cost, and that cost.
+    def solve(self) -> list[int]:
+        """Labels of least total cost.
 
         Among labellings of equal cost it is the one with the fewest ones: minimum cuts form a lattice, so that one is
         unique and the answer depends on nothing but the costs.
@@ -54,14 +54,12 @@ class TwoLabelProblem:
         zeros, ones, arcs = list(self._zero), list(self._one), [dict(beside) for beside in self._arcs]
         leaves = self._take_leaves(zeros, ones, arcs)
         labels = [int(one < zero) for zero, one in zip(zeros, ones, strict=True)]
-        total = sum(min(zero, one) for zero, one, beside in zip(zeros, ones, arcs, strict=True) if not beside)
         if any(arcs):
-            total += _cut(zeros, ones, arcs, labels)
+            _cut(zeros, ones, arcs, labels)
         for leaf, other, up, down in reversed(leaves):
             zero, one = zeros[leaf] + down * labels[other], ones[leaf] + up * (1 - labels[other])
             labels[leaf] = int(one < zero)
-            total -= min(zeros[leaf], ones[leaf])
-        return labels, total
+        return labels
 
     @staticmethod
     def _take_leaves(zeros: list[int], ones: list[int], arcs: list[dict[int, int]]) -> list[tuple[int, int, int, int]]:
@@ -84,18 +82,16 @@ class TwoLabelProblem:
         return leaves
 
 
-def _cut(zeros: list[int], ones: list[int], arcs: list[dict[int, int]], labels: list[int]) -> int:
-    """Label the variables that have neighbours; returns what that costs."""
+def _cut(zeros: list[int], ones: list[int], arcs: list[dict[int, int]], labels: list[int]) -> None:
+    """Label the variables that have neighbours."""
     import networkx as nx
 
     graph: nx.DiGraph = nx.DiGraph()
     graph.add_nodes_from((_SOURCE, _SINK))
-    total = 0
     for variable, beside in enumerate(arcs):
         if not beside:
             continue
         zero, one = zeros[variable], ones[variable]
-        total += min(zero, one)
         if zero != one:
             ends = (_SOURCE, variable) if zero < one else (variable, _SINK)
             graph.add_edge(*ends, capacity=abs(one - zero))
@@ -113,4 +109,3 @@ def _cut(zeros: list[int], ones: list[int], arcs: list[dict[int, int]], labels: 
                 pending.append(maker)
     for variable in filter(arcs.__getitem__, range(len(arcs))):
         labels[variable] = int(variable in at_one)
-    return total + int(residual.graph["flow_value"])

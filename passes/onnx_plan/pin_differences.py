@@ -95,8 +95,9 @@ class _Finder(Squares):
 
     def is_moment(self, node: Node) -> bool:
         """True for a product of two computed values that is summed, as for a covariance."""
-        computed = len(node.inputs) == 2 and not any(self.holds_data(operand.value) for operand in node.inputs)
-        return node.op == "onnx.Mul" and computed and self.is_summed(node)
+        if node.op != "onnx.Mul" or len(node.inputs) != 2:
+            return False
+        return not any(self.holds_data(operand.value) for operand in node.inputs) and self.is_summed(node)
 
     def expanded(self, square: Node) -> None:
         """Pin the differences of a square, or sums of it, and other products with the same data."""

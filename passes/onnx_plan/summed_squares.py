@@ -35,6 +35,8 @@ class Squares(Walker):
         return power or node.op == "onnx.ReduceSumSquare" or self._squares(node)
 
     def _squares(self, node: Node) -> bool:
+        if node.op != "onnx.Mul" and node.op not in PRODUCTS:
+            return False
         factors = [operand.value for operand in node.inputs]
         if node.op in PRODUCTS and len(factors) >= 2:  # of rows with themselves: squares, and their sum
             one, other = self.behind(node, 0), self.behind(node, 1)

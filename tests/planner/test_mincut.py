@@ -23,7 +23,7 @@ def random_problem(rng: random.Random, size: int) -> tuple[list[tuple[int, int]]
     return singles, pairs
 
 
-def solve(singles: list[tuple[int, int]], pairs: Pairs) -> tuple[list[int], int]:
+def solve(singles: list[tuple[int, int]], pairs: Pairs) -> list[int]:
     problem = TwoLabelProblem()
     for zero, one in singles:
         problem.single(problem.variable(), if_zero=zero, if_one=one)
@@ -46,10 +46,9 @@ def test_labels_are_the_optimum_with_the_fewest_ones(seed: int) -> None:
     singles, pairs = random_problem(rng, rng.randint(1, 9))
     every = list(itertools.product((0, 1), repeat=len(singles)))
     best = min(every, key=lambda labels: (cost_of(labels, singles, pairs), sum(labels)))
-    labels, cost = solve(singles, pairs)
-    assert (cost, tuple(labels)) == (cost_of(best, singles, pairs), best)
+    assert tuple(solve(singles, pairs)) == best
 
 
 def test_nothing_to_solve() -> None:
-    assert TwoLabelProblem().solve() == ([], 0)
-    assert solve([(4, 4), (3, 1)], []) == ([0, 1], 5)
+    assert TwoLabelProblem().solve() == []
+    assert solve([(4, 4), (3, 1)], []) == [0, 1]

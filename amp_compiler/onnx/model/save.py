@@ -103,7 +103,7 @@ def _load_attributes(model: OnnxModel) -> None:
     """Let attributes hold their data, which only initializers may have in a file of their own."""
     for graph in model.graphs:
         for node in graph:
-            for name, attribute in node.attributes.items():
+            for name, attribute in list(node.attributes.data.items()):
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
                     (loaded,) = ir.external_data.convert_tensors_from_external([attribute.value])
                     node.attributes[name] = ir.AttrTensor(name, loaded)
