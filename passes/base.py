@@ -10,6 +10,7 @@ A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leave
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class Pass(ABC, Generic[Subject]):
     Its fields are its options. A pipeline fills them in by name, see `passes.pipeline.Pipeline.run`.
 
     Attributes:
-        name: by which pipelines, stages and errors call it.
+        name: by which pipelines, stages and errors call it; by default that of its class: `fold_masks` of `FoldMasks`.
         exact: whether the graph computes the same numbers after it, bit for bit.
         skippable: whether a pipeline may leave it out.
         idempotent: whether it changes nothing when it runs again.
@@ -82,6 +83,11 @@ class Pass(ABC, Generic[Subject]):
     exact: ClassVar[bool]
     skippable: ClassVar[bool] = False
     idempotent: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "name" not in cls.__dict__:
+            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def requires(self, subject: Subject) -> str | None:
         """What is wrong with the input, as a sentence; `None` where the pass accepts it."""
@@ -198,7 +204,22 @@ class InPlacePass(Pass[Any]):
         return None
 
 
-class LatePass(InPlacePass):
+class RewritePass(InPlacePass):
+    """Base of the passes that are one function on a graph."""
+
+    @abstractmethod
+    def rewrite(self, graph: Any) -> bool:
+        """Change a `torch.fx.Graph` in place; whether anything changed."""
+
+    def run(self, subject: Any) -> PassResult[Any]:
+        """Rewrite the graph of a module."""
+        modified = self.rewrite(subject.graph)
+        if modified:
+            subject.recompile()
+        return PassResult(subject, modified)
+
+
+class LatePass(RewritePass):
     """Base of the passes that run inside of a compiler, on what it has opened a graph of ours into.
 
     A node of such a graph may carry no example, where a pass of the user's has put it there, and its text is no stage
@@ -209,17 +230,6 @@ class LatePass(InPlacePass):
     def awaited(self, graph: Any) -> bool:
         """Whether there may be something to do in what a compiler makes of a `torch.fx.Graph`, forward or backward."""
 
-    @abstractmethod
-    def rewrite(self, graph: Any) -> bool:
-        """Change such a graph in place; whether anything changed."""
-
     def identity(self) -> str:
         """For a cache of compiled graphs: another text whenever the same code of `rewrite` may do something else."""
         return self.name
-
-    def run(self, subject: Any) -> PassResult[Any]:
-        """Rewrite the graph of a module."""
-        modified = self.rewrite(subject.graph)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)

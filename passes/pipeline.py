@@ -167,11 +167,9 @@ class Pipeline:
             raise PassError(
                 f"{step!r} is no pass", hint="give an object of a class derived from InPlacePass, such as MyPass()"
             )
-        if not isinstance(getattr(step, "name", None), str) or not isinstance(getattr(step, "exact", None), bool):
-            raise PassError(
-                f"the pass {type(step).__name__} lacks `name` or `exact`",
-                hint='write them in its class: name: ClassVar[str] = "my_pass"; exact: ClassVar[bool] = False',
-            )
+        if not isinstance(getattr(step, "exact", None), bool):
+            hint = "write it in its class: exact: ClassVar[bool] = False"
+            raise PassError(f"the pass {type(step).__name__} lacks `exact`", hint=hint)
         if step.name in self.names:
             raise PassError(f"the pipeline {self.name} has a pass '{step.name}'", hint="give yours another name")
         return replace(self, steps=(*self.steps[:place], step, *self.steps[place:]))

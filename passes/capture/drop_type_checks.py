@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 @dataclass(frozen=True)
-class DropTypeChecks(InPlacePass):
+class DropTypeChecks(RewritePass):
     """Remove `_assert_tensor_metadata`: it states the captured element types, which a rewrite changes.
 
     Before::
@@ -29,16 +29,12 @@ class DropTypeChecks(InPlacePass):
     Left alone: every other check, such as those on sizes.
     """
 
-    name: ClassVar[str] = "drop_type_checks"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        modified = drop_type_checks(subject.graph)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return drop_type_checks(graph)
 
 
 def drop_type_checks(graph: fx.Graph) -> bool:

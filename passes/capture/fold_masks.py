@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.graph import node_tensor, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.tracing import without_fake_tensors
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -28,7 +28,7 @@ _EVERYTHING, _CAUSAL = "everything", "causal"
 
 
 @dataclass(frozen=True)
-class FoldMasks(InPlacePass):
+class FoldMasks(RewritePass):
     """Work out attention masks that are made of constants: one that hides nothing goes, a causal one becomes a flag.
 
     Kernels for attention (FlashAttention, cuDNN) take no mask, or are slower with one; the flag also saves them half of
@@ -51,15 +51,14 @@ class FoldMasks(InPlacePass):
     causal one of as many queries as keys alone becomes a flag, which kernels understand differently otherwise.
     """
 
-    name: ClassVar[str] = "fold_masks"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        constants, modified = _Constants(subject.graph), False
-        for node in subject.graph.find_nodes(op="call_function", target=_ATTENTION):
+        constants, modified = _Constants(graph), False
+        for node in graph.find_nodes(op="call_function", target=_ATTENTION):
             mask = schema_argument(node, "attn_mask")
             if not isinstance(mask, fx.Node) or schema_argument(node, "is_causal"):
                 continue
@@ -67,11 +66,9 @@ class FoldMasks(InPlacePass):
             if shows is None:
                 continue
             _without_mask(node, shows == _CAUSAL)
-            _erase_unread(subject.graph, mask)
+            _erase_unread(graph, mask)
             modified = True
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return modified
 
 
 def _without_mask(node: fx.Node, causal: bool) -> None:

@@ -12,11 +12,11 @@ from torch import fx
 from amp_compiler.fx.alias import AliasGroups, written_operands
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class Functionalize(InPlacePass):
+class Functionalize(RewritePass):
     """Turn `y = relu_(x)` into `y = relu(x)` where no other name of that memory is read afterwards; drop `alias` nodes.
 
     Before::
@@ -36,17 +36,12 @@ class Functionalize(InPlacePass):
     were.
     """
 
-    name: ClassVar[str] = "functionalize"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        modified = _make_functional(subject.graph)
-        modified |= _drop_aliases(subject.graph)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return _make_functional(graph) | _drop_aliases(graph)
 
 
 def _make_functional(graph: fx.Graph) -> bool:

@@ -54,7 +54,6 @@ class InlineRegions(InPlacePass):
 
     low: torch.dtype | None = None
 
-    name: ClassVar[str] = "inline_regions"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 

@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from amp_compiler.fx.alias import AliasGroups, alias_sources, written_roots
 from amp_compiler.fx.graph import node_tensor, replace_other_uses
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class IsolateMutations(InPlacePass):
+class IsolateMutations(RewritePass):
     """Put a `clone` between the op that made a memory which is changed in place and the rest; mark what shares it.
 
     The op (a GEMM, say) is then free to run in the low type, and only the copy keeps its captured type: no plan moves a
@@ -43,17 +43,12 @@ class IsolateMutations(InPlacePass):
     Left alone: a graph that changes nothing in place; memory of one name; a copy that the model made itself.
     """
 
-    name: ClassVar[str] = "isolate_mutations"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        modified = _isolate(subject.graph)
-        if modified:
-            subject.recompile()
-        modified |= _mark_volatile(subject.graph)
-        return PassResult(subject, modified)
+        return _isolate(graph) | _mark_volatile(graph)
 
 
 def _isolate(graph: fx.Graph) -> bool:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class MergeResults(InPlacePass):
+class MergeResults(RewritePass):
     """Leave one `getitem` per result of a node, so that a result has one name, and one cast.
 
     Before::
@@ -31,13 +31,12 @@ class MergeResults(InPlacePass):
     Left alone: results that are taken once.
     """
 
-    name: ClassVar[str] = "merge_results"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph, modified = subject.graph, False
+        modified = False
         seen: dict[tuple[fx.Node, Any], fx.Node] = {}
         for node in list(graph.nodes):
             if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
@@ -47,6 +46,4 @@ class MergeResults(InPlacePass):
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
                 modified = True
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return modified

@@ -8,11 +8,11 @@ from typing import ClassVar
 from torch import fx
 
 from amp_compiler.fx.graph import module_of
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class NameModules(InPlacePass):
+class NameModules(RewritePass):
     """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere.
 
     A node of the loss function is left with an empty stack, by which lowering knows it (`ir.graph.LOSS_FUNCTION`).
@@ -34,13 +34,12 @@ class NameModules(InPlacePass):
     """
 
     root: str = ""
-    name: ClassVar[str] = "name_modules"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite the metadata in place."""
         modified = False
-        for node in subject.graph.nodes:
+        for node in graph.nodes:
             stack = node.meta.get("nn_module_stack")
             if not self.root or not stack:
                 continue
@@ -51,4 +50,4 @@ class NameModules(InPlacePass):
                 if path.partition(".")[0] == self.root
             }
             modified |= node.op == "call_function" and module_of(node) != before
-        return PassResult(subject, modified)
+        return modified

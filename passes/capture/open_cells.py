@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class OpenCells(InPlacePass):
+class OpenCells(RewritePass):
     """Write a GRU or LSTM cell on a CPU out, as torch runs it there.
 
     A cell is called once per step, and hands its state on to the next call. As one low op it would round the state each
@@ -44,19 +44,16 @@ class OpenCells(InPlacePass):
     """
 
     low: torch.dtype | None = None
-    name: ClassVar[str] = "open_cells"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        cells = [node for node in subject.graph.nodes if self.low is not None and _is_cell_on_cpu(node)]
+        cells = [node for node in graph.nodes if self.low is not None and _is_cell_on_cpu(node)]
         for node in cells:
-            _open(subject.graph, node)
-        if cells:
-            subject.recompile()
-        return PassResult(subject, bool(cells))
+            _open(graph, node)
+        return bool(cells)
 
 
 def _is_cell_on_cpu(node: fx.Node) -> bool:

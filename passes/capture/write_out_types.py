@@ -11,7 +11,7 @@ from torch import fx
 from amp_compiler.fx.graph import flat_arguments, node_tensor, schema_argument, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import Pin
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
 _LIKE_FACTORIES = frozenset(
@@ -23,7 +23,7 @@ _SPARSE = "the model asks for a sparse gradient of its table, for which casts ha
 
 
 @dataclass(frozen=True)
-class WriteOutTypes(InPlacePass):
+class WriteOutTypes(RewritePass):
     """Write the element type into every op that would take it from an operand, and casts as `to.dtype`.
 
     A cast, and an op that the model gave a type, gets a pin: plans obey it. So does a lookup with `sparse=True`: the
@@ -46,16 +46,13 @@ class WriteOutTypes(InPlacePass):
     Left alone: a cast that moves to another device as well, or asks for a memory format, keeps its form.
     """
 
-    name: ClassVar[str] = "write_out_types"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        changed = [_write_out(node) for node in list(subject.graph.nodes) if node.op == "call_function"]
-        if any(changed):
-            subject.recompile()
-        return PassResult(subject, any(changed))
+        changed = [_write_out(node) for node in list(graph.nodes) if node.op == "call_function"]
+        return any(changed)
 
 
 def _write_out(node: fx.Node) -> bool:

@@ -37,7 +37,6 @@ class KeepImagesOnce(LatePass):
     Inductor reads images as they were traced.
     """
 
-    name: ClassVar[str] = "keep_images_once"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 

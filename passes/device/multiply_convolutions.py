@@ -47,7 +47,6 @@ class MultiplyConvolutions(InPlacePass):
     node whose gradients have a type of their own.
     """
 
-    name: ClassVar[str] = "multiply_convolutions"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True

@@ -46,7 +46,6 @@ class NativeOps(LatePass):
     """
 
     stage: str = ""
-    name: ClassVar[str] = "native_ops"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 

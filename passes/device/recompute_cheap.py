@@ -17,7 +17,7 @@ from amp_compiler.fx.graph import hint, node_tensor, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.recompute import computed_again, memory_of
 from amp_compiler.fx.torch_private.tracing import is_pointwise
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.planner.mincut import TwoLabelProblem
 
 _MIB = 2**20
@@ -29,7 +29,7 @@ PER_BYTE = 206  # operations on 16-bit matrices that an H200 does while it moves
 
 
 @dataclass(frozen=True)
-class RecomputeCheap(InPlacePass):
+class RecomputeCheap(RewritePass):
     """Compute elementwise values again where the backward reads them, if that keeps fewer bytes for it.
 
     What is kept is a minimum cut: of all sets of values from which elementwise operators, casts and views make what the
@@ -67,7 +67,6 @@ class RecomputeCheap(InPlacePass):
     devices: tuple[str, ...] = ("cuda",)
     least: float = 1
     most: float = 0.02
-    name: ClassVar[str] = "recompute_cheap"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
 
@@ -79,15 +78,15 @@ class RecomputeCheap(InPlacePass):
             if type(value) not in (int, float) or not value >= 0:
                 raise PassError(f"recompute_cheap: {name}={value!r}", hint="give a number from 0 on")
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Add copies to the backward, in place."""
-        tensors = (node_tensor(node) for node in subject.graph.nodes)
+        tensors = (node_tensor(node) for node in graph.nodes)
         if not any(value.device.type in self.devices for value in tensors if value is not None):
-            return PassResult(subject, False)
-        values = _Values(subject.graph, self.devices, self.least * _MIB)
+            return False
+        values = _Values(graph, self.devices, self.least * _MIB)
         recomputed = values.cheapest()
         spent, kept = 0.0, set()
-        most = self.most * products_in_bytes(subject.graph) if recomputed else 0
+        most = self.most * products_in_bytes(graph) if recomputed else 0
         for node in recomputed:  # in the order of the forward: what is kept longest first
             spent += values.moved(node)
             if spent > most:
@@ -95,10 +94,7 @@ class RecomputeCheap(InPlacePass):
                 spent -= values.moved(node)
         if kept:
             recomputed = values.cheapest(kept)
-        modified = computed_again(subject.graph, values.forward, set(recomputed))
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return computed_again(graph, values.forward, set(recomputed))
 
 
 class _Values:

@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _VIEW, _RESHAPE = torch.ops.aten.view.default, torch.ops.aten.reshape.default
 
 
 @dataclass(frozen=True)
-class ReshapeViews(InPlacePass):
+class ReshapeViews(RewritePass):
     """Let a view be a reshape.
 
     A compiler traces the graph anew with some operators opened. Behind what it makes of them, such as of dropout, other
@@ -31,15 +31,12 @@ class ReshapeViews(InPlacePass):
     Left alone: views that say their strides, and those of other operators, such as a transpose.
     """
 
-    name: ClassVar[str] = "reshape_views"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Change targets in place."""
-        views = subject.graph.find_nodes(op="call_function", target=_VIEW)
+        views = graph.find_nodes(op="call_function", target=_VIEW)
         for view in views:
             view.target = _RESHAPE
-        if views:
-            subject.recompile()
-        return PassResult(subject, bool(views))
+        return bool(views)

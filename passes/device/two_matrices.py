@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
 @dataclass(frozen=True)
-class TwoMatrices(InPlacePass):
+class TwoMatrices(RewritePass):
     """Make the left operand of a product with a matrix contiguous, so that torch flattens it to a matrix.
 
     Where it is not contiguous, such as the output of a recurrent layer with the batch first, torch makes a batched
@@ -35,23 +35,20 @@ class TwoMatrices(InPlacePass):
     Left alone: a left operand that is contiguous already, a matrix or a vector on the left, a batch on the right.
     """
 
-    name: ClassVar[str] = "two_matrices"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Insert the copies in place."""
-        matches = [node for node in subject.graph.nodes if _is_batched(node)]
+        matches = [node for node in graph.nodes if _is_batched(node)]
         for node in matches:
             left = node.args[0]
-            with subject.graph.inserting_before(node):
-                copy = subject.graph.create_node("call_function", _CONTIGUOUS, (left,), name="contiguous")
+            with graph.inserting_before(node):
+                copy = graph.create_node("call_function", _CONTIGUOUS, (left,), name="contiguous")
             copy.meta = {**node.meta, "val": left.meta["val"].contiguous()}
             node.args = (copy, *node.args[1:])
-        if matches:
-            subject.recompile()
-        return PassResult(subject, bool(matches))
+        return bool(matches)
 
 
 def _is_batched(node: fx.Node) -> bool:

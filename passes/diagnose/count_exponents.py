@@ -16,7 +16,7 @@ from amp_compiler.fx.graph import call_before, canonical_op, node_tensor, result
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.exponents import COUNT
 from amp_compiler.ops.fp8 import FP8
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 CLONE = torch.ops.aten.clone.default
 _UPDATE = "update"
@@ -36,7 +36,7 @@ _BEHIND = frozenset({"aten._to_copy", "aten.clone", "aten.add"})  # between a we
 
 
 @dataclass(frozen=True)
-class CountExponents(InPlacePass):
+class CountExponents(RewritePass):
     """Count how often each binary exponent occurs in what every node makes, forward and backward.
 
     Each value is read once; a few neighbours are read together. What is read is a copy, so that a compiler keeps in
@@ -61,22 +61,19 @@ class CountExponents(InPlacePass):
     step returns; what a product with FP8 operands is made of, but its results.
     """
 
-    name: ClassVar[str] = "count_exponents"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         apart = weight_gradients(graph) | _within_products(graph)
         watched = [node for node in graph.nodes if node not in apart and _is_watched(node)]
         if not watched:
-            return PassResult(subject, False)
+            return False
         counts = [_count(group) for group in _groups(watched)]
         end = graph.output_node()
         joined = call_before(end, torch.ops.aten.cat.default, [counts], _UPDATE)
         end.args = ((*results_of(graph), joined),)
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
 
 def counted(graph: fx.Graph) -> list[fx.Node]:

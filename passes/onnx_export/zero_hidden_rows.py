@@ -11,13 +11,13 @@ from torch import fx
 
 from amp_compiler.fx.graph import schema_argument
 from amp_compiler.fx.meta import source_of
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ZeroHiddenRows(InPlacePass):
+class ZeroHiddenRows(RewritePass):
     """Put zeros where a mask of truth values hides a whole row of `scaled_dot_product_attention`.
 
     Torch computes zeros there. Its ONNX exporter writes the mask as huge negative numbers that are added, of which
@@ -39,13 +39,12 @@ class ZeroHiddenRows(InPlacePass):
     Left alone: attention without a mask, or with one of numbers.
     """
 
-    name: ClassVar[str] = "zero_hidden_rows"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
         modified = False
-        for attend in subject.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        for attend in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
             mask = schema_argument(attend, "attn_mask")
             if isinstance(mask, fx.Node) and mask.meta["val"].dtype is torch.bool:
                 users = list(attend.users)
@@ -55,9 +54,7 @@ class ZeroHiddenRows(InPlacePass):
                 for user in users:
                     user.replace_input_with(attend, result)
                 modified = True
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return modified
 
 
 def _behind(place: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:

@@ -38,7 +38,6 @@ class FindMasks(FunctionalPass[Draft]):
     Left alone: numbers that something else reads too, or that are added to more than seven others.
     """
 
-    name: ClassVar[str] = "find_masks"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import Magnitudes
@@ -49,9 +48,6 @@ class PinCalibrated(PinPass):
 
     Left alone: what a mask makes, whose magnitude is that of the mask; all in bf16.
     """
-
-    name: ClassVar[str] = "pin_calibrated"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each value, in the order of the ranges."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.passes.onnx_plan.pinning import PinPass
@@ -62,9 +61,6 @@ class PinDifferences(PinPass):
 
     Left alone: differences of what two layers make, of gated data, and of different parts of them (rotations).
     """
-
-    name: ClassVar[str] = "pin_differences"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each difference; the first reason stands."""

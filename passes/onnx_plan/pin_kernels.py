@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import networkx as nx
 
@@ -38,8 +37,6 @@ class PinKernels(PinPass):
 
     target: Providers | None = None
     versions: Mapping[str, int] = field(default_factory=dict)
-    name: ClassVar[str] = "pin_kernels"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of all nodes that a rule may move."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import GELU, Node
@@ -44,9 +43,6 @@ class PinNorms(PinPass):
     Left alone: a norm of which neither a pin nor a rule asks for FP32 in any part; quotients of a sum by anything but a
     stored number or another sum.
     """
-
-    name: ClassVar[str] = "pin_norms"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each norm, with the first part that is FP32 as the reason; of means the last reason stands."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import GELU, Node
@@ -37,9 +36,6 @@ class PinOverflows(PinPass):
 
     Left alone: the cube of a GELU that is written out, which is the argument of a tanh; all in bf16.
     """
-
-    name: ClassVar[str] = "pin_overflows"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each node that may overflow, in execution order."""

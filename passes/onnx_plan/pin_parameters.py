@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from amp_compiler.ir.graph import Node
 from amp_compiler.passes.base import PassResult
@@ -45,8 +44,6 @@ class PinParameters(PinPass):
     """
 
     target: Providers | None = None
-    name: ClassVar[str] = "pin_parameters"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of the nodes that are not pinned."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.graph import CARRIED, Node
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
@@ -36,9 +35,6 @@ class PinRunningSums(PinPass):
 
     Left alone: a state that goes through a product of matrices or an activation, as that of a recurrent cell.
     """
-
-    name: ClassVar[str] = "pin_running_sums"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each loop, in execution order."""

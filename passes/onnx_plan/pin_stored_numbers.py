@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.facts import StoredNumbers
@@ -41,9 +40,6 @@ class PinStoredNumbers(PinPass):
 
     Left alone: what reads a mask (`find_masks`), or numbers that fit.
     """
-
-    name: ClassVar[str] = "pin_stored_numbers"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each misfit, in the order of the values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node
@@ -48,9 +47,6 @@ class PinWholeNumbers(PinPass):
 
     Left alone: numbers whose type or size bounds them; zeros and ones that hide scores from a softmax; all in bf16.
     """
-
-    name: ClassVar[str] = "pin_whole_numbers"
-    idempotent: ClassVar[bool] = True
 
     def pins(self, draft: Draft) -> Mapping[str, str]:
         """Those of each such number, in execution order."""

@@ -22,6 +22,7 @@ class PinPass(FunctionalPass[Draft]):
     """Base of the passes that pin nodes to FP32 which neither the model nor a pass before has pinned."""
 
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """No decision was made yet."""

@@ -41,7 +41,6 @@ class AssignPrecision(FunctionalPass[Draft]):
     in place and whose writers do not agree on a type.
     """
 
-    name: ClassVar[str] = "assign_precision"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 

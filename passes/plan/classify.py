@@ -70,7 +70,6 @@ class Classify(FunctionalPass[Draft]):
     `aten.masked_fill` with -3.4e38 in fp16 (fp32: the number would become an infinity).
     """
 
-    name: ClassVar[str] = "classify"
     exact: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:

@@ -50,7 +50,6 @@ class PlaceCasts(FunctionalPass[Draft]):
     No casts: a graph whose labels are all `fp32` or `keep`; operands in slots whose type does not matter.
     """
 
-    name: ClassVar[str] = "place_casts"
     exact: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
@@ -189,44 +188,17 @@ class _Placer:
                 )
 
 
-def _reads(draft: Draft) -> dict[str, tuple[tuple[int, DType], ...]]:
-    """By reader: index and type of each operand that a cast serves."""
-    reads: dict[str, tuple[tuple[int, DType], ...]] = {}
-    kinds: dict[tuple[int, DType], tuple[tuple[int, DType], ...]] = {}  # most readers have one such operand
-    for cast in draft.casts or ():
-        dtype = dtype_from_short(cast.dst)
-        for name, index in cast.users:
-            one = (index, dtype)
-            alone = kinds.setdefault(one, (one,))
-            reads[name] = reads[name] + alone if name in reads else alone
-    return reads
-
-
 def _wrong_types(draft: Draft) -> str | None:
-    typing, reads, types, labels = draft.typing, _reads(draft), draft.types, draft.labels
-    typings, low = typing.nodes, typing.low
-    for (name, node), own in zip(draft.graph.nodes.items(), typings.values(), strict=True):
-        label, cast = labels[name], reads.get(name)
-        one = low if label == LOW and own.uniform else own.reads_one(label, low)
-        if one is not None and cast is None:
-            for operand in node.inputs:
-                if types[operand.value] is not one:
-                    break
-            else:
-                continue  # as most
-        read = [types[operand.value] for operand in node.inputs]
-        if cast is not None:
-            for index, dtype in cast:
-                read[index] = dtype
-            if one is not None and read.count(one) == len(read):
-                continue
-        wrong = typing.complaint(node, label, read)
+    types = draft.types
+    reads = {(name, index): dtype_from_short(cast.dst) for cast in draft.casts or () for name, index in cast.users}
+    for name, node in draft.graph.nodes.items():
+        read = [reads.get((name, index), types[operand.value]) for index, operand in enumerate(node.inputs)]
+        wrong = draft.typing.complaint(node, draft.labels[name], read)
         if wrong is not None:
             return wrong
-    by_value = dict(reads.get(RETURN, ()))
     for index, value in enumerate(draft.graph.outputs):
         captured = draft.graph.values[value].dtype
-        returned = by_value.get(index, types[value])
+        returned = reads.get((RETURN, index), types[value])
         if returned is not captured:
             return f"output {index} is returned in {returned.short}, not in {captured.short}"
     return None

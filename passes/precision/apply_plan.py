@@ -60,7 +60,6 @@ class ApplyPlan(InPlacePass):
 
     plan: PrecisionPlan
     differentiable: bool = True
-    name: ClassVar[str] = "apply_plan"
     exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:

@@ -9,11 +9,11 @@ from torch import fx
 
 from amp_compiler.fx.graph import CAST
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class HoistWeightCasts(InPlacePass):
+class HoistWeightCasts(RewritePass):
     """Turn each cast of a weight into a further placeholder, which takes the low-precision copy of the weight.
 
     Only for runs without autograd, where a cast of a weight gives the same result on every call.
@@ -39,14 +39,12 @@ class HoistWeightCasts(InPlacePass):
     """
 
     weights: tuple[str, ...]
-    name: ClassVar[str] = "hoist_weight_casts"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         placeholders = graph.find_nodes(op="placeholder")
         held = {node for node in placeholders if node.name in self.weights and not node.meta.get(Key.VOLATILE)}
         casts: list[Any] = [
@@ -60,6 +58,4 @@ class HoistWeightCasts(InPlacePass):
             placeholders.append(placeholder)
             cast.replace_all_uses_with(placeholder)
             graph.erase_node(cast)
-        if casts:
-            subject.recompile()
-        return PassResult(subject, bool(casts))
+        return bool(casts)

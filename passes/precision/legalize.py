@@ -43,7 +43,6 @@ class Legalize(InPlacePass):
     """
 
     ops: OpTable
-    name: ClassVar[str] = "legalize"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import node_tensor, results_of, trace_before
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.separate_buffers import work_on_copies
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class ProtectBuffers(InPlacePass):
+class ProtectBuffers(RewritePass):
     """Let the forward work on copies of the buffers that it changes, and write these back if all is finite.
 
     All is what the graph returns and what it writes. As in a training step, which skips such a batch.
@@ -46,15 +46,13 @@ class ProtectBuffers(InPlacePass):
     """
 
     protected: tuple[str, ...] = ()
-    name: ClassVar[str] = "protect_buffers"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         pairs, output = work_on_copies(graph, self.protected), graph.output_node()
         if not pairs:
-            return PassResult(subject, False)
+            return False
         results = [node for node in results_of(graph) if isinstance(node, fx.Node)]
         read = [
             node for node in dict.fromkeys([*results, *(copy for _, copy in pairs)]) if _may_overflow(node_tensor(node))
@@ -64,8 +62,7 @@ class ProtectBuffers(InPlacePass):
             new = copy if finite is None else trace_before(output, torch.where, [finite, copy, node], "")[0]
             with graph.inserting_before(output):
                 graph.call_function(aten.copy_.default, (node, new)).meta["val"] = node.meta["val"]
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
 
 def _may_overflow(value: Tensor | None) -> bool:

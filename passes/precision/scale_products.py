@@ -51,7 +51,6 @@ class ScaleProducts(InPlacePass):
     plan: PrecisionPlan
     differentiable: bool = True
     keeps_amaxes: bool = False
-    name: ClassVar[str] = "scale_products"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 

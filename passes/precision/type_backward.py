@@ -65,7 +65,6 @@ class TypeBackward(InPlacePass):
 
     ops: OpTable
     past_weights: bool = True
-    name: ClassVar[str] = "type_backward"
     exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:

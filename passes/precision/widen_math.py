@@ -54,7 +54,6 @@ class WidenMath(InPlacePass):
     ops: OpTable
     differentiable: bool = True
     device: str = ""
-    name: ClassVar[str] = "widen_math"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 

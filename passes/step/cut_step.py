@@ -66,7 +66,6 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     """
 
     kernels: tuple[Any, ...]
-    name: ClassVar[str] = "cut_step"
     exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:

@@ -14,7 +14,7 @@ from amp_compiler.fx.graph import results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, OPERATORS
 from amp_compiler.ops.update.product import Product, pays
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _GRADIENTS = 1  # place among the arguments of every update operator
 _NARROWEST = 64  # columns of a table whose gradient is left as rows: a row is a chunk of its own to the update's loops
@@ -23,7 +23,7 @@ _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.defau
 
 
 @dataclass(frozen=True)
-class DeferGradients(InPlacePass):
+class DeferGradients(RewritePass):
     """Leave a gradient that only the check and an update read, and that is smaller as factors and rows, to the update.
 
     Such a gradient is written as a `Product`, which lies nowhere in memory: the update's loops make it panel by panel.
@@ -54,18 +54,16 @@ class DeferGradients(InPlacePass):
 
     most_inner: int = 0
     kernels: tuple[Any, ...] = ()
-    name: ClassVar[str] = "defer_gradients"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         taken = set(self.kernels).intersection(OPERATORS.values())
         updates = [node for node in graph.nodes if node.target in taken]
         checks = graph.find_nodes(op="call_function", target=CHECK)
         if not updates or len(checks) != 1 or self.most_inner <= 0:
-            return PassResult(subject, False)
+            return False
         gradients = product_gradients(graph, checks[0], updates, self.most_inner)
         for one in gradients:
             with graph.inserting_before(checks[0]):
@@ -75,9 +73,7 @@ class DeferGradients(InPlacePass):
             for node in reversed(one.nodes):
                 if not node.users:
                     graph.erase_node(node)
-        if gradients:
-            subject.recompile()
-        return PassResult(subject, bool(gradients))
+        return bool(gradients)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,6 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
     """
 
     wrt: tuple[str, ...]
-    name: ClassVar[str] = "differentiate"
     exact: ClassVar[bool] = True
 
     def requires(self, subject: fx.GraphModule) -> str | None:

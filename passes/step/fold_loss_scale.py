@@ -10,7 +10,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
 
 SCALE = "loss_scale"
@@ -32,7 +32,7 @@ _OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
 
 
 @dataclass(frozen=True)
-class FoldLossScale(InPlacePass):
+class FoldLossScale(RewritePass):
     """Seed the backward with the loss scale, and merge the seed with the constants behind it.
 
     No gradient is multiplied by the scale: it replaces the 1 that autograd starts from. Where autograd spreads the
@@ -75,7 +75,6 @@ class FoldLossScale(InPlacePass):
     """
 
     weighs: bool = False
-    name: ClassVar[str] = "fold_loss_scale"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 
@@ -101,12 +100,11 @@ class FoldLossScale(InPlacePass):
             powers[node] = power
         return None
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place; adds the placeholder `loss_scale` (FP32 scalar) behind the others."""
-        graph = subject.graph
         seed = next((node for node in graph.nodes if node.meta.get(Key.SEED)), None)
         if seed is None:
-            return PassResult(subject, False)
+            return False
         placeholders = graph.find_nodes(op="placeholder")
         loss = node_tensor(seed)
         with graph.inserting_after(placeholders[-1]):
@@ -121,8 +119,7 @@ class FoldLossScale(InPlacePass):
         graph.erase_node(seed)
         _hoist_constants(graph, source)
         widen_seed(graph, scale)
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
 
 def _weighed(graph: fx.Graph, scale: fx.Node, seed: fx.Node) -> fx.Node:

@@ -94,7 +94,6 @@ class FuseUpdate(InPlacePass):
     skips_overflow: bool = False
     parts: int = 0
     group: str = ""
-    name: ClassVar[str] = "fuse_update"
     exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:

@@ -10,13 +10,13 @@ from torch import fx
 
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _SUM = "sum"  # column of the sums that a step keeps
 
 
 @dataclass(frozen=True)
-class GatherGradients(InPlacePass):
+class GatherGradients(RewritePass):
     """Add the gradients of a batch to sums that the step keeps, or the sums to the gradients of the last batch.
 
     Before (`gather="use"`)::
@@ -43,7 +43,6 @@ class GatherGradients(InPlacePass):
 
     updated: tuple[str, ...]
     gather: str = ""
-    name: ClassVar[str] = "gather_gradients"
     exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -52,11 +51,10 @@ class GatherGradients(InPlacePass):
         wrong = f"the graph returns {count} values, and there are {len(self.updated)} gradients"
         return wrong if count < len(self.updated) else super().requires(subject)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
         if not self.gather:
-            return PassResult(subject, False)
-        graph = subject.graph
+            return False
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
         outputs, output = results_of(graph), graph.output_node()
         first, last = len(outputs) - len(self.updated), list(placeholders.values())[-1]
@@ -72,5 +70,4 @@ class GatherGradients(InPlacePass):
             else:
                 call_before(output, torch.ops.aten.zero_.default, [last], "update")
         output.args = ((*outputs[:first], *totals),)
-        subject.recompile()
-        return PassResult(subject, True)
+        return True

@@ -10,14 +10,14 @@ from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, trace_before
 from amp_compiler.ops.update.operators import OPERATORS
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
 
 
 @dataclass(frozen=True)
-class GatherWeights(InPlacePass):
+class GatherWeights(RewritePass):
     """Behind the update of this rank's parts of masters, round them to 16 bits and give all ranks the whole weights.
 
     A group's weights leave as soon as it is updated, and are awaited behind the last update, so that they travel while
@@ -49,15 +49,13 @@ class GatherWeights(InPlacePass):
     groups: tuple[UpdateGroup | TracedUpdate, ...] = field(default=())
     group: str = ""
     gather: str = ""
-    name: ClassVar[str] = "gather_weights"
     exact: ClassVar[bool] = False
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
         split = [one for one in self.groups if isinstance(one, UpdateGroup) and one.ranks > 1]
         if not split or self.gather == "add":
-            return PassResult(subject, False)
-        graph = subject.graph
+            return False
         weights = {node.name: node for node in graph.find_nodes(op="placeholder")}
         whole = [one for one in self.groups if isinstance(one, UpdateGroup)]
         updates = [node for node in graph.nodes if node.target in OPERATORS.values()]
@@ -68,8 +66,7 @@ class GatherWeights(InPlacePass):
         ]
         for one, message in zip(split, sent, strict=True):
             self._written(one, message, [weights[name] for name in one.masters])
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
     def _sent(self, group: UpdateGroup, update: fx.Node, weights: list[fx.Node]) -> fx.Node:
         dtype = weights[0].meta["val"].dtype

@@ -12,7 +12,7 @@ from amp_compiler.fx.alias import readers, source_of
 from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 OPERAND = "operand"  # mark of what a step keeps of a weight: (it, how it is made, number)
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class PlaceOperands(InPlacePass):
+class PlaceOperands(RewritePass):
     """Turn what FP8 products make of a weight alone into placeholders, and make it anew behind the update.
 
     That is its FP8 copies, and what else they are made by and has fewer bytes than it: scales and magnitudes. No
@@ -75,13 +75,12 @@ class PlaceOperands(InPlacePass):
     trained: tuple[str, ...]
     masters: bool = True
     gather: str = ""
-    name: ClassVar[str] = "place_operands"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        weight_of, output = self._of_weights_alone(subject.graph), subject.graph.output_node()
+        weight_of, output = self._of_weights_alone(graph), graph.output_node()
         inner: set[fx.Node] = set()  # of which FP8 values and magnitudes are made, and these
         for node in reversed(weight_of):
             is_made = node.meta["val"].dtype in FP8 or node.target is _aten.amax.default
@@ -97,10 +96,8 @@ class PlaceOperands(InPlacePass):
             _place(weight, values, self.gather != "add")
         for node in reversed(weight_of):
             if node in inner and node.op == "call_function" and not node.users:
-                subject.graph.erase_node(node)
-        if kept:
-            subject.recompile()
-        return PassResult(subject, bool(kept))
+                graph.erase_node(node)
+        return bool(kept)
 
     def _of_weights_alone(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """The values that depend on one weight and nothing else, with that; weights among them."""

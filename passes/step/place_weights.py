@@ -52,7 +52,6 @@ class PlaceWeights(InPlacePass):
     trained: tuple[str, ...]
     masters: bool = True
     split: tuple[str, ...] = ()
-    name: ClassVar[str] = "place_weights"
     exact: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:

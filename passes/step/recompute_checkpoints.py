@@ -10,11 +10,11 @@ from torch import fx
 from amp_compiler.fx.checkpoints import recomputed_in
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.recompute import computed_again
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class RecomputeCheckpoints(InPlacePass):
+class RecomputeCheckpoints(RewritePass):
     """Compute what stands in a region of `torch.utils.checkpoint` again where the backward reads it.
 
     The mark `checkpoint` has the number of the region. What is put between the nodes of a region belongs to it, and so
@@ -41,20 +41,16 @@ class RecomputeCheckpoints(InPlacePass):
     between ranks; and what is changed in place.
     """
 
-    name: ClassVar[str] = "recompute_checkpoints"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Add copies to the backward, in place."""
-        forward = [node for node in subject.graph.nodes if node.meta.get(Key.PHASE) == "forward"]
-        regions, later = recomputed_in(forward), set(subject.graph.nodes).difference(forward)
+        forward = [node for node in graph.nodes if node.meta.get(Key.PHASE) == "forward"]
+        regions, later = recomputed_in(forward), set(graph.nodes).difference(forward)
         inner = [
             node
             for node, region in regions.items()
             if all(regions.get(user) == region or (user in later and user.op != "output") for user in node.users)
         ]
-        modified = computed_again(subject.graph, forward, inner)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return computed_again(graph, forward, inner)

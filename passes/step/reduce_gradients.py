@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 MEGABYTE = 2**20
 _REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
@@ -104,7 +104,7 @@ def buckets_of(
 
 
 @dataclass(frozen=True)
-class ReduceGradients(InPlacePass):
+class ReduceGradients(RewritePass):
     """Put in the place of every gradient its sum over the ranks, and of new buffers those of the first rank.
 
     Of the magnitudes that delayed scaling keeps, all ranks take the largest.
@@ -156,7 +156,6 @@ class ReduceGradients(InPlacePass):
     reduce_in_fp32: bool = False
     broadcast_buffers: bool = True
     parts: int = 0
-    name: ClassVar[str] = "reduce_gradients"
     exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -168,14 +167,13 @@ class ReduceGradients(InPlacePass):
         missing = [one.name for one in self.shared if one.name not in known]
         return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place; the gradients stand in the order that `in_order` says then."""
         has_any = bool(self.shared) or (self.broadcast_buffers and bool(self.buffers))
         if not self.group or self.gather == "add" or not has_any:
-            return PassResult(subject, False)
-        _Builder(self, subject.graph).build()
-        subject.recompile()
-        return PassResult(subject, True)
+            return False
+        _Builder(self, graph).build()
+        return True
 
 
 class Messages:

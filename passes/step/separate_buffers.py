@@ -11,11 +11,11 @@ from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import replace_other_uses, results_of
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class SeparateBuffers(InPlacePass):
+class SeparateBuffers(RewritePass):
     """Let the forward work on copies of the buffers that it changes; their final values become outputs.
 
     So that a step which is skipped leaves the buffers as they were.
@@ -42,17 +42,14 @@ class SeparateBuffers(InPlacePass):
     """
 
     buffers: tuple[str, ...] = ()
-    name: ClassVar[str] = "separate_buffers"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         copies = [copy for _, copy in work_on_copies(graph, self.buffers)]
         if copies:
             graph.output_node().args = ((*results_of(graph), *copies),)
-            subject.recompile()
-        return PassResult(subject, bool(copies))
+        return bool(copies)
 
 
 def work_on_copies(graph: fx.Graph, names: Iterable[str]) -> list[tuple[fx.Node, fx.Node]]:

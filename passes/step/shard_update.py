@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, results_of, trace_before
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order
 
 
 @dataclass(frozen=True)
-class ShardUpdate(InPlacePass):
+class ShardUpdate(RewritePass):
     """Put in the place of gradients this rank's parts of their sums over the ranks (ZeRO-2; with the update, ZeRO-1).
 
     The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts,
@@ -53,7 +53,6 @@ class ShardUpdate(InPlacePass):
     group: str = ""
     ranks: int = 1
     buckets: tuple[Bucket, ...] = field(default=())
-    name: ClassVar[str] = "shard_update"
     exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -65,11 +64,10 @@ class ShardUpdate(InPlacePass):
         missing = [one.name for bucket in self.buckets for one in bucket.gradients if one.name not in known]
         return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place; the parts stand first, in the order that `in_order` says, and behind them what is whole."""
         if not self.buckets:
-            return PassResult(subject, False)
-        graph = subject.graph
+            return False
         outputs, messages = results_of(graph), Messages(graph)
         first = len(outputs) - len(self.updated)
         own: dict[str, fx.Node] = dict(zip(self.updated, outputs[first:], strict=True))
@@ -80,8 +78,7 @@ class ShardUpdate(InPlacePass):
         order = in_order(graph, [one for bucket in self.buckets for one in bucket.gradients])
         whole = [node for name, node in own.items() if name not in parts]
         graph.output_node().args = ((*outputs[:first], *(parts[name] for name in order), *whole),)
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
     def _sent(self, bucket: Bucket, own: dict[str, fx.Node], messages: Messages) -> fx.Node:
         def flat(tensors: Sequence[Tensor]) -> Tensor:

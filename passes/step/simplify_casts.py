@@ -13,7 +13,7 @@ from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _COPY = torch.ops.aten._to_copy.default
 _LAYOUTS = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
@@ -21,7 +21,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class SimplifyCasts(InPlacePass):
+class SimplifyCasts(RewritePass):
     """Take out casts that change nothing, keep 16-bit values alive rather than their upcasts; each rewrite is exact:
 
     1. a cast to the type that the value has -> the value
@@ -44,14 +44,12 @@ class SimplifyCasts(InPlacePass):
     Left alone: a down-cast followed by an up-cast, which rounds; what is changed in place.
     """
 
-    name: ClassVar[str] = "simplify_casts"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         groups = AliasGroups(graph)
         roots = written_roots(graph, groups)
         written = {node for node in graph.nodes if groups.root(node) in roots}
@@ -59,9 +57,7 @@ class SimplifyCasts(InPlacePass):
         modified |= _repeat_in_backward(graph, written)
         modified |= _merge_equal(graph, written)
         modified |= _erase_unread(graph)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
+        return modified
 
 
 def _cast_type(node: fx.Node) -> torch.dtype | None:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 
 @dataclass(frozen=True)
-class SplitComplex(InPlacePass):
+class SplitComplex(RewritePass):
     """Let the graph take every trained complex weight as real and imaginary parts, which the update can read and write.
 
     That is the same memory, and what torch's optimizers do with complex parameters. Gradients, their norm and the
@@ -40,12 +40,10 @@ class SplitComplex(InPlacePass):
     """
 
     trained: tuple[str, ...]
-    name: ClassVar[str] = "split_complex"
     exact: ClassVar[bool] = True
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         placeholders = graph.find_nodes(op="placeholder")
         weights = [node for node in placeholders if node.name in self.trained and node.meta["val"].is_complex()]
         for node in weights:
@@ -55,6 +53,4 @@ class SplitComplex(InPlacePass):
                 whole.meta["val"] = node.meta["val"]
                 node.replace_all_uses_with(whole, delete_user_cb=lambda user, whole=whole: user is not whole)
             node.meta["val"] = torch.view_as_real(node.meta["val"].detach())
-        if weights:
-            subject.recompile()
-        return PassResult(subject, bool(weights))
+        return bool(weights)

@@ -12,13 +12,13 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import results_of, schema_argument, trace_before
 from amp_compiler.ops.update.operators import ADD_ROWS
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _LOOKUP = torch.ops.aten.embedding_dense_backward.default
 
 
 @dataclass(frozen=True)
-class SumGradients(InPlacePass):
+class SumGradients(RewritePass):
     """Sum, in FP32, the gradients of the FP32 and the 16-bit form of a weight, and leave one gradient a weight.
 
     A table that is read by a lookup and multiplied with as well (tied embeddings) has a dense gradient from its product
@@ -47,7 +47,6 @@ class SumGradients(InPlacePass):
 
     owner: tuple[str, ...]
     absent: tuple[str, ...] = ()
-    name: ClassVar[str] = "sum_gradients"
     exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -56,9 +55,8 @@ class SumGradients(InPlacePass):
         wrong = f"the graph returns {count} values, and there are {len(self.owner)} gradients"
         return wrong if count <= len(self.owner) else super().requires(subject)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
-        graph = subject.graph
         outputs, output = results_of(graph), graph.output_node()
         first = len(outputs) - len(self.owner)
         merged: dict[str, fx.Node] = {}
@@ -76,13 +74,12 @@ class SumGradients(InPlacePass):
             (merged[name],) = trace_before(output, _zeros, [weights[name]], "update")
         results = [*outputs[:first], *merged.values()]
         if results == outputs:
-            return PassResult(subject, False)
+            return False
         output.args = (tuple(results),)
         for gradient in dict.fromkeys(outputs[first:]):
             if isinstance(gradient, fx.Node) and gradient.op == "call_function" and not gradient.users:
                 graph.erase_node(gradient)  # it was added in another way
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
 
 def _zeros(weight: Tensor) -> Tensor:

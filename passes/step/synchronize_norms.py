@@ -11,14 +11,14 @@ from torch import fx
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops import synchronized_norm as _operators  # noqa: F401  # what it registers
 from amp_compiler.ops.typed_op import typed_op
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 
 _PLAIN = torch.ops.aten.batch_norm.default
 _SYNCHRONIZED = torch.ops.amp_compiler.synchronized_batch_norm.default
 
 
 @dataclass(frozen=True)
-class SynchronizeNorms(InPlacePass):
+class SynchronizeNorms(RewritePass):
     """Let the batch norms that are marked with a group of ranks take their statistics over the rows of all of them.
 
     `differentiate` opens the operator: one message of FP32 numbers forward, means, variances and a count, and one
@@ -43,7 +43,6 @@ class SynchronizeNorms(InPlacePass):
     """
 
     group: str = ""
-    name: ClassVar[str] = "synchronize_norms"
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 
@@ -54,13 +53,11 @@ class SynchronizeNorms(InPlacePass):
             f"'{left[0]}' is marked with a group of ranks and is no batch norm that can be replaced" if left else None
         )
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Change targets in place."""
-        marked = [node for node in subject.graph.nodes if self.group and Key.GROUP in node.meta]
+        marked = [node for node in graph.nodes if self.group and Key.GROUP in node.meta]
         modified = [_replace(node, node.meta[Key.GROUP]) for node in marked]
-        if any(modified):
-            subject.recompile()
-        return PassResult(subject, any(modified))
+        return any(modified)
 
 
 def _replace(node: fx.Node, group: tuple[Any, ...]) -> bool:

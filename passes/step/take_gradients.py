@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import results_of
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 
 
 @dataclass(frozen=True)
-class TakeGradients(InPlacePass):
+class TakeGradients(RewritePass):
     """Let the graph take the gradients of weights and the loss scale, as placeholders behind the others.
 
     It stands where a graph with a backward has `differentiate` and `fold_loss_scale`: for a model that runs in
@@ -45,7 +45,6 @@ class TakeGradients(InPlacePass):
 
     owners: Mapping[str, str]
     in_fp32: tuple[str, ...] = ()
-    name: ClassVar[str] = "take_gradients"
     exact: ClassVar[bool] = True
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -54,11 +53,10 @@ class TakeGradients(InPlacePass):
         missing = [name for pair in self.owners.items() for name in pair if name not in known]
         return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+    def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
         if not self.owners:
-            return PassResult(subject, False)
-        graph = subject.graph
+            return False
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
         last, gradients = list(placeholders.values())[-1], []
         for parameter in self.owners.values():
@@ -68,8 +66,7 @@ class TakeGradients(InPlacePass):
             gradients.append(last)
         _placeholder(last, SCALE, value.new_empty((), dtype=torch.float32))
         graph.output_node().args = ((*results_of(graph), *gradients),)
-        subject.recompile()
-        return PassResult(subject, True)
+        return True
 
 
 def _placeholder(last: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
