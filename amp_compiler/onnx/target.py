@@ -71,7 +71,7 @@ def added_by_runtime(
     for name, node in graph.nodes.items():
         if typing[name].is_cast or node.op in _BODIES:
             continue
-        needs = typing.needs(node, labels.get(name, KEEP))
+        needs = (typing.need(node, index, labels.get(name, KEEP)) for index in range(len(node.inputs)))
         read = {one.value: need or types[one.value] for one, need in zip(node.inputs, needs, strict=True)}
         floats = {low, DType.FLOAT32} & {*read.values(), *(types[value] for value in node.outputs)}
         if not floats:

@@ -98,11 +98,11 @@ class _Walk:
         return self._requested[name] is Precision.LOW or any(values[one].dtype is low for one in names)
 
     def _makers(self, node: Node) -> list[str]:
-        graph, flexible = self._draft.graph, self._draft.flexible
+        graph, flexible = self._draft.graph, self._draft.typing.flexible
         makers = [graph.producer(name.value) for name in node.inputs if graph.values[name.value].dtype in flexible]
         return [maker.name for maker in makers if maker is not None]
 
     def _readers(self, node: Node) -> list[str]:
-        graph, flexible = self._draft.graph, self._draft.flexible
+        graph, flexible = self._draft.graph, self._draft.typing.flexible
         results = [name for name in node.outputs if graph.values[name].dtype in flexible]
         return [user.name for name in results for user, _ in graph.users(name)]

@@ -14,7 +14,7 @@ from amp_compiler.planner.mincut import TwoLabelProblem
 from amp_compiler.planner.typing import FP32, LOW
 
 _CHEAPEST = "follows: so that casts and nodes move the fewest bytes"
-_ROUNDS = 3  # of choosing anchors anew
+_ROUNDS = 4  # of cuts, each behind the first with anchors chosen anew
 
 
 def solve_follow(problem: FollowProblem) -> dict[str, str]:
@@ -24,11 +24,10 @@ def solve_follow(problem: FollowProblem) -> dict[str, str]:
         problem: its `labels`, `free` and `notes` are filled in.
     """
     problem.hold_exact_nodes()
-    _cut(problem)
     for _ in range(_ROUNDS):
+        _cut(problem)
         if not problem.better_anchors():
             break
-        _cut(problem)
     problem.notes.update(dict.fromkeys(problem.free, _CHEAPEST))
     return {name: problem.labels[name] for name in problem.graph.nodes}
 
@@ -82,7 +81,7 @@ class _CutBuilder:
             self._add_origin(value, origin.dtype)
             return
         cost = owner.cast_cost(value, low, DType.FLOAT32)
-        maker, source = owner.maker(value), owner.source(value)
+        maker, source = owner.maker(value), upcast_source(self.typing, value) or value
         above = maker if source == value else owner.maker(source)
         for demand in owner.demands(value).values():
             self._down(cost, demand, source, above)

@@ -62,11 +62,6 @@ class Draft:
         return (self.casts, *(dict(one) if kept and isinstance(one, dict) else one for one in held))
 
     @property
-    def flexible(self) -> frozenset[DType]:
-        """The types that a plan may exchange for each other: FP32 and the low type."""
-        return frozenset({DType.FLOAT32, self.context.low})
-
-    @property
     def typing(self) -> TypingRules:
         """The typing rules of the graph, made once and handed on to the drafts that follow."""
         known = self._typing

@@ -81,10 +81,6 @@ class FollowProblem:
         producer = self.graph.producer(value)
         return producer.name if producer is not None and producer.name in self.free else None
 
-    def source(self, value: str) -> str:
-        """The value that a low reader of `value` reads: what was upcast, where `value` is nothing but an upcast."""
-        return (upcast_source(self.typing, value) or value) if self.typing.cast_results else value
-
     def hold_exact_nodes(self) -> None:
         """Label fp32, from the end, the exact nodes of whose result somebody needs every bit."""
         for name in reversed(list(self.free)) if self.typing.has_exact else ():
@@ -194,15 +190,8 @@ def upcast_source(typing: TypingRules, value: str) -> str | None:
 
     Reading the source instead is exact where the source has the low type. Memory that changes in place is left alone.
     """
-    if value not in typing.cast_results:
-        return None
-    graph = typing.graph
-    producer = graph.producer(value)
-    if producer is None or typing[producer.name].roles[:1] != (Role.ANY,):
-        return None
-    source = graph.values[producer.inputs[0].value]
-    upcast: Value = graph.values[value]
-    if upcast.dtype is not DType.FLOAT32 or upcast.volatile or source.volatile or source.numel != upcast.numel:
+    source, producer = _cast_source(typing, value), typing.graph.producer(value)
+    if source is None or producer is None or typing[producer.name].roles[:1] != (Role.ANY,):
         return None
     return source.name
 
@@ -214,18 +203,22 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
     beyond FP16, and BF16 is made of them by way of FP32 in every kernel. FP64 is rounded once instead of twice, so that
     is done where casts may join: where nothing has to agree with eager execution.
     """
-    if value not in typing.cast_results:
+    source = _cast_source(typing, value)
+    if source is None or source.dtype in typing.flexible:
         return None
-    graph = typing.graph
-    producer = graph.producer(value)
-    cast = graph.values[value]
-    if producer is None or cast.dtype is not DType.FLOAT32 or cast.volatile:
-        return None
-    source = graph.values[producer.inputs[0].value]
-    if source.dtype in typing.flexible or source.volatile or source.numel != cast.numel:
-        return None
-    exact = source.dtype in _EXACT or (source.dtype in _FLOATS and graph.execution.casts_join)
+    exact = source.dtype in _EXACT or (source.dtype in _FLOATS and typing.graph.execution.casts_join)
     return source if exact else None
+
+
+def _cast_source(typing: TypingRules, value: str) -> Value | None:
+    """What an explicit cast of the model to FP32 made a value of, element by element; `None` for any other value."""
+    graph = typing.graph
+    producer = graph.producer(value) if value in typing.cast_results else None
+    if producer is None:
+        return None
+    source, cast = graph.values[producer.inputs[0].value], graph.values[value]
+    alike = cast.dtype is DType.FLOAT32 and source.numel == cast.numel
+    return source if alike and not cast.volatile and not source.volatile else None
 
 
 def own_elements(typing: TypingRules, name: str) -> int:

@@ -49,24 +49,22 @@ class TwoLabelProblem:
         """Labels of least total cost.
 
         Among labellings of equal cost it is the one with the fewest ones: minimum cuts form a lattice, so that one is
-        unique and the answer depends on nothing but the costs.
+        unique and the answer depends on nothing but the costs. The problem is used up.
         """
-        zeros, ones, arcs = list(self._zero), list(self._one), [dict(beside) for beside in self._arcs]
-        leaves = self._take_leaves(zeros, ones, arcs)
-        labels = [int(one < zero) for zero, one in zip(zeros, ones, strict=True)]
-        if any(arcs):
-            _cut(zeros, ones, arcs, labels)
+        leaves = self._take_leaves()
+        labels = [int(one < zero) for zero, one in zip(self._zero, self._one, strict=True)]
+        if any(self._arcs):
+            self._cut(labels)
         for leaf, other, up, down in reversed(leaves):
-            zero, one = zeros[leaf] + down * labels[other], ones[leaf] + up * (1 - labels[other])
-            labels[leaf] = int(one < zero)
+            labels[leaf] = int(self._one[leaf] + up * (1 - labels[other]) < self._zero[leaf] + down * labels[other])
         return labels
 
-    @staticmethod
-    def _take_leaves(zeros: list[int], ones: list[int], arcs: list[dict[int, int]]) -> list[tuple[int, int, int, int]]:
-        """Take away variables with one neighbour, and whole trees of them. Changes the arguments.
+    def _take_leaves(self) -> list[tuple[int, int, int, int]]:
+        """Take away variables with one neighbour, and whole trees of them, as their neighbours' costs.
 
         Returns (leaf, neighbour, cost of 1 beside 0, of 0 beside 1), in the order of going.
         """
+        zeros, ones, arcs = self._zero, self._one, self._arcs
         leaves = []
         pending = [variable for variable, beside in enumerate(arcs) if len(beside) == 1]
         while pending:
@@ -81,31 +79,29 @@ class TwoLabelProblem:
             arcs[leaf] = {}
         return leaves
 
+    def _cut(self, labels: list[int]) -> None:
+        """Label the variables that have neighbours."""
+        import networkx as nx
 
-def _cut(zeros: list[int], ones: list[int], arcs: list[dict[int, int]], labels: list[int]) -> None:
-    """Label the variables that have neighbours."""
-    import networkx as nx
-
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from((_SOURCE, _SINK))
-    for variable, beside in enumerate(arcs):
-        if not beside:
-            continue
-        zero, one = zeros[variable], ones[variable]
-        if zero != one:
-            ends = (_SOURCE, variable) if zero < one else (variable, _SINK)
-            graph.add_edge(*ends, capacity=abs(one - zero))
-        for other, cost in beside.items():  # a variable that is 1 is on the side of the sink
-            if cost:
-                graph.add_edge(other, variable, capacity=cost)
-    residual = nx.algorithms.flow.boykov_kolmogorov(graph, _SOURCE, _SINK)
-    # Which maximum flow it is does not count: all of them leave room to the sink from the same nodes.
-    at_one: set[Any] = {_SINK}
-    pending: list[Any] = [_SINK]
-    while pending:
-        for maker, arc in residual.pred[pending.pop()].items():
-            if arc["flow"] < arc["capacity"] and maker not in at_one:
-                at_one.add(maker)
-                pending.append(maker)
-    for variable in filter(arcs.__getitem__, range(len(arcs))):
-        labels[variable] = int(variable in at_one)
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from((_SOURCE, _SINK))
+        core = [variable for variable, beside in enumerate(self._arcs) if beside]
+        for variable in core:
+            zero, one = self._zero[variable], self._one[variable]
+            if zero != one:
+                ends = (_SOURCE, variable) if zero < one else (variable, _SINK)
+                graph.add_edge(*ends, capacity=abs(one - zero))
+            for other, cost in self._arcs[variable].items():  # a variable that is 1 is on the side of the sink
+                if cost:
+                    graph.add_edge(other, variable, capacity=cost)
+        residual = nx.algorithms.flow.boykov_kolmogorov(graph, _SOURCE, _SINK)
+        # Which maximum flow it is does not count: all of them leave room to the sink from the same nodes.
+        at_one: set[Any] = {_SINK}
+        pending: list[Any] = [_SINK]
+        while pending:
+            for maker, arc in residual.pred[pending.pop()].items():
+                if arc["flow"] < arc["capacity"] and maker not in at_one:
+                    at_one.add(maker)
+                    pending.append(maker)
+        for variable in core:
+            labels[variable] = int(variable in at_one)

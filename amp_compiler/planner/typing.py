@@ -156,14 +156,7 @@ class TypingRules:
 
         A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
         """
-        return self._need(node, index, self.nodes[node.name], label)
-
-    def needs(self, node: Node, label: str) -> list[DType | None]:
-        """What `need` says of each operand."""
         typing = self.nodes[node.name]
-        return [self._need(node, index, typing, label) for index in range(len(typing.roles))]
-
-    def _need(self, node: Node, index: int, typing: NodeTyping, label: str) -> DType | None:
         role = typing.roles[index]
         if role is Role.OTHER or role is Role.ANY:
             return None
@@ -197,21 +190,14 @@ class TypingRules:
     def complaint(self, node: Node, label: str, reads: Sequence[DType]) -> str | None:
         """What is wrong with the types in which a node reads its operands; `None` where all is well."""
         typing = self.nodes[node.name]
-        mixes = typing.mixes(label)
-        target = self.low if label == LOW else None if label == KEEP else DType.FLOAT32
-        values = self.graph.values
         for index, (operand, role, read) in enumerate(zip(node.inputs, typing.roles, reads, strict=True)):
-            wanted: DType | None
-            if (role is Role.DATA and not mixes) or role is Role.HALF:
-                wanted = target or values[operand.value].dtype
-            elif role is Role.OTHER or role is Role.FIXED:
-                wanted = values[operand.value].dtype
-            else:
-                wanted = read if read in self.flexible else None
-            if read is not wanted:
+            wanted = self.need(node, index, label)
+            if wanted is None and role in (Role.OTHER, Role.HALF):
+                wanted = self.graph.values[operand.value].dtype
+            if read is not wanted and (wanted is not None or read not in self.flexible):
                 expected = " or ".join(sorted(dtype.short for dtype in ((wanted,) if wanted else self.flexible)))
                 return f"node '{node.name}' ({label}) reads operand {index} in {read.short}, not in {expected}"
-        if mixes and all(reads[index] is not DType.FLOAT32 for index in typing.data):
+        if typing.mixes(label) and all(reads[index] is not DType.FLOAT32 for index in typing.data):
             return f"node '{node.name}' is to run in fp32 and reads no operand in fp32"
         return None
 

@@ -51,7 +51,7 @@ class FindMasks(FunctionalPass[Draft]):
                     masks[name] = Mask(path, terms)
         if masks == subject.graph.masks:
             return PassResult(subject, False)
-        return PassResult(replace(subject, graph=subject.graph.with_masks(masks)), True)
+        return PassResult(replace(subject, graph=subject.graph.changed({}, masks)), True)
 
 
 def _may_hide(numbers: StoredNumbers, low: DType) -> bool:

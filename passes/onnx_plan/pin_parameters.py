@@ -71,7 +71,7 @@ class PinParameters(PinPass):
         loose = [node for node in norms if node.pin is None and not all(one.tied for one in node.inputs[1:])]
         if not loose:
             return result
-        graph = draft.graph.with_pins({})
+        graph = draft.graph.changed({})
         for node in loose:
             tied = [replace(operand, tied=True) for operand in node.inputs[1:]]
             graph.nodes[node.name] = replace(node, inputs=(node.inputs[0], *tied))

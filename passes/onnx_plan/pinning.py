@@ -47,7 +47,7 @@ class PinPass(FunctionalPass[Draft]):
         pins = self.pins(subject)
         if not pins:
             return PassResult(subject, False)
-        return PassResult(replace(subject, graph=subject.graph.with_pins(pins)), True)
+        return PassResult(replace(subject, graph=subject.graph.changed(pins)), True)
 
 
 class Walker:

@@ -87,7 +87,7 @@ class Classify(FunctionalPass[Draft]):
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Decide node by node, then widen what makes the probabilities of a loss, and keep sizes and angles."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
-        flexible = subject.flexible
+        flexible = subject.typing.flexible
         decisions: dict[str, Decision] = {}
         values, by_kind = subject.graph.values, matcher.by_kind_alone
         for name, node in subject.graph.nodes.items():

@@ -109,9 +109,8 @@ class _Placer:
                     if types[operand.value] is not one:
                         self._require(order, node.name, index, operand.value, one, node.region)
                 continue  # it is no cast
-            for index, needed in enumerate(self.typing.needs(node, label)):
-                if needed is not None and needed is not types[node.inputs[index].value]:
-                    self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
+            for index, operand in enumerate(node.inputs):
+                self._require(order, node.name, index, operand.value, self.typing.need(node, index, label), node.region)
             if typing.is_cast and typing.info.casts:
                 self._note_model_cast(node)
         for index, value in enumerate(self.graph.outputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
@@ -38,7 +39,6 @@ class Builder:
         self._reserved = self._main_names(lowered.model.ir.graph)
         ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
-        self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._demands: dict[tuple[object, ...], Demands] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -72,7 +72,7 @@ class Builder:
         for attribute, body in inner.items():
             self.lowered.owners[body] = node
             self.add_graph(body, region if node.op_type in LOOPS else f"{name}.{attribute}")
-        op, quantizing = self._op(node)
+        op, quantizing = _op_of(node.domain, node.op_type)
         named = not op.startswith("onnx.") and self.named(op, name)
         quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
         demands = self._demands_on(node, op, named, quantized, len(inner))
@@ -123,15 +123,6 @@ class Builder:
                      if before in self.names and after in self.names]  # fmt: skip
             attributes.update({CARRIED: tuple(pairs)} if pairs else {})
         return attributes
-
-    def _op(self, node: ir.Node) -> tuple[str, bool]:
-        """The neutral name of the op of a node, and whether it quantises."""
-        key = (node.domain, node.op_type)
-        known = self._ops.get(key)
-        if known is None:
-            op = canonical_op(*key)
-            known = self._ops[key] = op, op_table().info(op).quantized
-        return known
 
     def _operands(self, node: ir.Node, name: str, demands: Demands, inner: dict[str, ir.Graph]) -> list[Operand]:
         """The operands of a node, called `name` in the neutral graph; those of its bodies behind its own."""
@@ -208,6 +199,13 @@ class Builder:
             number += 1
         self._next[name] = number + 1
         return f"{name}.{number}"
+
+
+@functools.cache
+def _op_of(domain: str, op_type: str) -> tuple[str, bool]:
+    """The neutral name of an op, and whether it quantises."""
+    op = canonical_op(domain, op_type)
+    return op, op_table().info(op).quantized
 
 
 def _states(node: ir.Node, body: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
