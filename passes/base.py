@@ -37,11 +37,6 @@ class PassResult(Generic[Subject]):
     modified: bool
 
 
-def text_of(subject: Any) -> str:
-    """The text by which a change is seen: of a draft or an FX graph."""
-    return Texts().of(subject)
-
-
 class Texts:
     """The texts of one subject after another; of a graph, only what changed is written anew."""
 
@@ -49,7 +44,7 @@ class Texts:
         self._lines: Any = None
 
     def of(self, subject: Any) -> str:
-        """The text by which a change is seen, see `text_of`."""
+        """The text by which a change is seen: of a draft or an FX graph."""
         if hasattr(subject, "to_text"):
             return str(subject.to_text())
         if self._lines is None:

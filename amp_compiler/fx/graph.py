@@ -161,6 +161,14 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
     node.target = node.name
 
 
+def placeholder_behind(last: fx.Node, name: str, meta: dict[Any, Any]) -> fx.Node:
+    """A new placeholder of a graph behind another one."""
+    with last.graph.inserting_after(last):
+        node = last.graph.placeholder(name)
+    node.meta = meta
+    return node
+
+
 def results_of(graph: fx.Graph) -> list[Any]:
     """The values that a flat graph returns, in order."""
     results: Any = graph.output_node().args[0]

@@ -16,6 +16,7 @@ from amp_compiler.fx.graph import (
     neutral_attribute,
     neutral_dtype,
     node_tensor,
+    results_of,
     tensor_operands,
     user_source,
 )
@@ -58,7 +59,7 @@ def lower(captured: Captured) -> PrecisionGraph:
         elif node.op == "call_function" and node.target is not operator.getitem and _is_tensor_op(node):
             _add_node(graph, node)
         elif node.op == "output":
-            graph.outputs = [item.name for item in _returned_tensors(node)]
+            graph.outputs = [item.name for item in _returned_tensors(node.graph)]
     graph.verify()
     return graph
 
@@ -71,19 +72,18 @@ def _device(graph: fx.Graph) -> str:
 
 def _is_tensor_op(node: fx.Node) -> bool:
     # Size queries and arithmetic on sizes have no element type: they are no part of the neutral graph.
-    return bool(_made_tensors(node)) or (bool(tensor_operands(node)) and canonical_op(node.target) != "aten.sym_size")
+    return bool(made_tensors(node)) or (bool(tensor_operands(node)) and canonical_op(node.target) != "aten.sym_size")
 
 
-def _made_tensors(node: fx.Node) -> list[torch.Tensor]:
+def made_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The examples of all tensors that a node makes."""
     value = node.meta.get("val")
     items = value if isinstance(value, (list, tuple)) else [value]
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-def _returned_tensors(output: fx.Node) -> list[fx.Node]:
-    results = output.args[0]
-    flat = results if isinstance(results, (list, tuple)) else [results]
-    return [item for item in flat if isinstance(item, fx.Node) and node_tensor(item) is not None]
+def _returned_tensors(graph: fx.Graph) -> list[fx.Node]:
+    return [item for item in results_of(graph) if isinstance(item, fx.Node) and node_tensor(item) is not None]
 
 
 def _value(name: str, node: fx.Node, tensor: torch.Tensor, kind: ValueKind = ValueKind.RESULT) -> Value:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from amp_compiler.errors import PassError
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import hint, node_tensor, results_of
+from amp_compiler.fx.lower import made_tensors
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.recompute import computed_again, memory_of
 from amp_compiler.fx.torch_private.tracing import is_pointwise
@@ -185,7 +186,7 @@ class _Values:
             for source in sources:
                 if source in needed:
                     problem.pair(again.get(node, needed[node]), needed[source], None)
-        labels, _ = problem.solve()
+        labels = problem.solve()
         return [node for node, variable in again.items() if labels[variable]]
 
 
@@ -210,9 +211,7 @@ def _bytes_of(value: torch.Tensor) -> int:
 
 def _size_of(node: fx.Node) -> int:
     """Bytes of what a node makes, of all its results together."""
-    values: Any = node.meta.get("val")
-    tensors: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values]
-    return sum(_bytes_of(value) for value in tensors if isinstance(value, torch.Tensor))
+    return sum(map(_bytes_of, made_tensors(node)))
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from amp_compiler.fx.graph import CAST
+from amp_compiler.fx.graph import CAST, placeholder_behind
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import RewritePass
 
@@ -52,10 +52,8 @@ class HoistWeightCasts(RewritePass):
         ]
         for number, cast in enumerate(casts, start=1):
             source, dtype = cast.args[:2]
-            with graph.inserting_after(placeholders[-1]):
-                placeholder = graph.placeholder(f"{source.name}_kept_{number}")
-            placeholder.meta = {**cast.meta, Key.LOW: (source.name, dtype)}
-            placeholders.append(placeholder)
-            cast.replace_all_uses_with(placeholder)
+            meta = {**cast.meta, Key.LOW: (source.name, dtype)}
+            placeholders.append(placeholder_behind(placeholders[-1], f"{source.name}_kept_{number}", meta))
+            cast.replace_all_uses_with(placeholders[-1])
             graph.erase_node(cast)
         return bool(casts)

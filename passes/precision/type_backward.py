@@ -21,6 +21,7 @@ from amp_compiler.fx.graph import (
     schema_argument,
     tensor_operands,
 )
+from amp_compiler.fx.lower import made_tensors
 from amp_compiler.fx.meta import Key, source_of
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -91,7 +92,7 @@ class TypeBackward(InPlacePass):
         """Type of the gradients of a node that is to be wrapped; `None` for one that is left alone."""
         if Key.BACKWARD not in node.meta and Key.BACKWARD_MATH not in node.meta:
             return None
-        types = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
+        types = [tensor.dtype for tensor in made_tensors(node) if _is_plain_float(tensor)]
         operands = [self._data(node, slot, operand) for slot, _, operand in tensor_operands(node)]
         read = [tensor.dtype for tensor in operands if tensor is not None]
         if not types or not read:
@@ -106,7 +107,7 @@ class TypeBackward(InPlacePass):
     def _computes_low(self, node: fx.Node, low_types: set[torch.dtype]) -> bool:
         """Whether the kernels of a node round to one of these types on the way, where nothing is done about it."""
         info = self.ops.info(canonical_op(node.target))
-        device = next(tensor.device.type for tensor in _results(node))
+        device = next(tensor.device.type for tensor in made_tensors(node))
         return any(not needs_nothing(info, device, low, differentiable=True) for low in low_types)
 
     def _data(self, node: fx.Node, slot: str, operand: fx.Node) -> torch.Tensor | None:
@@ -174,7 +175,7 @@ class TypeBackward(InPlacePass):
 
     def _emulated(self, node: fx.Node, types: list[torch.dtype]) -> bool:
         pairs = self.ops.info(canonical_op(node.target)).emulate
-        device = next(tensor.device.type for tensor in _results(node))
+        device = next(tensor.device.type for tensor in made_tensors(node))
         return any(f"{device}.{_SHORT.get(dtype)}" in pairs for dtype in types)
 
 
@@ -190,12 +191,6 @@ def emulates(graph: fx.Graph) -> bool:
 
 def _is_plain_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype in (*_LOW, torch.float32)
-
-
-def _results(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
-    items = value if isinstance(value, (list, tuple)) else [value]
-    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _result_nodes(node: fx.Node) -> list[fx.Node]:

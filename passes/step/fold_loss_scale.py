@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.graph import node_tensor, placeholder_behind
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
@@ -107,9 +107,7 @@ class FoldLossScale(RewritePass):
             return False
         placeholders = graph.find_nodes(op="placeholder")
         loss = node_tensor(seed)
-        with graph.inserting_after(placeholders[-1]):
-            scale = graph.placeholder(SCALE)
-        scale.meta["val"] = _like(loss, torch.float32, ())  # type: ignore[arg-type]
+        scale = placeholder_behind(placeholders[-1], SCALE, {"val": _like(loss, torch.float32, ())})  # type: ignore[arg-type]
         if self.weighs:
             scale = _weighed(graph, scale, seed)
         source = scale
@@ -123,9 +121,8 @@ class FoldLossScale(RewritePass):
 
 
 def _weighed(graph: fx.Graph, scale: fx.Node, seed: fx.Node) -> fx.Node:
-    with graph.inserting_after(scale):
-        weight = graph.placeholder("_".join(map(str, WEIGHT)))
-    weight.meta = {"val": torch.empty_like(scale.meta["val"]), Key.STATE: WEIGHT}
+    meta = {"val": torch.empty_like(scale.meta["val"]), Key.STATE: WEIGHT}
+    weight = placeholder_behind(scale, "_".join(map(str, WEIGHT)), meta)
     with graph.inserting_before(seed):
         product = graph.call_function(aten.mul.Tensor, (scale, weight))
     product.meta = {"val": torch.empty_like(scale.meta["val"]), Key.PHASE: "backward"}

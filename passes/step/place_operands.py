@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import readers, source_of
-from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, splice_before
+from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, placeholder_behind, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
 from amp_compiler.passes.base import RewritePass
@@ -134,9 +134,8 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     operands, last = Operands(weight.name, recipe), graph.find_nodes(op="placeholder")[-1]
     placed = {}
     for number, (copy, node) in enumerate(once.items()):
-        with graph.inserting_after(last):
-            last = placed[copy] = graph.placeholder(f"{weight.name}_{OPERAND}{number}")
-        last.meta = {"val": node.meta["val"], Key.STATE: (OPERAND, operands, number)}
+        meta = {"val": node.meta["val"], Key.STATE: (OPERAND, operands, number)}
+        last = placed[copy] = placeholder_behind(last, f"{weight.name}_{OPERAND}{number}", meta)
     for node in values:
         node.replace_all_uses_with(placed[copies[node]])
     output = graph.output_node()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, upcast_behind_inputs
+from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, placeholder_behind, upcast_behind_inputs
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult, Texts
 from amp_compiler.passes.step.separate_buffers import written_placeholders
@@ -205,9 +205,10 @@ def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | No
 
 def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) -> None:
     """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast."""
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        placeholder = graph.placeholder(f"{node.name}_{key.name.lower()}")
-    placeholder.meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
+    last, value = graph.find_nodes(op="placeholder")[-1], node.meta["val"].to(torch.float32)
+    placeholder = placeholder_behind(
+        last, f"{node.name}_{key.name.lower()}", {**node.meta, "val": value, key: node.name}
+    )
     if wide is not None:
         wide.replace_all_uses_with(placeholder)
         graph.erase_node(wide)
@@ -223,9 +224,8 @@ def _hoist_copies(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, number: in
             cast.replace_all_uses_with(node)
             graph.erase_node(cast)
     for cast in [user for user in node.users if user.target is CAST and user.args[1] in LOW_TYPES]:
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            placeholder = graph.placeholder(f"{node.name}_low{number}")
-        placeholder.meta = {**cast.meta, Key.LOW: (node.name, cast.args[1])}
+        last, meta = graph.find_nodes(op="placeholder")[-1], {**cast.meta, Key.LOW: (node.name, cast.args[1])}
+        placeholder = placeholder_behind(last, f"{node.name}_low{number}", meta)
         cast.replace_all_uses_with(placeholder)
         graph.erase_node(cast)
         number += 1

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.graph import placeholder_behind, results_of
 from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 
@@ -62,15 +62,8 @@ class TakeGradients(RewritePass):
         for parameter in self.owners.values():
             value = placeholders[parameter].meta["val"]
             dtype = torch.float32 if parameter in self.in_fp32 else value.dtype
-            last = _placeholder(last, f"grad_{parameter}", torch.empty_like(value, dtype=dtype))
+            last = placeholder_behind(last, f"grad_{parameter}", {"val": torch.empty_like(value, dtype=dtype)})
             gradients.append(last)
-        _placeholder(last, SCALE, value.new_empty((), dtype=torch.float32))
+        placeholder_behind(last, SCALE, {"val": value.new_empty((), dtype=torch.float32)})
         graph.output_node().args = ((*results_of(graph), *gradients),)
         return True
-
-
-def _placeholder(last: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
-    with last.graph.inserting_after(last):
-        node = last.graph.placeholder(name)
-    node.meta["val"] = value
-    return node

@@ -20,9 +20,6 @@ _UNARY: dict[str, Any] = {
     "Reciprocal": torch.reciprocal, "Round": torch.round, "Sign": torch.sign, "Sin": torch.sin, "Sinh": torch.sinh,
     "Sqrt": torch.sqrt, "Tan": torch.tan, "Tanh": torch.tanh,
 }  # fmt: skip
-for _name, _function in _UNARY.items():
-    op(_name)(_function)
-
 _BINARY = {
     "Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Equal": operator.eq, "Less": operator.lt,
     "LessOrEqual": operator.le, "Greater": operator.gt, "GreaterOrEqual": operator.ge,
@@ -37,11 +34,11 @@ _LOGIC = {
     "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
 }  # fmt: skip
-for _name, _function in _LOGIC.items():
+for _name, _function in (_UNARY | _LOGIC).items():
     op(_name)(_function)
 
 
-@op("Identity")
+@op("Identity", "OptionalGetElement")
 def _identity(x: Any) -> Any:
     return x
 

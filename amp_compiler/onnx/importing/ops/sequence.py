@@ -64,11 +64,6 @@ def _optional(value: Any = None, *, type: Any = None) -> Any:
     return value
 
 
-@op("OptionalGetElement")
-def _optional_get(value: Any) -> Any:
-    return value
-
-
 @op("OptionalHasElement", pure=False)
 def _optional_has(value: Any = None) -> Tensor:
     return torch.tensor(value is not None)
