@@ -107,7 +107,7 @@ class FoldLossScale(RewritePass):
             return False
         placeholders = graph.find_nodes(op="placeholder")
         loss = node_tensor(seed)
-        scale = placeholder_behind(placeholders[-1], SCALE, {"val": _like(loss, torch.float32, ())})  # type: ignore[arg-type]
+        scale = placeholder_behind(placeholders[-1], SCALE, {"val": loss.new_empty((), dtype=torch.float32)})  # type: ignore[union-attr]
         if self.weighs:
             scale = _weighed(graph, scale, seed)
         source = scale
@@ -129,14 +129,10 @@ def _weighed(graph: fx.Graph, scale: fx.Node, seed: fx.Node) -> fx.Node:
     return product
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return tensor.new_empty(shape, dtype=dtype)
-
-
 def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
     with graph.inserting_before(seed):
         node = graph.call_function(aten._to_copy.default, (scale,), {"dtype": loss.dtype})
-        node.meta = {"val": _like(loss, loss.dtype, ()), Key.PHASE: "backward"}
+        node.meta = {"val": loss.new_empty(()), Key.PHASE: "backward"}
         if loss.dim():
             node = graph.call_function(aten.view.default, (node, list(loss.shape)))
             node.meta = {"val": loss, Key.PHASE: "backward"}

@@ -205,10 +205,9 @@ def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | No
 
 def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) -> None:
     """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast."""
-    last, value = graph.find_nodes(op="placeholder")[-1], node.meta["val"].to(torch.float32)
-    placeholder = placeholder_behind(
-        last, f"{node.name}_{key.name.lower()}", {**node.meta, "val": value, key: node.name}
-    )
+    last = graph.find_nodes(op="placeholder")[-1]
+    meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
+    placeholder = placeholder_behind(last, f"{node.name}_{key.name.lower()}", meta)
     if wide is not None:
         wide.replace_all_uses_with(placeholder)
         graph.erase_node(wide)
