@@ -216,11 +216,10 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
     names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
     keys = [node.meta.get(Key.STATE) for node in placeholders]
-    gives_scale = options.scale.constant is None and _SCALE in keys
-    if gives_scale:
-        compiled = _with_first(compiled, keys.index(_SCALE))
+    compiled = _with_scale(compiled, keys.index(_SCALE) if _SCALE in keys else None, results + 1)
     if options.scale.checks_finite and options.gather != "add":
-        scale = -1 if options.scale.constant is None else float(options.scale.constant)
+        constant = options.scale.constant
+        scale = results + 1 if constant is None else float(constant)
         compiled = state.events.watched(
             compiled, weights.names(), flags=results + 2, skipped=keys.index(_SKIPPED), scale=scale
         )
@@ -233,7 +232,6 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             batch=places,
             groups=weights.groups,
             results=results,
-            gives_scale=gives_scale,
             buffers=tuple(weights.inputs.getters[name] for name in begun.written),
             operands=weights.operands(step),
         ),
@@ -275,15 +273,17 @@ def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     return inputs
 
 
-def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
-    """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
+def _with_scale(run: Callable[..., Sequence[Any]], place: int | None, result: int) -> Callable[..., Sequence[Any]]:
+    """A step one of whose results is the loss scale as it was before the step: part of the graph that is replayed."""
 
     @functools.wraps(run, assigned=(), updated=())
-    def both(*inputs: Any) -> Sequence[Any]:
-        before = inputs[place].clone()
-        return [*run(*inputs), before]
+    def with_scale(*inputs: Any) -> Sequence[Any]:
+        before = None if place is None else inputs[place].clone()
+        results = [*run(*inputs)]
+        results[result] = before
+        return results
 
-    return both
+    return with_scale
 
 
 def _forward(captured: Captured, options: StepOptions, stages: Stages) -> tuple[PrecisionPlan | None, bool]:

@@ -61,7 +61,7 @@ class ProgramChoice:
         self.subgraph_step: SubgraphStep | None = None
 
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], gather: str, hooked: bool
+        self, batch: tuple[Any, ...], leaves: list[Any], gather: str
     ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
@@ -69,7 +69,6 @@ class ProgramChoice:
             batch: arguments of the loss function behind the model.
             leaves: the batch, flat.
             gather: as for `GatherGradients`.
-            hooked: whether an optimizer has hooks that run before its steps.
 
         Raises:
             CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
@@ -77,7 +76,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        step = self.subgraph_step or self._step_apart(hooked)
+        step = self.subgraph_step or self._step_apart()
         if step is None:
             try:
                 with torch.enable_grad():
@@ -157,9 +156,9 @@ class ProgramChoice:
         coordinator = self._setup.coordinator
         return gradients if coordinator is None else coordinator.decide(self._rank_state(gradients, buffers))
 
-    def _step_apart(self, hooked: bool) -> SubgraphStep | None:
+    def _step_apart(self) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
-        cause = _why_apart(hooked)
+        cause = _why_apart()
         if cause is None:
             return None
         if cause.what not in self._apart:
@@ -345,7 +344,7 @@ class ProgramChoice:
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
 
 
-def _why_apart(hooked: bool) -> CaptureError | None:
+def _why_apart() -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
@@ -355,10 +354,5 @@ def _why_apart(hooked: bool) -> CaptureError | None:
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
             hint="leave them out: a step keeps no more than it needs",
-        )
-    if hooked:
-        return CaptureError(
-            "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
-            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

@@ -207,9 +207,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        before = step_hooks(self._optimizers, "pre")
-        if before:
-            check_hooks(self._optimizers, self._setup.between)
+        check_hooks(self._optimizers)
         leaves, spec = pytree.tree_flatten((batch, {}))
         self._look()
         if self._coordinator is not None:
@@ -218,7 +216,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._state.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
-        program, output = self._choice.run(batch, leaves, gather, hooked=bool(before))
+        program, output = self._choice.run(batch, leaves, gather)
         return program, output, leaves, spec
 
     def _look(self) -> None:

@@ -78,7 +78,7 @@ class StepTrials:
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
-        return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.message)
+        return NonfiniteReport(parameters, seen.nodes[:SHOWN], loss, cure.rule, cure.message)
 
     def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
@@ -86,7 +86,7 @@ class StepTrials:
             return NonfiniteReport()
         rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
         cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
-        report = NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.message)
+        report = NonfiniteReport((), seen.swallowed[:SHOWN], (), cure.rule, cure.message)
         return report if cure.rule else NonfiniteReport()
 
     def _vanished(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
@@ -116,7 +116,7 @@ class StepTrials:
             if also := self._advised(graph, in_fp32, scale * 2.0**doublings, rightly, lost):
                 cure = replace(cure, message=cure.message + also)
                 break
-        return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.message, lost)
+        return NonfiniteReport((), first.nodes[:SHOWN], (), cure.rule, cure.message, lost)
 
     def _saturated(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Operands of FP8 products that are larger than their scale holds, where all is finite."""
@@ -135,16 +135,23 @@ class StepTrials:
         cure = "it is so in this step alone; by these rules a scale is of what the operand is now, and holds it"
         return NonfiniteReport(saturated=words, rule=rules_text(rules, entries), cure=cure)
 
-    def cure(self, scale: Tensor) -> Cure:
-        """What fixes a step that was not finite; see `report`."""
+    def skipped(self, scale: Tensor, cure: bool) -> NonfiniteReport:
+        """The first nodes that were not finite in a step that was skipped, and what fixes it.
+
+        Args:
+            scale: that it ran with.
+            cure: look for that.
+        """
         try:
             graph = self._build(self._options.settings.rules)
             seen = graph.run(scale)
             if not seen.spoilt:
-                return Cure(message="run again it is finite: it draws random numbers, or its batch was overwritten")
-            return self._cure(graph, seen, scale)
-        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
-            return Cure(message=f"no rule was tried: {first_line(error)}")
+                again = "run again it is finite: it draws random numbers, or its batch was overwritten"
+                return NonfiniteReport(cure=again if cure else "")
+            proved = self._cure(graph, seen, scale) if cure else Cure()
+            return NonfiniteReport((), seen.nodes[:SHOWN], (), proved.rule, proved.message)
+        except (AmpError, RuntimeError) as error:  # memory may not do; which parameters it were is known all the same
+            return NonfiniteReport(cure=f"it was not run again: {first_line(error)}")
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)

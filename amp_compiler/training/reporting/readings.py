@@ -34,7 +34,6 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.reporting.events import NonfiniteEvent
-from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.state import StepState
@@ -227,28 +226,25 @@ class StepReadings:
     def nonfinite_report(self, *, cure: bool = True) -> NonfiniteReport:
         """Which gradients of the last step were not finite, the first nodes that made such values, and what fixes it.
 
-        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs,
-        `amp.find_nonfinite` does so. Then they run with those nodes in FP32, with their neighbours where
+        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped the
+        loss is captured once more, and its forward and backward run node by node on the last batch; of a step in
+        subgraphs, `amp.find_nonfinite` does so. Then they run with those nodes in FP32, with their neighbours where
         that is not enough, until all is finite. Nothing is changed.
 
         Args:
             cure: look for rules that cure it, for which the loss is captured a few times more.
         """
         program, output, scale = self._seen()
-        flushed = not output.inputs  # it ran no batch
-        leaves = output.inputs if self._scale_config.checks_finite and not flushed else None
-        batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
-        if isinstance(program, StepProgram):
-            report = report_nonfinite(program, _flags(output), leaves, scale)
-            if cure and report.repeated:
-                proved = self._trials(batch).cure(scale)
-                report = replace(report, rule=proved.rule, cure=proved.message)
-        else:
-            report = report_nonfinite(program.update, _flags(output), None, scale)
-            report = replace(report, nodes=(), cure=_IN_SUBGRAPHS) if report else report
-        if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
-            report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
+        flagged = zip(program.update.report.updated, _flags(output), strict=True)
+        report = NonfiniteReport(tuple(name for name, flag in flagged if flag))
+        flushed, skips = not output.inputs, self._scale_config.checks_finite  # flushed: it ran no batch
+        if report and not isinstance(program, StepProgram):
+            report = replace(report, cure=_IN_SUBGRAPHS)
+        elif report and skips and not flushed:
+            batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
+            report = replace(self._trials(batch).skipped(scale, cure), parameters=report.parameters)
+        if report and not report.nodes and (flushed or skips) and self._accumulate > 1:
+            report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
             return report
         return replace(report, results=(LOSS,), cure=report.cure if report.parameters else _TRAINED)
@@ -297,7 +293,7 @@ class StepReadings:
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        self._check_hooks()
+        check_hooks(self._optimizers)
         options, reduction = self._choice.options(""), self._setup.reduction
         if reduction is not None:  # all ranks are taken to have gradients of the same weights
             options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
@@ -308,12 +304,12 @@ class StepReadings:
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
-        self._check_hooks()
+        check_hooks(self._optimizers)
         with autocast_off(), building():
             return build_counting(batch, self._choice.options(""), with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        self._check_hooks()
+        check_hooks(self._optimizers)
         return StepTrials(batch, self._choice.options(""))
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -328,14 +324,11 @@ class StepReadings:
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        self._check_hooks()
+        check_hooks(self._optimizers)
         module = self._setup.module
         module.adopt(self._setup.optimizers)
         with widened(module.parameters()):
             yield module
-
-    def _check_hooks(self) -> None:
-        check_hooks(self._setup.optimizers, self._setup.between)
 
 
 def _flags(output: StepOutput) -> list[int]:
