@@ -29,8 +29,7 @@ from amp_compiler.ranks.group import ranks_of
 from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.arguments import Uneven, check_loss_function, check_numbers, check_uneven
-from amp_compiler.training.build import PARALLEL
-from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.loss_module import PARALLEL, ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_updates
 from amp_compiler.training.optimizers.state import keep_state_types
 from amp_compiler.training.reporting.events import Events

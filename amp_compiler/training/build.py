@@ -16,7 +16,6 @@ from amp_compiler.forward.program import build_run, normalize, plan_captured, re
 from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.hooks import refuse_parameter_hooks
-from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
@@ -40,11 +39,6 @@ from amp_compiler.training.program import CompiledStep, StepProgram, StepReport
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.weights import check_parameters
 
-PARALLEL = (
-    "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
-    " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
-    " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
-)
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -120,7 +114,6 @@ def begin_gradients(
     setup = options.setup
     model = setup.module
     model.adopt(setup.optimizers)
-    refuse_spread(model, PARALLEL, of_step=True)
     low = torch_dtype(setup.low) if setup.enabled else None
     with generators_kept():
         begun, options = begin(capture_once(model, batch, low), options, stages)

@@ -15,7 +15,6 @@ from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, Lowering
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.fx.capture.frontend import Frontend
-from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private.breaks import is_failed_assertion
@@ -27,7 +26,7 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.training.build import PARALLEL, StepOptions, begin, build_step, converted_inputs
+from amp_compiler.training.build import StepOptions, begin, build_step, converted_inputs
 from amp_compiler.training.capture import NAME, CapturedLoss, around_capture, loss_frontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -162,7 +161,7 @@ class ProgramChoice:
         if cause is None:
             return None
         if cause.what not in self._apart:
-            self._prepare()
+            self._setup.module.adopt(self._setup.optimizers)
             self._apart[cause.what] = self._subgraph_step(cause)
         return self._apart[cause.what]
 
@@ -191,7 +190,7 @@ class ProgramChoice:
         known = self._frontends.get(hooks)
         if known is None:
             setup = self._setup
-            self._prepare()
+            self._setup.module.adopt(self._setup.optimizers)
             low = torch_dtype(setup.low) if setup.enabled else None
             known = loss_frontend(setup.module, self._made, low, setup.settings.dynamic, self._capturing)
             self._frontends[hooks] = known
@@ -202,10 +201,6 @@ class ProgramChoice:
         with around_capture(self._setup.module), telling(NAME) as course:
             yield
         self._seconds += course.seconds()
-
-    def _prepare(self) -> None:
-        self._setup.module.adopt(self._setup.optimizers)
-        refuse_spread(self._setup.module, PARALLEL, of_step=True)  # what the loss function holds is known only now
 
     def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
         """What Dynamo calls in the place of a graph."""

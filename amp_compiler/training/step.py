@@ -28,7 +28,6 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
-from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import check_hooks, run_behind, step_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
@@ -60,18 +59,14 @@ class TrainingStep(StepReadings, Generic[_Loss]):
     """
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
-        self.model = setup.model
-        self._setup, self._state, self._coordinator = setup, setup.state, setup.coordinator
-        self._module, self._optimizers, self._settings = setup.module, setup.optimizers, setup.settings
-        self._enabled, self._low, self._accumulate, self._gathered = setup.enabled, setup.low, setup.accumulate, 0
-        self._detector = ChangeDetector(self._module, self._optimizers, self._state)
+        self._detector = ChangeDetector(setup.module, setup.optimizers, setup.state)
+        super().__init__(setup, ProgramChoice(setup, self._detector))
+        self.model, self._module, self._settings = setup.model, setup.module, setup.settings
+        self._low, self._accumulate, self._coordinator = setup.low, setup.accumulate, setup.coordinator
         self._hidden = HiddenWrites(self._module, self._optimizers, self._state)
-        self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
-        self._watch = StuckWatch(setup.device)
         self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
-        self._last, self._leaves, self._spec = None, [], None
 
     @compiles_itself
     def __call__(self, *batch: Any, **named: Any) -> _Loss:

@@ -39,7 +39,7 @@ def check_traceable(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(
             f"{name} needs a closure that computes the loss again, and a training step computes it once",
-            hint="train amp.compile(model) in a loop of your own, which calls optimizer.step(closure)",
+            hint="train amp.compile(model), and call optimizer.step(closure) in your own loop",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", hint="use Adam or AdamW")

@@ -36,7 +36,6 @@ from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.state import StepState
 from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.trial import StepTrials
@@ -72,17 +71,12 @@ class StepReadings:
     It also builds what `amp.find_nonfinite`, `amp.profile` and `amp.tune` run.
     """
 
-    _setup: StepSetup
-    _choice: ProgramChoice
-    _accumulate: int
-    _gathered: int
-    _enabled: bool
-    _state: StepState
-    _watch: StuckWatch
-    _last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None
-    _leaves: list[Any]
-    _optimizers: tuple[torch.optim.Optimizer, ...]
-    _spec: Any
+    def __init__(self, setup: StepSetup, choice: ProgramChoice) -> None:
+        self._setup, self._state, self._optimizers, self._choice = setup, setup.state, setup.optimizers, choice
+        self._watch, self._gathered = StuckWatch(setup.device), 0
+        self._last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None = None
+        self._leaves: list[Any] = []
+        self._spec: Any = None
 
     def _seen(self) -> tuple[StepProgram | SubgraphStep, StepOutput, Tensor]:
         if self._last is None:
@@ -152,7 +146,7 @@ class StepReadings:
             AmpError: before the first call, and where mixed precision is off.
         """
         plan = self._seen()[0].plan
-        if plan is None and self._enabled:
+        if plan is None and self._setup.enabled:
             raise AmpError(f"the last step has no plan: it ran {self.execution}", hint="call it where it is captured")
         if plan is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
@@ -243,7 +237,7 @@ class StepReadings:
         elif report and skips and not flushed:
             batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
             report = replace(self._trials(batch).skipped(scale, cure), parameters=report.parameters)
-        if report and not report.nodes and (flushed or skips) and self._accumulate > 1:
+        if report and not report.nodes and (flushed or skips) and self._setup.accumulate > 1:
             report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
             return report
