@@ -238,7 +238,10 @@ class StepContents:
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         name = self._names[id(parameter)]
         state: dict[str, Any] = {}
-        for key in self._files[0]["state"].get(name, {}):
+        saved = dict(self._files[0]["state"].get(name, {}))
+        if not saved.pop("begun", True):  # as checkpoints had it once of a momentum that waits for its first update
+            return {}
+        for key in saved:
             value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])
             state[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
         return state

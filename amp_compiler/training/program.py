@@ -218,6 +218,8 @@ class StepProgram:
         finally:
             SET_GRAD_ENABLED(recorded)
         note_writes(seen.written)
+        for group in self.compiled.groups:
+            group.publish()
         seen.let_go()
         if copied is None:
             return self._output(flat, self._beside(flat[self.compiled.results :]))

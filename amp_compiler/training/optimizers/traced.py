@@ -39,7 +39,8 @@ def check_traceable(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(
             f"{name} needs a closure that computes the loss again, and a training step computes it once",
-            hint="train amp.compile(model), and call optimizer.step(closure) in your own loop",
+            hint="compile the model alone, model = amp.compile(model), and call optimizer.step(closure) in your own"
+            " loop",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", hint="use Adam or AdamW")
@@ -77,6 +78,9 @@ class TracedGroup:
         """Read the learning rates; what schedulers changed since the last step goes to the device, without a sync."""
         values = tuple(group.get("lr", 0.0) for group in self.optimizer.param_groups)
         self._written = send_numbers(self.rates, values, self._written)
+
+    def publish(self) -> None:
+        """As of a `BoundGroup`; all state is made before the first update."""
 
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""

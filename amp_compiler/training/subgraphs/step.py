@@ -15,6 +15,8 @@ from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, fir
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
+from amp_compiler.fx.capture.retrace import placeholder_name
+from amp_compiler.fx.captured import Source
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
@@ -203,9 +205,9 @@ class SubgraphStep:
             decide: gives what all ranks have, by what this one has and the buffers that it writes.
             gather: as for `GatherGradients`.
         """
-        named = {_placeholder_of(name): name for name, _ in self.model.named_parameters()}
+        named = {placeholder_name(Source.PARAMETER, name): name for name, _ in self.model.named_parameters()}
         own = [
-            SharedGradient(_placeholder_of(name), one.dtype, tuple(range(one.dim())))
+            SharedGradient(placeholder_name(Source.PARAMETER, name), one.dtype, tuple(range(one.dim())))
             for name, one in computed.gradients.items()
         ]
         agreed = decide(tuple(own), tuple(computed.buffers))
@@ -232,11 +234,6 @@ class SubgraphStep:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(begun, options)
         return program
-
-
-def _placeholder_of(parameter: str) -> str:
-    """The name that a captured graph gives a parameter."""
-    return f"p_{parameter}".replace(".", "_")
 
 
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
