@@ -42,7 +42,6 @@ class StepOutput:
             split over the ranks.
         scale: the loss scale that it ran with, FP32 scalar; `None` where it takes none.
         results: all that the forward gives, the loss first.
-        inputs: what it ran on; of a step in subgraphs, the batch.
 
     All but loss, aux and results are overwritten by the next run where a graph is replayed.
     """
@@ -54,7 +53,6 @@ class StepOutput:
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
     results: Sequence[Any] = ()
-    inputs: Sequence[Any] = ()
 
     @property
     def checked(self) -> bool:

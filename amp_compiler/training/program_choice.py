@@ -53,7 +53,7 @@ class ProgramChoice:
         self.programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
-        self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
+        self._ran: tuple[StepProgram, StepOutput] | None = None
         self._told: set[SubgraphStep] = set()
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
         self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
@@ -92,8 +92,7 @@ class ProgramChoice:
             else:
                 return self._result(loss, aux)
         computed = self._computed(step, batch)
-        output = self._guarded(lambda: step.finish(computed))
-        return step, replace(output, inputs=leaves)
+        return step, self._guarded(lambda: step.finish(computed))
 
     def flush(
         self, count: int, last: tuple[StepProgram | SubgraphStep, StepOutput] | None
@@ -181,9 +180,9 @@ class ProgramChoice:
             why = why_not_captured(left_alone=True)
             hint = "call the step outside of it" if why else BUG
             raise CaptureError(f"the step ran no graph of the loss{why and f': {why}'}", hint=hint)
-        (program, output, inputs), self._ran = self._ran, None
+        (program, output), self._ran = self._ran, None
         aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
-        return program, replace(output, loss=loss, aux=aux, inputs=inputs)
+        return program, replace(output, loss=loss, aux=aux)
 
     def _frontend(self) -> Frontend:
         hooks = self._hooks.key()
@@ -228,7 +227,7 @@ class ProgramChoice:
             self._detector.another()
         program = self._program(graph, inputs)
         output = self._guarded(lambda: program(inputs, self._detector))
-        self._ran = program, output, inputs
+        self._ran = program, output
         return graph.returned(output.results)
 
     def _guarded(self, run: Callable[[], StepOutput]) -> StepOutput:

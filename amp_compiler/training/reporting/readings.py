@@ -74,6 +74,7 @@ class StepReadings:
     def __init__(self, setup: StepSetup, choice: ProgramChoice) -> None:
         self._setup, self._state, self._optimizers, self._choice = setup, setup.state, setup.optimizers, choice
         self._watch, self._gathered = StuckWatch(setup.device), 0
+        self._flushed = False  # whether the last call ran no batch
         self._last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None = None
         self._leaves: list[Any] = []
         self._spec: Any = None
@@ -231,13 +232,13 @@ class StepReadings:
         program, output, scale = self._seen()
         flagged = zip(program.update.report.updated, _flags(output), strict=True)
         report = NonfiniteReport(tuple(name for name, flag in flagged if flag))
-        flushed, skips = not output.inputs, self._scale_config.checks_finite  # flushed: it ran no batch
+        skips = self._scale_config.checks_finite
         if report and not isinstance(program, StepProgram):
             report = replace(report, cure=_IN_SUBGRAPHS)
-        elif report and skips and not flushed:
+        elif report and skips and not self._flushed:
             batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
             report = replace(self._trials(batch).skipped(scale, cure), parameters=report.parameters)
-        if report and not report.nodes and (flushed or skips) and self._setup.accumulate > 1:
+        if report and not report.nodes and (self._flushed or skips) and self._setup.accumulate > 1:
             report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
             return report
