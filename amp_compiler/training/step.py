@@ -192,7 +192,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if state.samples is not None:
             state.samples.left()
         self._last = (program, output, self._scale_config.constant)
-        self._leaves, self._spec, self._flushed = leaves, spec, not batch
+        self._leaves, self._spec, self._without_batch = leaves, spec, not batch
         updated, skipped = self._gathered == 0, self._scale.skipped_steps
         self._log.note(output, updated, lambda: self._seen()[2], skipped, lambda: self.grad_norm, batch)
         if not self._keeps_parts:

@@ -74,7 +74,7 @@ class StepReadings:
     def __init__(self, setup: StepSetup, choice: ProgramChoice) -> None:
         self._setup, self._state, self._optimizers, self._choice = setup, setup.state, setup.optimizers, choice
         self._watch, self._gathered = StuckWatch(setup.device), 0
-        self._flushed = False  # whether the last call ran no batch
+        self._without_batch = False  # whether the last call ran no batch
         self._last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None = None
         self._leaves: list[Any] = []
         self._spec: Any = None
@@ -235,10 +235,10 @@ class StepReadings:
         skips = self._scale_config.checks_finite
         if report and not isinstance(program, StepProgram):
             report = replace(report, cure=_IN_SUBGRAPHS)
-        elif report and skips and not self._flushed:
+        elif report and skips and not self._without_batch:
             batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
             report = replace(self._trials(batch).skipped(scale, cure), parameters=report.parameters)
-        if report and not report.nodes and (self._flushed or skips) and self._setup.accumulate > 1:
+        if report and not report.nodes and (self._without_batch or skips) and self._setup.accumulate > 1:
             report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
             return report
