@@ -84,6 +84,22 @@ def test_a_step_goes_on_to_the_bit(case, tmp_path):
         assert equal(everything(again, resumed), everything(model, step))
 
 
+@pytest.mark.parametrize("begun", [0.0, 1.0])
+def test_the_mark_beside_a_first_momentum_in_an_older_checkpoint_is_read(begun, tmp_path):
+    dampened = {"optimizer": lambda inputs: torch.optim.SGD(inputs, 0.1, momentum=0.9, dampening=0.5)}
+    (model, step), (again, resumed) = prepared(0, **dampened), prepared(7, **dampened)
+    state = step._optimizers[0].state
+    for one in model.parameters():
+        state[one] = {"momentum_buffer": torch.zeros_like(one), "begun": torch.tensor(begun)}
+    amp.save_checkpoint(step, tmp_path, 1)
+    if not begun:
+        state.clear()  # as torch has it in front of the first update
+    amp.load_checkpoint(resumed, tmp_path)
+    for batch in rows(6)[:2]:
+        assert equal([step(*batch)], [resumed(*batch)])
+    assert equal([*model.parameters()], [*again.parameters()])
+
+
 def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
     model, step = prepared(0)
     amp.save_checkpoint(step, tmp_path, 0, extra={"epoch": 3})
