@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError, first_line
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import generators_kept
@@ -60,11 +60,13 @@ class StepTrials:
         self._options = options.under(dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
         self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
-    def report(self, scale: Tensor) -> NonfiniteReport:
+    def report(self, scale: Tensor, *, looks: bool = True, cure: bool = True) -> NonfiniteReport:
         """What is not finite, and what fixes it.
 
         Args:
             scale: the loss scale, FP32 scalar.
+            looks: where all is finite, look for what was lost without a trace.
+            cure: look for what fixes it.
 
         Raises:
             AmpError: the loss is no one graph.
@@ -72,12 +74,12 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(scale)
         if not seen.spoilt:
-            looks = (self._swallowed, self._vanished)
-            return next(filter(None, (look(graph, seen, scale) for look in looks)), NonfiniteReport())
-        cure = self._cure(graph, seen, scale)
+            further = (self._swallowed, self._vanished) if looks else ()
+            return next(filter(None, (look(graph, seen, scale) for look in further)), NonfiniteReport())
+        proved = self._cure(graph, seen, scale) if cure else Cure()
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
-        return NonfiniteReport(parameters, seen.nodes[:SHOWN], loss, cure.rule, cure.message)
+        return NonfiniteReport(parameters, seen.nodes[:SHOWN], loss, proved.rule, proved.message)
 
     def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
@@ -116,24 +118,6 @@ class StepTrials:
                 cure = replace(cure, message=cure.message + also)
                 break
         return NonfiniteReport((), first.nodes[:SHOWN], (), cure.rule, cure.message, lost)
-
-    def skipped(self, scale: Tensor, cure: bool) -> NonfiniteReport:
-        """The first nodes that were not finite in a step that was skipped, and what fixes it.
-
-        Args:
-            scale: that it ran with.
-            cure: look for that.
-        """
-        try:
-            graph = self._build(self._options.settings.rules)
-            seen = graph.run(scale)
-            if not seen.spoilt:
-                again = "run again it is finite: it draws random numbers, or its batch was overwritten"
-                return NonfiniteReport(cure=again if cure else "")
-            proved = self._cure(graph, seen, scale) if cure else Cure()
-            return NonfiniteReport((), seen.nodes[:SHOWN], (), proved.rule, proved.message)
-        except (AmpError, RuntimeError) as error:  # memory may not do; which parameters it were is known all the same
-            return NonfiniteReport(cure=f"it was not run again: {first_line(error)}")
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)

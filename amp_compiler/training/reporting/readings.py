@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.errors import AmpError, LossScaleError
+from amp_compiler.errors import AmpError, LossScaleError, first_line
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import normalize
@@ -50,6 +50,7 @@ _TRAINED = (
     "its gradients are finite, so no update is skipped for it; amp.find_nonfinite(step, batch) tells of any batch what"
     " made it"
 )
+_AGAIN = NonfiniteReport(cure="run again it is finite: it draws random numbers, or its batch was overwritten")
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,11 @@ class StepReadings:
             report = replace(report, cure=_IN_SUBGRAPHS)
         elif report and skips and not self._without_batch:
             batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
-            report = replace(self._trials(batch).skipped(scale, cure), parameters=report.parameters)
+            try:
+                again = self._trials(batch).report(scale, looks=False, cure=cure)
+                report = replace(again if again else _AGAIN, parameters=report.parameters, results=())
+            except (AmpError, RuntimeError) as error:  # memory may not do; the parameters are known
+                report = replace(report, cure=f"it was not run again: {first_line(error)}")
         if report and not report.nodes and (self._without_batch or skips) and self._setup.accumulate > 1:
             report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
