@@ -13,14 +13,11 @@ from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 
 
 def step_hooks(optimizers: Sequence[Optimizer], when: Literal["pre", "post"]) -> list[tuple[Optimizer, Any]]:
-    """The hooks that run before or behind an update, each with its optimizer, in torch's order."""
+    """The hooks that run before or behind an update, each with its optimizer; behind it, in torch's order."""
     everywhere = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks").values()
     shared = [one for one in everywhere if one != OPTIMIZER_STEPS.note]
-    own = [one.__dict__.get(f"_optimizer_step_{when}_hooks", {}).values() for one in optimizers]
-    if not shared and not any(own):
-        return []
-    every = [[*shared, *each] if when == "pre" else [*each, *shared] for each in own]
-    return [(optimizer, hook) for optimizer, hooks in zip(optimizers, every, strict=True) for hook in hooks]
+    own = [(one, one.__dict__.get(f"_optimizer_step_{when}_hooks", {}).values()) for one in optimizers]
+    return [(optimizer, hook) for optimizer, hooks in own for hook in (*hooks, *shared)]
 
 
 def check_hooks(optimizers: Sequence[Optimizer]) -> None:

@@ -75,9 +75,8 @@ def test_a_hook_before_the_update_is_refused(begin):
         step(X, Y)
     before = [p.detach().clone() for p in model.parameters()]
     handle = optimizer.register_step_pre_hook(lambda *_: None)
-    for call in (step, step.graph_for, lambda *batch: amp.find_nonfinite(step, batch)):
-        with pytest.raises(amp.AmpError, match="SGD has hooks that run before its steps"):
-            call(X, Y)
+    with pytest.raises(amp.AmpError, match="SGD has hooks that run before its steps"):
+        step(X, Y)
     assert all(map(torch.equal, before, model.parameters()))
     handle.remove()
     step(X, Y)

@@ -36,7 +36,6 @@ from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.reporting.events import NonfiniteEvent
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
@@ -293,7 +292,6 @@ class StepReadings:
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        check_hooks(self._optimizers)
         options, reduction = self._choice.options(""), self._setup.reduction
         if reduction is not None:  # all ranks are taken to have gradients of the same weights
             options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
@@ -304,12 +302,10 @@ class StepReadings:
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
-        check_hooks(self._optimizers)
         with autocast_off(), building():
             return build_counting(batch, self._choice.options(""), with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        check_hooks(self._optimizers)
         return StepTrials(batch, self._choice.options(""))
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -324,7 +320,6 @@ class StepReadings:
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        check_hooks(self._optimizers)
         module = self._setup.module
         module.adopt(self._setup.optimizers)
         with widened(module.parameters()):
