@@ -82,7 +82,7 @@ class ModelTrials:
         return replace(self._report(seen.nodes, cure), parameters=seen.parameters, results=seen.results)
 
     def _report(self, nodes: tuple[NonfiniteNode, ...], cure: Cure) -> NonfiniteReport:
-        return NonfiniteReport((), nodes[:SHOWN], True, (), cure.rule, cure.message)
+        return NonfiniteReport((), nodes[:SHOWN], (), cure.rule, cure.message)
 
     def _trial(self, rules: RuleSet, *, swallowed: bool = False) -> Trial:
         seen = self._run(rules)

@@ -170,11 +170,6 @@ def is_forward(node: fx.Node) -> bool:
     return bool(node.meta.get(Key.PHASE, "forward") == "forward")
 
 
-def only_update_reads(placeholder: fx.Node) -> bool:
-    """Whether nothing but the update of a step reads an input."""
-    return all(user.meta.get(Key.PHASE) == "update" for user in placeholder.users)
-
-
 def rounds(node: fx.Node) -> bool:
     """Whether a node is a cast to a narrower type, or an input that is the rounded copy of another one."""
     if node.op == "placeholder":

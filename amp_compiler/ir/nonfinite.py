@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 INPUT = "input"  # the op of a node that is none
 SHOWN = 5  # so many nodes are named
@@ -109,9 +109,8 @@ class NonfiniteReport:
 
     Args:
         parameters: qualified names of the parameters with a non-finite gradient.
-        nodes: the first nodes that made something non-finite, in execution order. Where running the step again shows
-            nothing (dropout draws new numbers), the nodes that made the gradients of `parameters`.
-        repeated: whether `nodes` come from running the step again.
+        nodes: the first nodes that made something non-finite, in execution order; empty where running the step again
+            shows nothing, as dropout draws new numbers.
         results: what else was not finite: the loss, outputs of a model. Where there is neither this nor a parameter, an
             overflow has left no trace: `1 / inf` is 0.
         rule: rules in YAML, ready for a file, with which the same batch was run again and was finite; empty where none
@@ -119,20 +118,17 @@ class NonfiniteReport:
         cure: in a sentence, what fixes it, or why no rule does; empty where that was not asked for.
         zeros: qualified names of the parameters whose gradient is zero and would not be in FP32; all is finite then,
             and `nodes` are the first that made zeros of other numbers.
-        saturated: operands of FP8 products, in words, that are larger than their scale holds, in a step that is finite.
     """
 
     parameters: tuple[str, ...] = ()
     nodes: tuple[NonfiniteNode, ...] = ()
-    repeated: bool = field(default=False)
     results: tuple[str, ...] = ()
     rule: str = ""
     cure: str = ""
     zeros: tuple[str, ...] = ()
-    saturated: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.results or self.nodes or self.zeros or self.saturated)
+        return bool(self.parameters or self.results or self.nodes or self.zeros)
 
     def __str__(self) -> str:
         if not self:
@@ -140,15 +136,13 @@ class NonfiniteReport:
                 "all was finite; what becomes zero or coarse in 16 bits is counted by amp.profile,"
                 " and amp.tune writes the rules that cure it"
             )
-        title = "first made by" if self.repeated else "gradients made by"
         gradients = [_gradients(self.parameters)] if self.parameters else []
         what = (
             ", ".join([*self.results, *gradients])
             or "values between, and what is made of them is finite all the same, and may be wrong"
         )
         first = f"zero, and not so in FP32: {_gradients(self.zeros)}" if self.zeros else f"not finite: {what}"
-        text = "".join(f"{one}\n" for one in ([f"saturated: {each}" for each in self.saturated] or [first]))
-        text += "".join(f"  {title} {node}\n" for node in self.nodes)
+        text = f"{first}\n" + "".join(f"  first made by {node}\n" for node in self.nodes)
         return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 
     __repr__ = __str__

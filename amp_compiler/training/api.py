@@ -28,9 +28,8 @@ from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PL
 from amp_compiler.ranks.group import ranks_of
 from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import Parts
-from amp_compiler.training.arguments import Uneven, check_loss_function, check_numbers, check_uneven
-from amp_compiler.training.build import PARALLEL
-from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.arguments import Uneven, check_loss_function, check_options
+from amp_compiler.training.loss_module import PARALLEL, ROOT, LossModule
 from amp_compiler.training.optimizers.fused import check_optimizers, check_updates
 from amp_compiler.training.optimizers.state import keep_state_types
 from amp_compiler.training.reporting.events import Events
@@ -141,8 +140,7 @@ def training_step(
         for one in pytree.tree_leaves(model):
             refuse_as_trained(one)
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
-        check_numbers(clip_norm, accumulate)
-        check_uneven(uneven)
+        check_options(clip_norm, accumulate, uneven)
         settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         module = LossModule(model, loss_fn)
         refuse_spread(module, PARALLEL, of_step=True)

@@ -16,16 +16,12 @@ from amp_compiler.fx.torch_private.tracing import traced_elsewhere
 Uneven = Literal["refuse", "weight"]
 
 
-def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
-    """The largest norm is positive or `None`, and the number of calls from 1 on."""
+def check_options(clip_norm: float | None, accumulate: Any, uneven: Any) -> None:
+    """The largest norm is positive or `None`, the number of calls from 1 on, the way with batches one of the words."""
     if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
         raise AmpError(f"clip_norm={clip_norm!r}", hint="pass a positive number, or None for no clipping")
     if type(accumulate) is not int or accumulate < 1:
         raise AmpError(f"accumulate={accumulate!r}", hint="pass a whole number from 1 on")
-
-
-def check_uneven(uneven: Any) -> None:
-    """It is one of the words."""
     if uneven not in get_args(Uneven):
         raise AmpError(f"uneven={uneven!r}", hint=f"pass one of {', '.join(map(repr, get_args(Uneven)))}")
 

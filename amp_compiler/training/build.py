@@ -16,7 +16,6 @@ from amp_compiler.forward.program import build_run, normalize, plan_captured, re
 from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.hooks import refuse_parameter_hooks
-from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
@@ -40,11 +39,6 @@ from amp_compiler.training.program import CompiledStep, StepProgram, StepReport
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.weights import check_parameters
 
-PARALLEL = (
-    "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
-    " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
-    " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
-)
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -120,7 +114,6 @@ def begin_gradients(
     setup = options.setup
     model = setup.module
     model.adopt(setup.optimizers)
-    refuse_spread(model, PARALLEL, of_step=True)
     low = torch_dtype(setup.low) if setup.enabled else None
     with generators_kept():
         begun, options = begin(capture_once(model, batch, low), options, stages)
@@ -216,11 +209,10 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
     names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
     keys = [node.meta.get(Key.STATE) for node in placeholders]
-    gives_scale = options.scale.constant is None and _SCALE in keys
-    if gives_scale:
-        compiled = _with_first(compiled, keys.index(_SCALE))
+    compiled = _with_scale(compiled, keys.index(_SCALE) if _SCALE in keys else None, results + 1)
     if options.scale.checks_finite and options.gather != "add":
-        scale = -1 if options.scale.constant is None else float(options.scale.constant)
+        constant = options.scale.constant
+        scale = results + 1 if constant is None else float(constant)
         compiled = state.events.watched(
             compiled, weights.names(), flags=results + 2, skipped=keys.index(_SKIPPED), scale=scale
         )
@@ -233,7 +225,6 @@ def finish(begun: Begun, options: StepOptions) -> StepProgram:
             batch=places,
             groups=weights.groups,
             results=results,
-            gives_scale=gives_scale,
             buffers=tuple(weights.inputs.getters[name] for name in begun.written),
             operands=weights.operands(step),
         ),
@@ -275,15 +266,17 @@ def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     return inputs
 
 
-def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
-    """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
+def _with_scale(run: Callable[..., Sequence[Any]], place: int | None, result: int) -> Callable[..., Sequence[Any]]:
+    """A step one of whose results is the loss scale as it was before the step: part of the graph that is replayed."""
 
     @functools.wraps(run, assigned=(), updated=())
-    def both(*inputs: Any) -> Sequence[Any]:
-        before = inputs[place].clone()
-        return [*run(*inputs), before]
+    def with_scale(*inputs: Any) -> Sequence[Any]:
+        before = None if place is None else inputs[place].clone()
+        results = [*run(*inputs)]
+        results[result] = before
+        return results
 
-    return both
+    return with_scale
 
 
 def _forward(captured: Captured, options: StepOptions, stages: Stages) -> tuple[PrecisionPlan | None, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -164,47 +164,21 @@ class StepContents:
             AmpError: it is another model, another optimizer or another kind of weights.
         """
         self._files, self._about = files, about
-        self._check_kind(where)
-        own, saved = self._values(), files[0]["model"]
-        differ = [f"only the step has {key}" for key in own.keys() - saved.keys()]
-        differ += [f"only the checkpoint has {key}" for key in saved.keys() - own.keys()]
-        for key in own.keys() & saved.keys():
-            differ += self._misfits(key, own[key])
-        _refuse(differ, where)
-
-    def _check_kind(self, where: str) -> None:
-        own, about = self._kind(), self._about
-        saved = about["step"]
-        self._step._scale_config.matching(saved).load_state_dict(saved, self.device)  # raises where it does not fit
-        if about["master"] != own["master"]:
-            what = (
-                f"it was saved with `weights: {{master: {about['master']}}}`, and the step's rules say {own['master']}"
-            )
-            raise AmpError(what, where=where, hint=_OTHER)
-        was, now = about["optimizers"], own["optimizers"]
-        kinds = [", ".join(one["type"] for one in some) for some in (was, now)]
-        if kinds[0] != kinds[1]:
-            raise AmpError(f"it holds the state of {kinds[0]}, and the step has {kinds[1]}", where=where, hint=_OTHER)
-        if was == now:
-            return
-        names = [{name for one in some for group in one["groups"] for name in group} for some in (was, now)]
-        differ = [f"only the checkpoint's optimizer has {name}" for name in names[0] - names[1]]
-        differ += [f"only the step's optimizer has {name}" for name in names[1] - names[0]]
-        _refuse(differ or ["the parameters stand in other groups of the optimizer, or in another order"], where)
-
-    def _misfits(self, key: str, own: Any) -> Iterable[str]:
-        saved = self._files[0]["model"][key]
-        if not isinstance(own, Tensor) or not isinstance(saved, Tensor):
-            alike = isinstance(own, Tensor) == isinstance(saved, Tensor)
-            return [] if alike else [f"{key} is a tensor in one of them only"]
-        shape = torch.Size(self._about["split"].get(key.removeprefix(f"{ROOT}."), saved.shape))
-        if own.shape != shape:
-            return [f"{key} is of shape {list(shape)} there and of {list(own.shape)} here"]
-        wanted = torch.float32 if self._is_made_of_master(own) else own.dtype
-        widened = self._state.storage.low and saved.dtype in LOW_TYPES and wanted is torch.float32
-        if wanted != saved.dtype and not widened:  # before the first call all weights are FP32
-            return [f"{key} is {_short(saved.dtype)} there and {_short(wanted)} here"]
-        return []
+        self._step._scale_config.matching(about["step"]).load_state_dict(about["step"], self.device)  # it may not fit
+        there, here, saved = _owners_of(about), _owners_of(self._kind()), files[0]["model"]
+        for key, value in saved.items():
+            there[key] = _form(value, about["split"].get(key.removeprefix(f"{ROOT}.")))
+        for key, own in self._values().items():
+            dtype = torch.float32 if self._is_made_of_master(own) else None
+            was = saved.get(key)
+            if self._state.storage.low and isinstance(was, Tensor) and was.dtype in LOW_TYPES:
+                dtype = was.dtype if torch.float32 in (dtype, own.dtype) else dtype  # FP32 before the first call
+            here[key] = _form(own, dtype=dtype)
+        pairs = {key: (there.get(key, "missing"), here.get(key, "missing")) for key in sorted({*there, *here})}
+        differ = [f"{key} is {was} there and {now} here" for key, (was, now) in pairs.items() if was != now]
+        if differ:
+            more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+            raise AmpError(f"does not fit the step: {'; '.join(differ[:_SHOWN])}{more}", where=where, hint=_OTHER)
 
     def _is_made_of_master(self, value: Tensor) -> bool:
         return id(value) in self._owners and (self._has_master(value) or value in self._state.parts)
@@ -264,18 +238,27 @@ class StepContents:
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         name = self._names[id(parameter)]
         state: dict[str, Any] = {}
-        for key in self._files[0]["state"].get(name, {}):
+        saved = dict(self._files[0]["state"].get(name, {}))
+        if not saved.pop("begun", True):  # as checkpoints had it once of a momentum that waits for its first update
+            return {}
+        for key in saved:
             value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])
             state[key] = self._laid_out(value, parameter) if isinstance(value, Tensor) else value
         return state
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _owners_of(kind: Mapping[str, Any]) -> dict[str, str]:
+    """How weights are held, and where each stands in the optimizers, in words."""
+    return {"weights.master": kind["master"]} | {
+        f"the optimizer of {name}": f"{one['type']} {number}, group {group}, place {place}"
+        for number, one in enumerate(kind["optimizers"])
+        for group, names in enumerate(one["groups"])
+        for place, name in enumerate(names)
+    }
 
 
-def _refuse(differ: list[str], where: str) -> None:
-    if differ:
-        shown = sorted(differ)[:_SHOWN]
-        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        raise AmpError(f"does not fit the step: {'; '.join(shown)}{more}", where=where, hint=_OTHER)
+def _form(value: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> str:
+    """Type and shape of a tensor, its own where no other is given, in words."""
+    if not isinstance(value, Tensor):
+        return "no tensor"
+    return f"{str(dtype or value.dtype).removeprefix('torch.')} {list(value.shape if shape is None else shape)}"

@@ -12,10 +12,16 @@ from torch import Tensor, nn
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture.errors import SPOKEN_OF
 from amp_compiler.fx.capture.frontend import raise_at_once
+from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.training.outside import OUTSIDE, adopt, free_name
 
 ROOT = "model"  # name of the models in a `LossModule`
+PARALLEL = (
+    "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
+    " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
+    " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
+)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # of a capture too
 
 
@@ -61,8 +67,9 @@ class LossModule(nn.Module):
             ) from cause
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take in what the loss function holds beside the models, see `training.outside`."""
+        """Take in what the loss function holds beside the models, see `training.outside`; refuse what is spread."""
         adopt(self, self.__dict__["loss_fn"], optimizers)
+        refuse_spread(self, PARALLEL, of_step=True)
 
     def adopt_tensor(self, name: str, tensor: Tensor, is_parameter: bool) -> str:
         """Take in a tensor that only a capture has shown.

@@ -83,10 +83,9 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, (dict, list, tuple)):
             leaves = pytree.tree_flatten_with_path(value)[0]
             pending += [(f"{name}{pytree.keystr(path)}", one) for path, one in leaves if path]
-        elif callable(value) and not isinstance(value, (type, nn.Module, Tensor)) and hasattr(value, "__dict__"):
-            pending += [*vars(value).items(), ("", type(value).__call__)]
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor)) and name == "self":
-            pending += vars(value).items()
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, Tensor)):
+            called = [("", type(value).__call__)] if callable(value) else []
+            pending += [*vars(value).items(), *called] if called or name == "self" else []
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:

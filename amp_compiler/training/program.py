@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.forward.tensor_versions import note_writes, writable
-from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
@@ -41,9 +40,8 @@ class StepOutput:
             looked at none.
         gradients: raw (scaled) gradients per parameter of `StepReport.updated`; behind a call without those that are
             split over the ranks.
-        scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
+        scale: the loss scale that it ran with, FP32 scalar; `None` where it takes none.
         results: all that the forward gives, the loss first.
-        inputs: what it ran on; of a step in subgraphs, the batch.
 
     All but loss, aux and results are overwritten by the next run where a graph is replayed.
     """
@@ -55,7 +53,6 @@ class StepOutput:
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
     results: Sequence[Any] = ()
-    inputs: Sequence[Any] = ()
 
     @property
     def checked(self) -> bool:
@@ -73,7 +70,6 @@ class CompiledStep:
         batch: places of the inputs that come from the batch.
         groups: the update groups.
         results: number of results of the forward, of which the loss is the first.
-        gives_scale: whether its last result is the loss scale that it ran with.
         buffers: gets the buffers that it writes.
         operands: gets the weights of which it writes FP8 operands.
     """
@@ -83,7 +79,6 @@ class CompiledStep:
     batch: Sequence[int]
     groups: list[BoundGroup | TracedGroup]
     results: int
-    gives_scale: bool
     buffers: tuple[Callable[[], Tensor], ...]
     operands: tuple[Callable[[], Tensor], ...]
 
@@ -193,10 +188,6 @@ class StepProgram:
         """How it ran, in words: as one CUDA graph, or without one and why."""
         return self.report.execution or self.compiled.run.execution
 
-    def gradient_node(self, number: int) -> fx.Node:
-        """The node of the graph that gives the gradient of a parameter of `updated`."""
-        return results_of(self.report.graph_module.graph)[self.compiled.results + 3 + number]  # type: ignore[no-any-return]
-
     @property
     def flags_changed(self) -> bool:
         """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
@@ -225,6 +216,8 @@ class StepProgram:
         finally:
             SET_GRAD_ENABLED(recorded)
         note_writes(seen.written)
+        for group in self.compiled.groups:
+            group.publish()
         seen.let_go()
         if copied is None:
             return self._output(flat, self._beside(flat[self.compiled.results :]))
@@ -234,8 +227,7 @@ class StepProgram:
 
     def _beside(self, results: Sequence[Any]) -> _Beside:
         """What a run gives beside loss and aux: all but these of a `StepOutput`, in its order."""
-        scale = results[-1] if self.compiled.gives_scale else None
-        norm, _, flags, *gradients = results[: len(results) - self.compiled.gives_scale]
+        norm, scale, flags, *gradients = results
         return norm, flags, tuple(gradients), scale
 
     def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:

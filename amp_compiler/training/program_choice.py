@@ -15,7 +15,6 @@ from amp_compiler.errors import BUG, AmpError, CaptureError, HookError, Lowering
 from amp_compiler.forward.module_hooks import ModuleHooks
 from amp_compiler.forward.notices import telling, warn_of_static
 from amp_compiler.fx.capture.frontend import Frontend
-from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private.breaks import is_failed_assertion
@@ -27,7 +26,7 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.ranks.coordinator import RankState, batch_form, settings_of
 from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.ranks.reduction import Reduction
-from amp_compiler.training.build import PARALLEL, StepOptions, begin, build_step, converted_inputs
+from amp_compiler.training.build import StepOptions, begin, build_step, converted_inputs
 from amp_compiler.training.capture import NAME, CapturedLoss, around_capture, loss_frontend
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -54,14 +53,14 @@ class ProgramChoice:
         self.programs: dict[tuple[Any, ...], StepProgram] = {}  # by graph, and what they depend on beside it
         self._seconds = 0.0  # that captures took of which no build has told yet
         self._gather, self._leaves = "", list[Any]()
-        self._ran: tuple[StepProgram, StepOutput, Sequence[Any]] | None = None
+        self._ran: tuple[StepProgram, StepOutput] | None = None
         self._told: set[SubgraphStep] = set()
         self._apart: dict[str, SubgraphStep] = {}  # runs calls with something around them, by what that is
         self._flushing: SubgraphStep | None = None  # makes updates of what was gathered
         self.subgraph_step: SubgraphStep | None = None
 
     def run(
-        self, batch: tuple[Any, ...], leaves: list[Any], gather: str, hooked: bool
+        self, batch: tuple[Any, ...], leaves: list[Any], gather: str
     ) -> tuple[StepProgram | SubgraphStep, StepOutput]:
         """Train on a batch.
 
@@ -69,7 +68,6 @@ class ProgramChoice:
             batch: arguments of the loss function behind the model.
             leaves: the batch, flat.
             gather: as for `GatherGradients`.
-            hooked: whether an optimizer has hooks that run before its steps.
 
         Raises:
             CaptureError: the loss cannot be captured, neither as one graph nor in subgraphs.
@@ -77,7 +75,7 @@ class ProgramChoice:
             RankError: the ranks differ, or one failed.
         """
         self._gather, self._leaves, self._ran = gather, leaves, None
-        step = self.subgraph_step or self._step_apart(hooked)
+        step = self.subgraph_step or self._step_apart()
         if step is None:
             try:
                 with torch.enable_grad():
@@ -94,8 +92,7 @@ class ProgramChoice:
             else:
                 return self._result(loss, aux)
         computed = self._computed(step, batch)
-        output = self._guarded(lambda: step.finish(computed))
-        return step, replace(output, inputs=leaves)
+        return step, self._guarded(lambda: step.finish(computed))
 
     def flush(
         self, count: int, last: tuple[StepProgram | SubgraphStep, StepOutput] | None
@@ -157,13 +154,13 @@ class ProgramChoice:
         coordinator = self._setup.coordinator
         return gradients if coordinator is None else coordinator.decide(self._rank_state(gradients, buffers))
 
-    def _step_apart(self, hooked: bool) -> SubgraphStep | None:
+    def _step_apart(self) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
-        cause = _why_apart(hooked)
+        cause = _why_apart()
         if cause is None:
             return None
         if cause.what not in self._apart:
-            self._prepare()
+            self._setup.module.adopt(self._setup.optimizers)
             self._apart[cause.what] = self._subgraph_step(cause)
         return self._apart[cause.what]
 
@@ -183,16 +180,16 @@ class ProgramChoice:
             why = why_not_captured(left_alone=True)
             hint = "call the step outside of it" if why else BUG
             raise CaptureError(f"the step ran no graph of the loss{why and f': {why}'}", hint=hint)
-        (program, output, inputs), self._ran = self._ran, None
+        (program, output), self._ran = self._ran, None
         aux = pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, aux)
-        return program, replace(output, loss=loss, aux=aux, inputs=inputs)
+        return program, replace(output, loss=loss, aux=aux)
 
     def _frontend(self) -> Frontend:
         hooks = self._hooks.key()
         known = self._frontends.get(hooks)
         if known is None:
             setup = self._setup
-            self._prepare()
+            self._setup.module.adopt(self._setup.optimizers)
             low = torch_dtype(setup.low) if setup.enabled else None
             known = loss_frontend(setup.module, self._made, low, setup.settings.dynamic, self._capturing)
             self._frontends[hooks] = known
@@ -203,10 +200,6 @@ class ProgramChoice:
         with around_capture(self._setup.module), telling(NAME) as course:
             yield
         self._seconds += course.seconds()
-
-    def _prepare(self) -> None:
-        self._setup.module.adopt(self._setup.optimizers)
-        refuse_spread(self._setup.module, PARALLEL, of_step=True)  # what the loss function holds is known only now
 
     def _made(self, loss: CapturedLoss) -> Callable[..., Any]:
         """What Dynamo calls in the place of a graph."""
@@ -234,7 +227,7 @@ class ProgramChoice:
             self._detector.another()
         program = self._program(graph, inputs)
         output = self._guarded(lambda: program(inputs, self._detector))
-        self._ran = program, output, inputs
+        self._ran = program, output
         return graph.returned(output.results)
 
     def _guarded(self, run: Callable[[], StepOutput]) -> StepOutput:
@@ -345,7 +338,7 @@ class ProgramChoice:
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
 
 
-def _why_apart(hooked: bool) -> CaptureError | None:
+def _why_apart() -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
@@ -355,10 +348,5 @@ def _why_apart(hooked: bool) -> CaptureError | None:
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
             hint="leave them out: a step keeps no more than it needs",
-        )
-    if hooked:
-        return CaptureError(
-            "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
-            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

@@ -28,7 +28,6 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.log import STEPS_KEY, StepLog
 from amp_compiler.training.reporting.readings import StepReadings
-from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
 from amp_compiler.training.step_hooks import check_hooks, run_behind, step_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
@@ -60,18 +59,14 @@ class TrainingStep(StepReadings, Generic[_Loss]):
     """
 
     def __init__(self, setup: StepSetup, callbacks: Any = ()) -> None:
-        self.model = setup.model
-        self._setup, self._state, self._coordinator = setup, setup.state, setup.coordinator
-        self._module, self._optimizers, self._settings = setup.module, setup.optimizers, setup.settings
-        self._enabled, self._low, self._accumulate, self._gathered = setup.enabled, setup.low, setup.accumulate, 0
-        self._detector = ChangeDetector(self._module, self._optimizers, self._state)
+        self._detector = ChangeDetector(setup.module, setup.optimizers, setup.state)
+        super().__init__(setup, ProgramChoice(setup, self._detector))
+        self.model, self._module, self._settings = setup.model, setup.module, setup.settings
+        self._low, self._accumulate, self._coordinator = setup.low, setup.accumulate, setup.coordinator
         self._hidden = HiddenWrites(self._module, self._optimizers, self._state)
-        self._choice = ProgramChoice(setup, self._detector)
         self._log = StepLog(callbacks if setup.speaks else (), self._low.short)
-        self._watch = StuckWatch(setup.device)
         self._keeps_parts = False  # between two calls, of the gradients that are split over the ranks
         self._warned = self._told_of_anomalies = False  # of rules that match nothing; that anomaly mode sees nothing
-        self._last, self._leaves, self._spec = None, [], None
 
     @compiles_itself
     def __call__(self, *batch: Any, **named: Any) -> _Loss:
@@ -197,7 +192,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         if state.samples is not None:
             state.samples.left()
         self._last = (program, output, self._scale_config.constant)
-        self._leaves, self._spec = leaves, spec
+        self._leaves, self._spec, self._without_batch = leaves, spec, not batch
         updated, skipped = self._gathered == 0, self._scale.skipped_steps
         self._log.note(output, updated, lambda: self._seen()[2], skipped, lambda: self.grad_norm, batch)
         if not self._keeps_parts:
@@ -207,9 +202,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        before = step_hooks(self._optimizers, "pre")
-        if before:
-            check_hooks(self._optimizers, self._setup.between)
+        check_hooks(self._optimizers)
         leaves, spec = pytree.tree_flatten((batch, {}))
         self._look()
         if self._coordinator is not None:
@@ -218,7 +211,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             self._state.samples.begin(leaves, first=self._gathered == 0)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         self._last = None  # last step's gradients must not live through this one
-        program, output = self._choice.run(batch, leaves, gather, hooked=bool(before))
+        program, output = self._choice.run(batch, leaves, gather)
         return program, output, leaves, spec
 
     def _look(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.errors import AmpError, first_line
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import generators_kept
@@ -26,11 +26,10 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import Stages
-from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
+from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.reporting.nonfinite import described
-from amp_compiler.training.reporting.saturation import saturated
 from amp_compiler.training.state import LowWeights
 from amp_compiler.training.weights import MasterWeights, widened
 
@@ -61,11 +60,13 @@ class StepTrials:
         self._options = options.under(dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
         self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
-    def report(self, scale: Tensor) -> NonfiniteReport:
+    def report(self, scale: Tensor, *, looks: bool = True, cure: bool = True) -> NonfiniteReport:
         """What is not finite, and what fixes it.
 
         Args:
             scale: the loss scale, FP32 scalar.
+            looks: where all is finite, look for what was lost without a trace.
+            cure: look for what fixes it.
 
         Raises:
             AmpError: the loss is no one graph.
@@ -73,12 +74,12 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(scale)
         if not seen.spoilt:
-            looks = (self._swallowed, self._vanished, self._saturated)
-            return next(filter(None, (look(graph, seen, scale) for look in looks)), NonfiniteReport())
-        cure = self._cure(graph, seen, scale)
+            further = (self._swallowed, self._vanished) if looks else ()
+            return next(filter(None, (look(graph, seen, scale) for look in further)), NonfiniteReport())
+        proved = self._cure(graph, seen, scale) if cure else Cure()
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
-        return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.message)
+        return NonfiniteReport(parameters, seen.nodes[:SHOWN], loss, proved.rule, proved.message)
 
     def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
         """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
@@ -86,7 +87,7 @@ class StepTrials:
             return NonfiniteReport()
         rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
         cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
-        report = NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.message)
+        report = NonfiniteReport((), seen.swallowed[:SHOWN], (), cure.rule, cure.message)
         return report if cure.rule else NonfiniteReport()
 
     def _vanished(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
@@ -116,35 +117,7 @@ class StepTrials:
             if also := self._advised(graph, in_fp32, scale * 2.0**doublings, rightly, lost):
                 cure = replace(cure, message=cure.message + also)
                 break
-        return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.message, lost)
-
-    def _saturated(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
-        """Operands of FP8 products that are larger than their scale holds, where all is finite."""
-        if graph.plan is None or not seen.saturated:
-            return NonfiniteReport()
-        rules, now = self._options.settings.rules, seen
-        entries: list[dict[str, Any]] = []
-        why: dict[str, str] = {}
-        while more := {name: f"saturated: {words}" for name, words in now.saturated if name not in why}:
-            why |= more  # what a product no longer cuts off may be too much for the next one
-            entries = with_present_scales(graph.plan, why)
-            now = self._build(extended(rules, entries)).run(scale)
-        words = tuple(words for _, words in seen.saturated[:SHOWN])
-        if now.spoilt:
-            return NonfiniteReport(saturated=words, cure="scales of what the operands are now make it infinite or NaN")
-        cure = "it is so in this step alone; by these rules a scale is of what the operand is now, and holds it"
-        return NonfiniteReport(saturated=words, rule=rules_text(rules, entries), cure=cure)
-
-    def cure(self, scale: Tensor) -> Cure:
-        """What fixes a step that was not finite; see `report`."""
-        try:
-            graph = self._build(self._options.settings.rules)
-            seen = graph.run(scale)
-            if not seen.spoilt:
-                return Cure(message="run again it is finite: it draws random numbers, or its batch was overwritten")
-            return self._cure(graph, seen, scale)
-        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
-            return Cure(message=f"no rule was tried: {first_line(error)}")
+        return NonfiniteReport((), first.nodes[:SHOWN], (), cure.rule, cure.message, lost)
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)
@@ -239,7 +212,6 @@ class _Seen:
         swallowed: the same of all that is not finite, whether anything came of it or not.
         zeros: the parameters whose gradient is zero everywhere, by name.
         vanished: nodes that made nothing but zeros of other numbers, in execution order.
-        saturated: FP8 products with an operand that saturates, and what it is, in words.
     """
 
     spoilt: tuple[str, ...]
@@ -247,7 +219,6 @@ class _Seen:
     swallowed: tuple[NonfiniteNode, ...]
     zeros: tuple[str, ...]
     vanished: tuple[NonfiniteNode, ...]
-    saturated: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -285,7 +256,6 @@ class _Joint:
             tuple(described_nodes[node] for node in sorted(described_nodes)),
             zeros,
             tuple(self._described(node, seen) for node in sorted(vanished)),
-            () if self.plan is None else saturated(self.graph_module.graph, seen.ranges, self.plan, self.names),
         )
 
     def gradients(self, scale: Tensor) -> dict[str, Tensor]:

@@ -187,7 +187,7 @@ class ByAnotherName(Sharpness):
 @pytest.mark.parametrize("kind", [Sharpness, ByAnotherName, O.LBFGS])
 def test_an_optimizer_that_calls_a_closure_is_refused_with_a_recipe_that_runs(kind):
     model, reference = models()
-    with pytest.raises(AmpError, match=rf"{kind.__name__} needs a closure.*model = amp\.compile\(model\)"):
+    with pytest.raises(AmpError, match=rf"{kind.__name__} .*amp\.compile\(model\)"):
         amp.training_step(model, classes, kind(model.parameters(), 0.1), backend="eager")(X, Y)
     compiled, losses = amp.compile(model, dtype="bf16", backend="eager"), {}
     for trained in (compiled, reference):

@@ -132,7 +132,7 @@ def subject_of(
 
 
 def _of_step(step: TrainingStep, batches: Any, options: TuneOptions) -> tuple[Subject, RuleSet]:
-    if not step._enabled:
+    if not step._setup.enabled:
         raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
     settings = options.over(step._settings)
     goal = Goal(float(step.loss_scale), step._scale_config.constant is None)

@@ -85,7 +85,7 @@ class OnnxTrials:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
         sources = tuple(NonfiniteNode(name, INPUT, "", "forward", output=held) for name, held in spoilt.items())
         others = tuple(one for one in seen.nodes if spoilt.keys().isdisjoint(name for name, _ in one.inputs))
-        return NonfiniteReport((), (*sources, *others)[:SHOWN], True, results, cure.rule, cure.message)
+        return NonfiniteReport((), (*sources, *others)[:SHOWN], results, cure.rule, cure.message)
 
     def _spoilt_inputs(self) -> dict[str, ValueRange]:
         """The inputs that are not finite themselves."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +20,6 @@ from amp_compiler.ranks.parts import UNSPLIT, Parts
 from amp_compiler.training.optimizers.state import laid_out, retyped, send_numbers
 from amp_compiler.training.optimizers.traced import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
-
-_SAVING_AS_TORCH: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-BEGUN = "begun"  # key in the optimizer's state: beside a state that a step made: 0 until an update
 
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
@@ -45,47 +41,17 @@ def _make_state(
     for one in kind.states:
         if one.used(group) and state.get(one.name) is None:
             state[one.name] = zeros(parameter)
-            if one is kind.states[0] and kind.started is not None and kind.started(group):
-                state[BEGUN] = torch.zeros((), device=parameter.device)
 
 
 def _has_begun(kind: FusedOptimizer, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter has its first state, and not only the zeros that a step made for an update yet to come."""
-    begun = state.get(BEGUN)
-    return state.get(kind.states[0].name) is not None and (begun is None or bool(begun))
-
-
-def _saves_as_torch(kind: FusedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Let `optimizer.state_dict()` have torch's keys alone: no flag, and no state before the first update."""
-    if optimizer in _SAVING_AS_TORCH:
-        return
-    _SAVING_AS_TORCH.add(optimizer)
-
-    def plain(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        state = {}
-        for number, entries in saved["state"].items():
-            if BEGUN in entries:
-                hidden = {BEGUN} if _has_begun(kind, entries) else {BEGUN, kind.states[0].name}
-                entries = {key: value for key, value in entries.items() if key not in hidden}
-                if not entries:
-                    continue
-            state[number] = entries
-        return {**saved, "state": state}
-
-    optimizer.register_state_dict_post_hook(plain)
+    """Whether a parameter has its first state, which tells as for torch whether its first update was made."""
+    return state.get(kind.states[0].name) is not None
 
 
 def _zeros(parameter: Tensor) -> Tensor:
     """New state in the layout of a parameter, in FP32 where it is 16-bit."""
     dtype = torch.float32 if parameter.dtype in LOW_TYPES else parameter.dtype
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
-
-
-def _flag_of(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """The flag that the programs of a step share, where one of them has put it beside all the states."""
-    begun = states[0].get(BEGUN)
-    shared = isinstance(begun, Tensor) and begun.dtype == torch.float32
-    return begun if shared and all(one.get(BEGUN) is begun for one in states) else None
 
 
 def _flags(kind: FusedOptimizer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -130,6 +96,8 @@ class BoundGroup:
     stale: Tensor
     parts: Parts | None = None
     _written: Sequence[Any] = field(default=(), repr=False)
+    _begun: set[bool] = field(default_factory=set, repr=False)
+    _waiting: dict[Tensor, dict[str, Any]] = field(default_factory=dict, repr=False)  # states, until the first update
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
@@ -139,34 +107,38 @@ class BoundGroup:
             self._find_started()
 
     def _find_started(self) -> None:
-        """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
+        """Whether the first update was made, where it is not like any other (SGD with dampened momentum).
 
-        As for torch it was where there is a first state, whatever its values. Beside a state that was made here stands
-        the flag that updates set, so that the optimizer's state is all there is: it holds across batch shapes, skipped
-        steps and checkpoints.
+        As for torch it was where there is a first state, whatever its values. One that is made here stands beside the
+        optimizer's state until an update was applied, see `publish`.
         """
-        started = self.kind.started
-        if started is None or not started(self.optimizer.param_groups[self.index]):
+        if not self._asks():
             return
         if self.parts is not None:
             name = type(self.optimizer).__name__
             raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", hint=UNSPLIT)
-        first = self.kind.states[0].name
-        for number in range(len(self.parameters)):
-            self.tensor(first, number)
-        states = [self.optimizer.state[parameter] for parameter in self.parameters]
-        flags = {id(state.get(BEGUN)): state.get(BEGUN) for state in states}
-        if flags.keys() == {id(self.started)}:
-            return  # nothing is read from the device
-        begun = {flag is None or bool(flag) for flag in flags.values()}
+        begun = {_has_begun(self.kind, self.optimizer.state.get(one, {})) for one in self.parameters}
         if len(begun) > 1:
             raise AmpError(
-                f"optimizer.state holds '{first}' for some parameters of a group and not for others",
+                f"optimizer.state holds '{self.kind.states[0].name}' for some parameters of a group and not for others",
                 hint="make the training step anew, or give all of them one",
             )
-        self.started.fill_(begun.pop())
-        for state in states if flags.keys() != {id(None)} else []:
-            state[BEGUN] = self.started
+        if begun == {True}:
+            self._waiting.clear()
+        if begun != self._begun:
+            self.started.fill_(begun == {True})
+            self._begun = begun
+
+    def _asks(self) -> bool:
+        started = self.kind.started
+        return started is not None and started(self.optimizer.param_groups[self.index])
+
+    def publish(self) -> None:
+        """Behind a call: give the optimizer the states that were made for its first update, once that was applied."""
+        if self._waiting and bool(self.started):
+            for parameter, state in self._waiting.items():
+                self.optimizer.state[parameter].update(state)
+            self._waiting.clear()
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
@@ -181,7 +153,11 @@ class BoundGroup:
         return as_real(self._state_tensor(column, self.parameters[number]))
 
     def _state_tensor(self, column: str, parameter: Tensor) -> Tensor:
-        state = self.optimizer.state[parameter]
+        waits = column == self.kind.states[0].name and self._asks()
+        if waits and not _has_begun(self.kind, self.optimizer.state.get(parameter, {})):
+            state = self._waiting.setdefault(parameter, {})
+        else:
+            state = self.optimizer.state[parameter]
         if column not in state or column == STEP:
             new = _zeros if self.parts is None else self.parts.zeros
             _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index], new)
@@ -335,9 +311,6 @@ def _bind_part(
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     size = len(kind.hyper)
-    begun = _flag_of([optimizer.state.get(parameter, {}) for parameter in part])
-    if kind.started is not None:
-        _saves_as_torch(kind, optimizer)
     device, dtype = part[0].device, part[0].dtype
     moment = torch.float32 if dtype in LOW_TYPES else None
     if storage is not None and kind.state_as_weight:
@@ -361,7 +334,7 @@ def _bind_part(
         index,
         tuple(part),
         torch.zeros(size, dtype=torch.float64, device=device),
-        torch.ones((), device=device) if begun is None else begun,
+        torch.ones((), device=device),
         torch.zeros(len(part), dtype=torch.uint8, device=device),
         parts,
     )

@@ -19,7 +19,7 @@ from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.optimizers.state import send_numbers
 from amp_compiler.training.optimizers.traced_calls import StepCalls, compiling, selecting
-from amp_compiler.training.optimizers.traced_state import State, initialise, needs_closure, own_step, view_of
+from amp_compiler.training.optimizers.traced_state import State, initialise, own_step, view_of
 from amp_compiler.training.weights import MASTER
 
 # Keys of a group that no step reads: schedulers keep their notes there.
@@ -37,7 +37,11 @@ def check_traceable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise needs_closure(optimizer)
+        raise OptimizerError(
+            f"{name} needs a closure that computes the loss again, and a training step computes it once",
+            hint="compile the model alone, model = amp.compile(model), and call optimizer.step(closure) in your own"
+            " loop",
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", hint="use Adam or AdamW")
     for group in optimizer.param_groups:
@@ -74,6 +78,9 @@ class TracedGroup:
         """Read the learning rates; what schedulers changed since the last step goes to the device, without a sync."""
         values = tuple(group.get("lr", 0.0) for group in self.optimizer.param_groups)
         self._written = send_numbers(self.rates, values, self._written)
+
+    def publish(self) -> None:
+        """As of a `BoundGroup`; all state is made before the first update."""
 
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""

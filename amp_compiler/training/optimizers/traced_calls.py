@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,10 +89,6 @@ def _add(args: tuple[Any, ...], kwargs: dict[str, Any], sign: int = 1) -> Tensor
     return None if alpha is None else torch.addcmul(args[0], args[1].to(args[0].dtype), alpha * sign)
 
 
-def _sub(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    return _add(args, kwargs, -1)
-
-
 def _addcmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     value = _number(kwargs, "value", args[0])
     return None if value is None else torch.addcmul(args[0], args[1] * value, args[2])
@@ -108,7 +105,7 @@ def _lerp(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 
 _NUMBERS: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]] = {
-    "add": _add, "sub": _sub, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
+    "add": _add, "sub": partial(_add, sign=-1), "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp,
 }  # fmt: skip
 
 

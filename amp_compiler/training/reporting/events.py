@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from itertools import compress
 from typing import Any
 
 import torch
@@ -57,9 +58,10 @@ class Events:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
+        exact = torch.float32 if device.type == "mps" else torch.float64  # Metal has no FP64
+        self._steps = torch.zeros(1, dtype=exact, device=device)
         self.looks = device.type == "cpu"
-        self._tables: dict[tuple[str, ...], _Table] = {}
+        self._tables: dict[tuple[str, ...], Tensor] = {}  # a row: number, loss scale, and a flag of each parameter
 
     def watched(self, run: Run, names: tuple[str, ...], *, flags: int, skipped: int, scale: int | float) -> Run:
         """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
@@ -72,15 +74,19 @@ class Events:
             scale: which of its results is the loss scale that it ran with, FP32 scalar; a number where that never
                 changes.
         """
-        table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
+        new = self._steps.new_zeros(_ROWS, 2 + len(names))
+        table = self._tables.setdefault(names, new)  # made before any capture
 
         @wraps(run, assigned=(), updated=())
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps.add_(1)
-            bad, ran_with = results[flags], results[scale] if isinstance(scale, int) else scale
+            bad = results[flags]
             if not self.looks or bool(bad.any()):
-                table.put(self._steps, bad, ran_with, inputs[skipped])
+                like = self._steps
+                ran_with = results[scale].reshape(1).to(like) if isinstance(scale, int) else like.new_full((1,), scale)
+                row = ((inputs[skipped] - bad.max()) % _ROWS).reshape(1)
+                table.index_copy_(0, row, torch.cat([like, ran_with, bad.to(like)]).unsqueeze(0))
             return results
 
         return noted
@@ -95,53 +101,10 @@ class Events:
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """Those that were kept, the oldest first; this waits for the device."""
-        events = [event for names, table in self._tables.items() for event in table.read(names)]
+        events = [
+            NonfiniteEvent(int(step), scale, tuple(compress(names, flags)))
+            for names, table in self._tables.items()
+            for step, scale, *flags in table.tolist()
+            if any(flags)  # one row more than are kept: a step that was not skipped lies in one
+        ]
         return tuple(sorted(events, key=lambda event: event.step)[-MOST:])
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Steps of one set of parameters, one row more than are kept: a step that was not skipped lies in one.
-
-    Args:
-        flags: uint8 [17, number of parameters].
-        steps: int64 [17].
-        scales: FP32 [17].
-    """
-
-    flags: Tensor
-    steps: Tensor
-    scales: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device, parameters: int) -> _Table:
-        return cls(
-            torch.zeros(_ROWS, parameters, dtype=torch.uint8, device=device),
-            torch.zeros(_ROWS, dtype=torch.int64, device=device),
-            torch.zeros(_ROWS, dtype=torch.float32, device=device),
-        )
-
-    def put(self, step: Tensor, flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
-        """Write a step where it is kept if it was skipped.
-
-        Args:
-            step: its number, INT64 [1].
-            flags: as for `Events.watched`.
-            scale: that it ran with.
-            skipped: how many were skipped, this one counted.
-        """
-        row = ((skipped - flags.max()) % _ROWS).reshape(1)
-        self.flags.index_copy_(0, row, flags.unsqueeze(0))
-        self.steps.index_copy_(0, row, step)
-        if isinstance(scale, Tensor):
-            self.scales.index_copy_(0, row, scale.reshape(1))
-        else:
-            self.scales.index_fill_(0, row, scale)
-
-    def read(self, names: tuple[str, ...]) -> list[NonfiniteEvent]:
-        rows = zip(self.steps.tolist(), self.scales.tolist(), self.flags.tolist(), strict=True)
-        return [NonfiniteEvent(step, scale, _named(names, flags)) for step, scale, flags in rows if any(flags)]
-
-
-def _named(names: Sequence[str], flags: Sequence[int]) -> tuple[str, ...]:
-    return tuple(name for name, flag in zip(names, flags, strict=True) if flag)

@@ -20,13 +20,6 @@ from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.ops.exponents import BINS, INFINITE, LOWEST, NAN, ZERO, count_exponents
 from amp_compiler.training.program import StepOutput
 
-try:
-    import resource
-
-    _UNIT = 1 if sys.platform == "darwin" else 1024  # of the greatest memory that `resource` tells
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 _PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")  # the most that a process has held in memory
 STEPS_KEY = "steps"  # of what a step's state_dict holds of its own
 _HINT = "pass a list of them, such as callbacks=[amp.callbacks.JSONLines('run.jsonl', every=10)]"
@@ -222,12 +215,6 @@ def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:
 def _memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if device.type != "cpu":
-        return None
-    try:  # on Linux `resource` tells at least what the process held that started this one
-        peak = _PEAK.search(Path("/proc/self/status").read_bytes())
-    except OSError:
-        peak = None
-    if peak is not None:
-        return 1024 * int(peak[1])
-    return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * _UNIT
+    status = Path("/proc/self/status")  # of Linux
+    peak = _PEAK.search(status.read_bytes()) if device.type == "cpu" and status.exists() else None
+    return None if peak is None else 1024 * int(peak[1])

@@ -1,67 +1,19 @@
-"""Where non-finite gradients come from: read from the flags of a step, and found by running its graph again."""
+"""Nodes that made something that is not finite, as a report names them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from amp_compiler.fx.finiteness import (
-    Finiteness,
-    Replay,
-    is_forward,
-    only_update_reads,
-    planned_for,
-    rounds,
-)
+from amp_compiler.fx.finiteness import planned_for, rounds
 from amp_compiler.fx.graph import module_of, op_of, user_source
 from amp_compiler.fx.meta import Key
-from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
+from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode, ValueRange
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.training.program import StepProgram
 
 _NO_RANGES: Mapping[fx.Node, ValueRange] = MappingProxyType({})
-
-
-def report_nonfinite(
-    program: StepProgram, flags: Sequence[int], leaves: Sequence[Any] | None, scale: Tensor
-) -> NonfiniteReport:
-    """Name the parameters and the first nodes of a step that were not finite.
-
-    A skipped step changes no weight and no buffer, so forward and backward of its graph can run again on the same
-    batch, node by node.
-
-    Args:
-        program: what ran.
-        flags: per parameter of `program.report.updated` whether its gradient was not finite.
-        leaves: the batch; `None` where the step was not skipped and cannot be run again.
-        scale: the loss scale that the step ran with, FP32 scalar.
-    """
-    bad = [number for number, flag in enumerate(flags) if flag]
-    if not bad:
-        return NonfiniteReport()
-    parameters = tuple(program.report.updated[number] for number in bad)
-    gradients = {program.gradient_node(number) for number in bad}
-    origins: set[fx.Node] = set()
-    ranges = _NO_RANGES
-    if leaves is not None:
-        seen = _replayed(program, leaves, scale)
-        origins, ranges = seen.origins(gradients), seen.ranges
-    nodes = sorted(origins or gradients)[:SHOWN]  # in the order in which they run
-    shown = tuple(described(node, is_forward=is_forward(node), ranges=ranges, plan=program.plan) for node in nodes)
-    return NonfiniteReport(parameters, shown, bool(origins))
-
-
-def _replayed(program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> Finiteness:
-    values = {}
-    placeholders = program.report.graph_module.graph.find_nodes(op="placeholder")
-    for node, resolve in zip(placeholders, program.compiled.resolve, strict=True):
-        if not only_update_reads(node):
-            is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
-            values[node] = scale if is_scale else resolve(leaves)
-    return Replay(program.report.graph_module).run_again(values, scale.device)
 
 
 def described(

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.errors import AmpError, LossScaleError
+from amp_compiler.errors import AmpError, LossScaleError, first_line
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import normalize
@@ -34,11 +34,8 @@ from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.program_choice import ProgramChoice
 from amp_compiler.training.reporting.counting import build_counting
 from amp_compiler.training.reporting.events import NonfiniteEvent
-from amp_compiler.training.reporting.nonfinite import report_nonfinite
 from amp_compiler.training.reporting.scale_watch import StuckWatch
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.state import StepState
-from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import widened
@@ -52,6 +49,7 @@ _TRAINED = (
     "its gradients are finite, so no update is skipped for it; amp.find_nonfinite(step, batch) tells of any batch what"
     " made it"
 )
+_AGAIN = NonfiniteReport(cure="run again it is finite: it draws random numbers, or its batch was overwritten")
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,13 @@ class StepReadings:
     It also builds what `amp.find_nonfinite`, `amp.profile` and `amp.tune` run.
     """
 
-    _setup: StepSetup
-    _choice: ProgramChoice
-    _accumulate: int
-    _gathered: int
-    _enabled: bool
-    _state: StepState
-    _watch: StuckWatch
-    _last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None
-    _leaves: list[Any]
-    _optimizers: tuple[torch.optim.Optimizer, ...]
-    _spec: Any
+    def __init__(self, setup: StepSetup, choice: ProgramChoice) -> None:
+        self._setup, self._state, self._optimizers, self._choice = setup, setup.state, setup.optimizers, choice
+        self._watch, self._gathered = StuckWatch(setup.device), 0
+        self._without_batch = False  # whether the last call ran no batch
+        self._last: tuple[StepProgram | SubgraphStep, StepOutput, float | None] | None = None
+        self._leaves: list[Any] = []
+        self._spec: Any = None
 
     def _seen(self) -> tuple[StepProgram | SubgraphStep, StepOutput, Tensor]:
         if self._last is None:
@@ -153,7 +147,7 @@ class StepReadings:
             AmpError: before the first call, and where mixed precision is off.
         """
         plan = self._seen()[0].plan
-        if plan is None and self._enabled:
+        if plan is None and self._setup.enabled:
             raise AmpError(f"the last step has no plan: it ran {self.execution}", hint="call it where it is captured")
         if plan is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
@@ -227,28 +221,29 @@ class StepReadings:
     def nonfinite_report(self, *, cure: bool = True) -> NonfiniteReport:
         """Which gradients of the last step were not finite, the first nodes that made such values, and what fixes it.
 
-        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch; of a step in subgraphs,
-        `amp.find_nonfinite` does so. Then they run with those nodes in FP32, with their neighbours where
+        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped the
+        loss is captured once more, and its forward and backward run node by node on the last batch; of a step in
+        subgraphs, `amp.find_nonfinite` does so. Then they run with those nodes in FP32, with their neighbours where
         that is not enough, until all is finite. Nothing is changed.
 
         Args:
             cure: look for rules that cure it, for which the loss is captured a few times more.
         """
         program, output, scale = self._seen()
-        flushed = not output.inputs  # it ran no batch
-        leaves = output.inputs if self._scale_config.checks_finite and not flushed else None
-        batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
-        if isinstance(program, StepProgram):
-            report = report_nonfinite(program, _flags(output), leaves, scale)
-            if cure and report.repeated:
-                proved = self._trials(batch).cure(scale)
-                report = replace(report, rule=proved.rule, cure=proved.message)
-        else:
-            report = report_nonfinite(program.update, _flags(output), None, scale)
-            report = replace(report, nodes=(), cure=_IN_SUBGRAPHS) if report else report
-        if report.parameters and not report.repeated and (flushed or leaves is not None) and self._accumulate > 1:
-            report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
+        flagged = zip(program.update.report.updated, _flags(output), strict=True)
+        report = NonfiniteReport(tuple(name for name, flag in flagged if flag))
+        skips = self._scale_config.checks_finite
+        if report and not isinstance(program, StepProgram):
+            report = replace(report, cure=_IN_SUBGRAPHS)
+        elif report and skips and not self._without_batch:
+            batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
+            try:
+                again = self._trials(batch).report(scale, looks=False, cure=cure)
+                report = replace(again if again else _AGAIN, parameters=report.parameters, results=())
+            except (AmpError, RuntimeError) as error:  # memory may not do; the parameters are known
+                report = replace(report, cure=f"it was not run again: {first_line(error)}")
+        if report and not report.nodes and (self._without_batch or skips) and self._setup.accumulate > 1:
+            report = replace(report, cure=_GATHERED)
         if bool(output.loss.isfinite()):
             return report
         return replace(report, results=(LOSS,), cure=report.cure if report.parameters else _TRAINED)
@@ -297,7 +292,6 @@ class StepReadings:
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        self._check_hooks()
         options, reduction = self._choice.options(""), self._setup.reduction
         if reduction is not None:  # all ranks are taken to have gradients of the same weights
             options = replace(options, reduction=reduction, divisor=self._setup.accumulate * reduction.ranks)
@@ -308,12 +302,10 @@ class StepReadings:
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.reporting.counting`."""
-        self._check_hooks()
         with autocast_off(), building():
             return build_counting(batch, self._choice.options(""), with_weights=with_weights)
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        self._check_hooks()
         return StepTrials(batch, self._choice.options(""))
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -328,14 +320,10 @@ class StepReadings:
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        self._check_hooks()
         module = self._setup.module
         module.adopt(self._setup.optimizers)
         with widened(module.parameters()):
             yield module
-
-    def _check_hooks(self) -> None:
-        check_hooks(self._setup.optimizers, self._setup.between)
 
 
 def _flags(output: StepOutput) -> list[int]:

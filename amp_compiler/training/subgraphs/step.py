@@ -15,6 +15,8 @@ from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, fir
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
+from amp_compiler.fx.capture.retrace import placeholder_name
+from amp_compiler.fx.captured import Source
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
@@ -26,7 +28,6 @@ from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
-from amp_compiler.training.step_hooks import step_hooks, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.weights import is_stored_low, widened
@@ -75,7 +76,7 @@ class SubgraphStep:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
             LoweringError: a subgraph, or the update, cannot be compiled.
         """
-        computed = self.hooked(self.forward_and_backward(batch, options.setup.optimizers), options)
+        computed = self.forward_and_backward(batch, options.setup.optimizers)
         computed = self.completed(computed, options.gather)
         if decide is not None:
             computed = self.shared(computed, decide, options.gather)
@@ -179,28 +180,6 @@ class SubgraphStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
-    def hooked(self, computed: Made, options: StepOptions) -> Made:
-        """As the hooks before the update leave it; of a step that is skipped, they are not run.
-
-        Args:
-            computed: of this batch.
-            options: what the update is built for.
-        """
-        hooks = step_hooks(options.setup.optimizers, "pre")
-        if not hooks:
-            return computed
-        parameters, scale = dict(self.model.named_parameters()), self.state.scale.state.scale
-        finite = (torch.isfinite(one).all() for one in computed.gradients.values())
-        if options.scale.checks_finite and not all(map(bool, finite)):
-            return computed
-        with torch.no_grad():
-            unscaled = {
-                name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
-                for name, one in computed.gradients.items()
-            }
-            left = with_hooks(hooks, parameters, unscaled)
-            return replace(computed, gradients={name: as_real(one) * scale for name, one in left.items()})
-
     def completed(self, computed: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
 
@@ -226,9 +205,9 @@ class SubgraphStep:
             decide: gives what all ranks have, by what this one has and the buffers that it writes.
             gather: as for `GatherGradients`.
         """
-        named = {_placeholder_of(name): name for name, _ in self.model.named_parameters()}
+        named = {placeholder_name(Source.PARAMETER, name): name for name, _ in self.model.named_parameters()}
         own = [
-            SharedGradient(_placeholder_of(name), one.dtype, tuple(range(one.dim())))
+            SharedGradient(placeholder_name(Source.PARAMETER, name), one.dtype, tuple(range(one.dim())))
             for name, one in computed.gradients.items()
         ]
         agreed = decide(tuple(own), tuple(computed.buffers))
@@ -255,15 +234,6 @@ class SubgraphStep:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(begun, options)
         return program
-
-
-def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
-    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient.to(parameter.dtype)
-
-
-def _placeholder_of(parameter: str) -> str:
-    """The name that a captured graph gives a parameter."""
-    return f"p_{parameter}".replace(".", "_")
 
 
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
