@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 Format = Literal["e4m3", "hybrid"]
@@ -54,6 +54,18 @@ class Fp8:
         finer, delayed = words.get("scaling") in ("rowwise", "mx"), words.get("scaling") == "delayed"
         history = _HISTORY if delayed else 0
         return cls(**{"format": "e4m3" if finer else "hybrid", "power_of_2": finer, "history": history, **words})
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What a rule writes for it, but for what follows from the scaling.
+
+        Example:
+            >>> Fp8.of({"scaling": "rowwise", "format": "hybrid"}).words
+            {'scaling': 'rowwise', 'format': 'hybrid'}
+        """
+        plain = Fp8.of({"scaling": self.scaling})
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {"scaling": self.scaling} | {name: value for name, value in own.items() if value != getattr(plain, name)}
 
     @property
     def short(self) -> str:

@@ -118,6 +118,7 @@ class NonfiniteReport:
         cure: in a sentence, what fixes it, or why no rule does; empty where that was not asked for.
         zeros: qualified names of the parameters whose gradient is zero and would not be in FP32; all is finite then,
             and `nodes` are the first that made zeros of other numbers.
+        saturated: operands of FP8 products, in words, that are larger than their scale holds, in a step that is finite.
     """
 
     parameters: tuple[str, ...] = ()
@@ -126,9 +127,10 @@ class NonfiniteReport:
     rule: str = ""
     cure: str = ""
     zeros: tuple[str, ...] = ()
+    saturated: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.results or self.nodes or self.zeros)
+        return bool(self.parameters or self.results or self.nodes or self.zeros or self.saturated)
 
     def __str__(self) -> str:
         if not self:
@@ -142,7 +144,8 @@ class NonfiniteReport:
             or "values between, and what is made of them is finite all the same, and may be wrong"
         )
         first = f"zero, and not so in FP32: {_gradients(self.zeros)}" if self.zeros else f"not finite: {what}"
-        text = f"{first}\n" + "".join(f"  first made by {node}\n" for node in self.nodes)
+        text = "".join(f"{one}\n" for one in ([f"saturated: {each}" for each in self.saturated] or [first]))
+        text += "".join(f"  first made by {node}\n" for node in self.nodes)
         return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 
     __repr__ = __str__

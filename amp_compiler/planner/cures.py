@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from amp_compiler.errors import AmpError, first_line
+from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.loader import load_rules
@@ -217,6 +218,30 @@ def match_of(node: PlannedNode, nodes: Iterable[PlannedNode], chosen: Iterable[s
 
 def _entry(match: Mapping[str, str], why: str) -> dict[str, Any]:
     return {"match": dict(match), "precision": _FP32, **({"why": why} if why else {})}
+
+
+def with_present_scales(plan: PrecisionPlan, why: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Rules by which some FP8 products scale by what their operands are, and no longer by what they were before.
+
+    Args:
+        plan: says how they are computed.
+        why: the reasons, by node.
+    """
+
+    def present(math: str) -> Any:
+        way = Fp8.parse(math)
+        if way is None:
+            return math
+        return (replace(way, scaling="tensorwise", history=0) if way.history else way).words
+
+    entries: dict[str, dict[str, Any]] = {}
+    for node in plan.nodes:
+        if node.name in why:
+            match = match_of(node, plan.nodes, why)
+            backward = {"backward": {"math": present(node.backward_math)}} if node.backward_math else {}
+            said = {"match": match, "precision": "low", "math": present(node.math), **backward, "why": why[node.name]}
+            entries.setdefault(json.dumps(match), said)
+    return list(entries.values())
 
 
 def extended(rules: RuleSet, entries: Sequence[Mapping[str, Any]]) -> RuleSet:

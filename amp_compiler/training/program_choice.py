@@ -31,6 +31,7 @@ from amp_compiler.training.capture import NAME, CapturedLoss, around_capture, lo
 from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.step_hooks import step_hooks
 from amp_compiler.training.subgraphs.step import SubgraphStep
 from amp_compiler.training.subgraphs.update import Made
 
@@ -156,7 +157,7 @@ class ProgramChoice:
 
     def _step_apart(self) -> SubgraphStep | None:
         """What runs a call with something around it that one graph would lose; `None` where there is nothing."""
-        cause = _why_apart()
+        cause = _why_apart(bool(step_hooks(self._setup.optimizers, "pre")))
         if cause is None:
             return None
         if cause.what not in self._apart:
@@ -338,7 +339,7 @@ class ProgramChoice:
         return replace(options, divisor=setup.accumulate * ranks, reduction=reduction)
 
 
-def _why_apart() -> CaptureError | None:
+def _why_apart(hooked: bool) -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
@@ -348,5 +349,10 @@ def _why_apart() -> CaptureError | None:
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
             hint="leave them out: a step keeps no more than it needs",
+        )
+    if hooked:
+        return CaptureError(
+            "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
+            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

@@ -59,3 +59,11 @@ class StepSetup:
     def speaks(self) -> bool:
         """Whether notices are this process's to give: of several ranks the first one gives them."""
         return self.coordinator is None or self.coordinator.ranks.is_first
+
+    @property
+    def between(self) -> str:
+        """What is done to gradients behind the backward of a call, inside of its graph."""
+        accumulates = "accumulate=" if self.accumulate > 1 else ""
+        clips = "clip_norm=" if self.clip_norm is not None else ""
+        ranks = "the sum over the ranks" if self.coordinator is not None else ""
+        return accumulates or clips or ranks

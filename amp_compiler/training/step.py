@@ -202,7 +202,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
         """Train on a batch: what has run, what it gave, and the batch's leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._setup.between)
         leaves, spec = pytree.tree_flatten((batch, {}))
         self._look()
         if self._coordinator is not None:

@@ -26,10 +26,11 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import Stages
-from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_inputs
+from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, rules_text, spoilt_inputs, with_present_scales
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, begin_gradients
 from amp_compiler.training.reporting.nonfinite import described
+from amp_compiler.training.reporting.saturation import saturated
 from amp_compiler.training.state import LowWeights
 from amp_compiler.training.weights import MasterWeights, widened
 
@@ -74,7 +75,7 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(scale)
         if not seen.spoilt:
-            further = (self._swallowed, self._vanished) if looks else ()
+            further = (self._swallowed, self._vanished, self._saturated) if looks else ()
             return next(filter(None, (look(graph, seen, scale) for look in further)), NonfiniteReport())
         proved = self._cure(graph, seen, scale) if cure else Cure()
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
@@ -118,6 +119,23 @@ class StepTrials:
                 cure = replace(cure, message=cure.message + also)
                 break
         return NonfiniteReport((), first.nodes[:SHOWN], (), cure.rule, cure.message, lost)
+
+    def _saturated(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
+        """Operands of FP8 products that are larger than their scale holds, where all is finite."""
+        if graph.plan is None or not seen.saturated:
+            return NonfiniteReport()
+        rules, now = self._options.settings.rules, seen
+        entries: list[dict[str, Any]] = []
+        why: dict[str, str] = {}
+        while more := {name: f"saturated: {words}" for name, words in now.saturated if name not in why}:
+            why |= more  # what a product no longer cuts off may be too much for the next one
+            entries = with_present_scales(graph.plan, why)
+            now = self._build(extended(rules, entries)).run(scale)
+        words = tuple(words for _, words in seen.saturated[:SHOWN])
+        if now.spoilt:
+            return NonfiniteReport(saturated=words, cure="scales of what the operands are now make it infinite or NaN")
+        cure = "it is so in this step alone; by these rules a scale is of what the operand is now, and holds it"
+        return NonfiniteReport(saturated=words, rule=rules_text(rules, entries), cure=cure)
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)
@@ -212,6 +230,7 @@ class _Seen:
         swallowed: the same of all that is not finite, whether anything came of it or not.
         zeros: the parameters whose gradient is zero everywhere, by name.
         vanished: nodes that made nothing but zeros of other numbers, in execution order.
+        saturated: FP8 products with an operand that saturates, and what it is, in words.
     """
 
     spoilt: tuple[str, ...]
@@ -219,6 +238,7 @@ class _Seen:
     swallowed: tuple[NonfiniteNode, ...]
     zeros: tuple[str, ...]
     vanished: tuple[NonfiniteNode, ...]
+    saturated: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -256,6 +276,7 @@ class _Joint:
             tuple(described_nodes[node] for node in sorted(described_nodes)),
             zeros,
             tuple(self._described(node, seen) for node in sorted(vanished)),
+            () if self.plan is None else saturated(self.graph_module.graph, seen.ranges, self.plan, self.names),
         )
 
     def gradients(self, scale: Tensor) -> dict[str, Tensor]:

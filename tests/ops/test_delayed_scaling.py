@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from test_fp8 import product, rounded_by_numpy, rules
 from torch import nn
 
@@ -189,3 +191,44 @@ def test_what_remembers_nothing_is_refused() -> None:
 
     with pytest.raises(amp.AmpError, match=r"a product in teacher has delayed scaling, and no gradient"):
         step_of(Detached(), "fp8-delayed")(torch.ones(2, 32))
+
+
+@pytest.mark.parametrize("larger", ["operand", "gradient"])
+def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: str) -> None:
+    model = Product()
+    step, gradient = step_of(model, "fp8-delayed"), torch.ones(24, 48)
+    step(gradient)
+    assert not amp.find_nonfinite(step, gradient * 0.5)
+    if larger == "operand":
+        model.x.data *= 100
+    before = step.state_dict()
+    report = amp.find_nonfinite(step, gradient * (100 if larger == "gradient" else 1))
+    assert step.state_dict() == before
+    assert report and not report.nodes and not report.parameters
+    (said,) = report.saturated
+    start, end = ("the parameter x, bf16", "4.09") if larger == "operand" else ("the gradient, bf16", "1")
+    assert re.fullmatch(
+        rf"{start}.* in the FP8 product linear \(aten.linear, .* in layer, .*: .* steps before holds {end}", said
+    )
+    inputs = yaml.safe_load(report.rule)
+    assert [rule["math"] for rule in inputs["rules"]] == [{"scaling": "tensorwise"}]
+    other = Product()
+    other.load_state_dict(model.state_dict())
+    assert not amp.find_nonfinite(step_of(other, inputs), gradient * 100)
+
+
+def test_an_operand_of_two_products_is_named_alike_for_both() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.query(x) * self.key(x)).square().mean()
+
+    model, x = Two(), torch.linspace(-1, 1, 64 * 32).view(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="bf16", backend="eager", rules="fp8-delayed")
+    step(x)
+    said = [one for one in amp.find_nonfinite(step, x * 100).saturated if "the gradient" not in one]
+    assert len(said) == 2 and all(one.startswith("the batch itself (batch[0])") for one in said)

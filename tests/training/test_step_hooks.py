@@ -1,6 +1,4 @@
-"""Hooks around `optimizer.step()`: those behind it run as in a torch loop, those before it are refused."""
-
-import contextlib
+"""Hooks around `optimizer.step()`: all run as in a torch loop."""
 
 import pytest
 import torch
@@ -52,34 +50,78 @@ def test_it_runs_at_updates_alone_and_not_where_one_is_skipped():
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_of_all_optimizers_runs_behind_it_or_is_refused(when):
-    seen, model = [], small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = eager_step(model, classes, optimizer, accumulate=1)
+def test_a_hook_of_all_optimizers_runs_too(when):
+    seen = []
     register = getattr(torch_optimizer, f"register_optimizer_step_{when}_hook")
     handle = register(lambda one, args, kwargs: seen.append(one))
-    try:
-        with pytest.raises(amp.AmpError, match="hooks that run before") if when == "pre" else contextlib.nullcontext():
-            step(X, Y)
-    finally:
-        handle.remove()
-    assert seen == [optimizer][: when == "post"]
-
-
-@pytest.mark.parametrize("begin", [0, 1])
-def test_a_hook_before_the_update_is_refused(begin):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = eager_step(model, classes, optimizer)
-    for _ in range(begin):
-        step(X, Y)
-    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        eager_step(model, classes, optimizer)(X, Y)
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
+
+
+def sparsify(optimizer, args, kwargs):
+    """Changes gradients, takes one away, and sets a learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+        for number, parameter in enumerate(group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(parameter.grad.abs() < 0.01, 0).mul_(0.5)
+                if number == 2:
+                    parameter.grad = None
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_hook_before_the_update_finds_and_writes_gradients_as_in_a_torch_loop(name):
+    def between(number, model, optimizer):
+        if number == 2:
+            optimizer.register_step_pre_hook(sparsify)
+
+    step, _ = train_beside_torch(small(), classes, [(X, Y)] * 5, OPTIMIZERS[name], between, CLOSE)
+    assert all(one.grad is None for one in step.model.parameters())
+    assert "hooks that run before its steps" in step.execution
+
+
+def test_with_a_loss_scale_it_finds_gradients_without_it_and_not_those_of_a_skipped_step():
+    model = small()
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in model.parameters()]))
+    step = eager_step(model, classes, optimizer, dtype="fp16", loss_scale=1024.0)
+    expected = torch.autograd.grad(classes(model, X, Y), list(model.parameters()))
+    step(X, Y)
+    step(X * float("inf"), Y)
+    assert len(seen) == 1 and step.skipped_steps == 1
+    for one, other in zip(seen[0], expected, strict=True):
+        assert one.dtype is torch.float32 and (one - other).norm() < 1e-2 * other.norm()
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 1.0}], ids=str)
+def test_a_hook_before_the_update_is_refused_where_more_stands_between(options):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = eager_step(model, classes, optimizer, **options)
+    step(X, Y)
     handle = optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(amp.AmpError, match="SGD has hooks that run before its steps"):
+    with pytest.raises(
+        amp.AmpError, match=f"SGD has hooks that run before its steps, and {next(iter(options))}= stands"
+    ):
         step(X, Y)
-    assert all(map(torch.equal, before, model.parameters()))
     handle.remove()
     step(X, Y)
+
+
+def test_other_arguments_for_a_step_that_is_never_called_are_refused():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *_: ((None,), {}))
+    step = eager_step(model, classes, optimizer)
+    with pytest.raises(amp.AmpError, match="other arguments for step"):
+        step(X, Y)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_arguments_in_another_order_are_told():

@@ -28,6 +28,7 @@ from amp_compiler.training.inputs import depends_on_nothing
 from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.step_hooks import step_hooks, with_hooks
 from amp_compiler.training.subgraphs.buffers import WrittenBuffers
 from amp_compiler.training.subgraphs.update import Made, update_graph
 from amp_compiler.training.weights import is_stored_low, widened
@@ -76,7 +77,7 @@ class SubgraphStep:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
             LoweringError: a subgraph, or the update, cannot be compiled.
         """
-        computed = self.forward_and_backward(batch, options.setup.optimizers)
+        computed = self.hooked(self.forward_and_backward(batch, options.setup.optimizers), options)
         computed = self.completed(computed, options.gather)
         if decide is not None:
             computed = self.shared(computed, decide, options.gather)
@@ -180,6 +181,28 @@ class SubgraphStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
+    def hooked(self, computed: Made, options: StepOptions) -> Made:
+        """As the hooks before the update leave it; of a step that is skipped, they are not run.
+
+        Args:
+            computed: of this batch.
+            options: what the update is built for.
+        """
+        hooks = step_hooks(options.setup.optimizers, "pre")
+        if not hooks:
+            return computed
+        parameters, scale = dict(self.model.named_parameters()), self.state.scale.state.scale
+        finite = (torch.isfinite(one).all() for one in computed.gradients.values())
+        if options.scale.checks_finite and not all(map(bool, finite)):
+            return computed
+        with torch.no_grad():
+            unscaled = {
+                name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
+                for name, one in computed.gradients.items()
+            }
+            left = with_hooks(hooks, parameters, unscaled)
+            return replace(computed, gradients={name: as_real(one) * scale for name, one in left.items()})
+
     def completed(self, computed: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
 
@@ -234,6 +257,10 @@ class SubgraphStep:
             begun = update_graph(self.model, computed)
             program = self._updates[key] = finish(begun, options)
         return program
+
+
+def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient.to(parameter.dtype)
 
 
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
