@@ -18,7 +18,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 180,
-    "ir": 1_770,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
+    "ir": 1_740,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
     "policy": 3_470,  # to come to 3,400: tables of execution providers came
     "planner": 1_940,
     "fx": 5_530,  # to come to 3,900: compiled code for other machines, memory that forward exchanges came
@@ -30,13 +30,13 @@ BUDGET = {
     "onnx": 11_670,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_600,
     "report": 2_900,
-    "cli": 1_910,
+    "cli": 1_900,
     "integrations": 290,
-    "passes": 9_600,  # to come to 9,400: weights in FP8 as state came
+    "passes": 9_400,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 63_090  # of all rooms together; to come to 59,400
-TESTS = 49_960  # to come to 45,000; 2,200 are tests/behaviour
+SOURCES = 62_880  # of all rooms together; to come to 59,400
+TESTS = 49_910  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 
