@@ -33,9 +33,8 @@ def env() -> None:
     threads = f"{torch.get_num_threads()} threads, {kernels} BF16 products"
     typer.echo(f"CPU: {torch.backends.cpu.get_cpu_capability()}, {threads}")
     for number in range(torch.cuda.device_count()):
-        capability = ".".join(map(str, torch.cuda.get_device_capability(number)))
-        name = torch.cuda.get_device_name(number)
-        typer.echo(f"GPU {number}: {name}, capability {capability}, CUDA {torch.version.cuda}")
+        gpu = torch.cuda.get_device_properties(number)
+        typer.echo(f"GPU {number}: {gpu.name}, capability {gpu.major}.{gpu.minor}, CUDA {torch.version.cuda}")
     typer.echo(f"C++ compiler: {_compiler(compiler_command())}")
     typer.echo(f"cache of loops: {cache_folder()}")
     for name, value in sorted(os.environ.items()):

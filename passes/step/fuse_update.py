@@ -301,9 +301,9 @@ class _Builder:
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
         if key in self.added:
             return self.added[key]
-        self.last = placeholder_behind(self.last, "_".join(map(str, key)), {"val": value, Key.STATE: key})
-        self.added[key] = self.last
-        return self.last
+        node = placeholder_behind(self.last, "_".join(map(str, key)), {"val": value, Key.STATE: key})
+        self.last = self.added[key] = node
+        return node
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]

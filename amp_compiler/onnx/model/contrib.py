@@ -92,8 +92,8 @@ def infer_shapes(light: onnx.ModelProto, **options: bool) -> onnx.ModelProto:
     input, and a `ConstantOfShape` that of its value.
     """
     opset = opset_of(light)
-    nodes = (node for graph in proto_graphs(light.graph) for node in graph.node)
-    alike = {(node.domain, node.op_type, not node.attribute): node for node in nodes}
+    every = (node for graph in proto_graphs(light.graph) for node in graph.node)
+    alike = {(node.domain, node.op_type, not node.attribute): node for node in every}
     if not any(_uninferred(node, opset) for node in alike.values()):
         return onnx.shape_inference.infer_shapes(light, **options)
     known = onnx.ModelProto()
