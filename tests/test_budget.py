@@ -18,18 +18,18 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 180,
-    "ir": 1_770,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
+    "ir": 1_780,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, counts of casts
     "policy": 3_470,  # to come to 3,400: tables of execution providers came
     "planner": 1_940,
     "fx": 5_530,  # to come to 3,900: compiled code for other machines, memory that forward exchanges came
     "forward": 3_190,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
-    "training": 6_870,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
+    "training": 6_880,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,
     "ops": 7_400,
     "onnx": 11_670,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
-    "diagnose": 3_600,
-    "report": 2_900,
+    "diagnose": 3_610,  # examples of callbacks
+    "report": 2_870,
     "cli": 1_910,
     "integrations": 290,
     "passes": 9_600,  # to come to 9,400: weights in FP8 as state came

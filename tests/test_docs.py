@@ -164,7 +164,7 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
 
 SYSTEMS = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SYSTEMS)))
-EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md"))
+EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md", "../README.md"))
 BLOCKS = [
     one for page in (EXTENDING, *OTHERS) for one in re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
 ]

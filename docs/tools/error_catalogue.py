@@ -210,7 +210,10 @@ def _text(node: ast.AST, names: dict[str, ast.AST]) -> str:
     if isinstance(node, ast.BinOp):
         return _text(node.left, names) + _text(node.right, names)
     if isinstance(node, ast.IfExp):
-        return " / ".join(text for text in (_text(node.body, names), _text(node.orelse, names)) if text != "…") or "…"
+        return (
+            " / ".join(text for text in (_text(node.body, names), _text(node.orelse, names)) if text not in ("…", ""))
+            or "…"
+        )
     if isinstance(node, ast.Name) and node.id in names:
         return _text(names[node.id], {} if isinstance(names[node.id], ast.Name) else names | {node.id: ast.Pass()})
     if isinstance(node, ast.Attribute) and node.attr == "hint":
