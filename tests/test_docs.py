@@ -82,6 +82,7 @@ HERE = {
     "loss_scale.md": "lost",
     "find_nan.md": "1 node in FP32 fixes it",
     "onnx.md": "nodes in FP16",
+    "onnx_reference.md": "target cuda: 0 nodes without a kernel",
     "tune.md": "1 of 5 nodes that round stay in FP32",
     "cut.md": "relu",
     "fp8.md": "[False, True, False]",
