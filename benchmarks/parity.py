@@ -214,5 +214,5 @@ def _casts(name: str, settings: Settings) -> tuple[int, ...]:
         plan.cast_bytes,
         counted.cast_bytes,
         *(precisions.count(precision) for precision in ("low", "fp32", "keep")),
-        len(plan.casts),
+        plan.cast_count,
     )

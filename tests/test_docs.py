@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import amp_compiler as amp
+from amp_compiler.cli import main as cli
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.op_table import parse_op_table
 
@@ -71,7 +73,6 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "migrate.md": "tests/test_migrate.py",
     "frameworks.md": "tests/integrations/test_framework_recipes.py",
-    "tune.md": "tests/diagnose/test_tune.py",
     "live.md": "tests/diagnose/test_callbacks.py",
     "ranks.md": "tests/ranks/checkpoint_scenarios.py",
 }
@@ -81,6 +82,8 @@ HERE = {
     "loss_scale.md": "lost",
     "find_nan.md": "1 node in FP32 fixes it",
     "onnx.md": "nodes in FP16",
+    "onnx_reference.md": "target cuda: 0 nodes without a kernel",
+    "tune.md": "1 of 5 nodes that round stay in FP32",
     "cut.md": "relu",
     "fp8.md": "[False, True, False]",
     "api.md": "",
@@ -103,10 +106,18 @@ def test_the_snippets_of_a_page_run(
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert HERE[name] in " ".join(printed.split())
-    if name in ("tutorial.md", "find_nan.md"):
+    if name in ("tutorial.md", "find_nan.md", "tune.md"):
         shown = re.findall(r"^```text\n(.*?)^```$", page.text, re.DOTALL | re.MULTILINE)
         parts = [part for block in shown for part in block.split("…\n")]
         assert parts and all(part in printed.replace(name, "attention.py") for part in parts)
+    assert name != "tune.md" or f"```yaml\n{(tmp_path / 'tuned.yaml').read_text()}```" in page.text
+    for file, text in page.files.items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    for line in page.commands:
+        monkeypatch.setattr(sys, "argv", shlex.split(line, comments=True))
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code, capsys.readouterr().err
 
 
 def test_the_first_script_of_several_processes_runs_on_one(
@@ -144,6 +155,7 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
     reasons = {"a size or number is another than captured: …", "gathered gradients are used up"}
     messages = tools("error_catalogue").messages()
     assert len(messages) > 550 and {one.what for one in messages if not one.hint} == reasons
+    assert not [one for one in messages if one.hint and not re.search(r"\w", one.hint)], "no hint is `…` alone"
 
     for words in ("matches no known op", "it is no mapping", "there is no such folder", "names no element type"):
         assert any(words in one.what for one in messages), f"a helper makes it: {words}"
@@ -153,7 +165,7 @@ def test_every_message_of_an_error_says_what_to_do(tools: Callable[[str], Any]) 
 
 SYSTEMS = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", SYSTEMS)))
-EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md"))
+EXTENDING, *OTHERS = ((ROOT / "docs" / name) for name in ("extending.md", "add_op.md", "write_pass.md", "../README.md"))
 BLOCKS = [
     one for page in (EXTENDING, *OTHERS) for one in re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
 ]

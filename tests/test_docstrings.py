@@ -13,9 +13,12 @@ import pytest
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
 
-FUNCTIONS = [name for name in amp.__all__ if inspect.isfunction(getattr(amp, name))]
-CLASSES = [name for name in amp.__all__ if inspect.isclass(getattr(amp, name))]
-MADE_BY_USERS = [name for name in CLASSES if issubclass(getattr(amp, name), amp.LossScale)]  # others come as results
+PUBLIC = {name: getattr(room, name) for room in (amp, amp.callbacks) for name in room.__all__}
+FUNCTIONS = [name for name, one in PUBLIC.items() if inspect.isfunction(one)]
+CLASSES = [name for name, one in PUBLIC.items() if inspect.isclass(one)]
+KINDS = (amp.LossScale, amp.callbacks.Callback)  # which users make; others come as results
+MADE_BY_USERS = [name for name in CLASSES if issubclass(PUBLIC[name], KINDS)]
+PUBLIC["TrainingStep.to_html"] = amp.TrainingStep.to_html
 
 
 def sections(text: str) -> dict[str, str]:
@@ -40,7 +43,7 @@ def parameters(function: Any) -> set[str]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
-    function = getattr(amp, name)
+    function = PUBLIC[name]
     parts = sections(function.__doc__)
     assert parameters(function) == described(parts["Args"])
     assert "Raises" in parts and "Example" in parts
@@ -49,7 +52,7 @@ def test_a_function_says_what_it_takes_gives_and_raises(name: str) -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_says_what_it_holds(name: str) -> None:
-    kind = getattr(amp, name)
+    kind = PUBLIC[name]
     parts = sections(kind.__doc__)
     own = {one for one in vars(kind).get("__annotations__", {}) if not one.startswith("_") and one in parameters(kind)}
     inherited = issubclass(kind, AmpError) and "__init__" not in vars(kind)
@@ -59,7 +62,7 @@ def test_a_class_says_what_it_holds(name: str) -> None:
 
 def methods() -> Iterator[tuple[str, Any]]:
     for name in CLASSES:
-        for method, one in vars(getattr(amp, name)).items():
+        for method, one in vars(PUBLIC[name]).items():
             function = getattr(one, "fget", None) or getattr(one, "__func__", one)
             if not method.startswith("_") and inspect.isfunction(function):
                 yield f"{name}.{method}", function
@@ -76,10 +79,13 @@ def test_a_method_speaks_of_its_arguments(name: str, function: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*MADE_BY_USERS, "AmpError", "LossScaleError", "load_rules", "to_html", "to_svg"])
+RUN = ["AmpError", "LossScaleError", "load_rules", "read_run", "to_html", "to_svg", "TrainingStep.to_html"]
+
+
+@pytest.mark.parametrize("name", [*MADE_BY_USERS, *RUN])
 def test_the_example_runs(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one = getattr(amp, name)
+    one = PUBLIC[name]
     (test,) = doctest.DocTestFinder(recurse=False).find(one, name, globs=dict(vars(inspect.getmodule(one))))
     assert inspect.isabstract(one) or test.examples
     assert not doctest.DocTestRunner().run(test).failed

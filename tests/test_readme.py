@@ -15,7 +15,6 @@ import pytest
 
 import amp_compiler as amp
 from amp_compiler.cli import main as cli
-from amp_compiler.policy.loader import load_rules
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -51,13 +50,6 @@ def test_python_examples_run_in_order_and_print_what_stands_there(capsys):
 
 def test_it_is_short():
     assert len(TEXT.splitlines()) <= 120
-
-
-def test_the_rules_load(tmp_path):
-    (block,) = blocks("yaml")
-    path = tmp_path / "mine.yaml"
-    path.write_text(block, encoding="utf-8")
-    assert load_rules(path).rules[-1].where.startswith(str(path))
 
 
 @pytest.mark.parametrize("line", re.findall(r"^amp-compiler (.*)$", TEXT, flags=re.MULTILINE))

@@ -71,7 +71,7 @@ class JSONLines(Writer):
         every: after how many updates a line is written.
 
     Raises:
-        AmpError: the file cannot be written.
+        AmpError: the file cannot be written, or `every` is no whole number from 1 on.
 
     Example:
         >>> import tempfile, torch, amp_compiler as amp
@@ -120,6 +120,15 @@ class Terminal(Writer):
 
     Args:
         every: after how many updates a line is printed.
+
+    Raises:
+        AmpError: `every` is no whole number from 1 on.
+
+    Example:
+        >>> import amp_compiler as amp
+        >>> record = amp.callbacks.StepRecord(7, 0.0, 0.5, 1024.0, 0, 2.0, "fp16", 0.0, 0.1, 0.0)
+        >>> amp.callbacks.Terminal().on_step(record)
+        step      7  loss 0.5  grad norm 2  scale 1024  skipped 0  fp16: zero 0.0%  subnormal 10.0%  infinite 0.0%
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -156,7 +165,11 @@ class TensorBoard(Writer):
         every: after how many updates it writes.
 
     Raises:
-        AmpError: TensorBoard is not installed, or the folder cannot be written.
+        AmpError: TensorBoard is not installed, the folder cannot be written, or `every` is no whole number from 1 on.
+
+    Example:
+        >>> import tempfile, amp_compiler as amp
+        >>> callbacks = [amp.callbacks.TensorBoard(tempfile.mkdtemp(), every=10)]  # for amp.training_step
     """
 
     def __init__(self, log_dir: str | Path, every: int = 1) -> None:

@@ -152,7 +152,7 @@ class Course:
         planned = max(0.0, stages.compiling - stages.captured)
         return (
             f"compiled {self.name} in {self.seconds():.1f} s: captured {nodes} nodes ({captured:.1f} s), planned {low}"
-            f" of them in {plan.dtype} with {len(plan.casts)} casts ({planned:.1f} s), compiled them"
+            f" of them in {plan.dtype} with {plan.cast_count} casts ({planned:.1f} s), compiled them"
             f" ({self.seconds() - captured - planned:.1f} s{cache})"
         )
 

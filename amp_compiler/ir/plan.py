@@ -216,13 +216,18 @@ class PrecisionPlan:
         return sum(cast.bytes for cast in self.casts)
 
     @property
+    def cast_count(self) -> int:
+        """Number of casts in one forward run, the model's own included; an upcast that is read past is none."""
+        return sum(cast.src != cast.dst for cast in self.casts)
+
+    @property
     def low_nodes(self) -> int:
         """Number of nodes that run in the low type."""
         return sum(node.precision == "low" for node in self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
-        data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
+        data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes, "cast_count": self.cast_count}
         if self.autocast is None:
             del data["autocast"]
         if not self.notes:
@@ -280,8 +285,7 @@ class PrecisionPlan:
                 + (f"  rule={node.rule}" if node.rule else "")
                 + f"  ({node.reason})"
             )
-        for cast in self.casts:
-            lines.append(str(replace(cast, value=shown.get(cast.value, cast.value))))
+        lines += [str(replace(cast, value=shown.get(cast.value, cast.value))) for cast in self.casts]
         lines += [f"unused rule {rule}" for rule in self.unused_rules]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines) + "\n"
@@ -290,7 +294,7 @@ class PrecisionPlan:
         return self.to_text()
 
     def __repr__(self) -> str:
-        counts = f"{len(self.nodes)} nodes, {len(self.casts)} casts"
+        counts = f"{len(self.nodes)} nodes, {self.cast_count} casts"
         return f"PrecisionPlan(dtype={self.dtype!r}, rules={self.rules!r}, device={self.device!r}, {counts})"
 
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:

@@ -75,7 +75,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """What `to_json` gave; keys that it does not know are passed over.
+        """The record of a `line` that `to_json` gave; keys that it does not know are passed over.
 
         Raises:
             ValueError: the line is none.
@@ -102,14 +102,21 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """Read a file that `amp.callbacks.JSONLines` wrote.
 
-    Lines that are no records are passed over, and so are those that a run wrote which was resumed from before them:
-    `notes` says so.
-
     Args:
         path: the file.
 
+    Returns:
+        The records, without lines that are none, and without those behind the step from which a run was resumed;
+        `notes` says so.
+
     Raises:
         AmpError: it cannot be read, or no line of it is a record.
+
+    Example:
+        >>> with open("run.jsonl", "w") as file:
+        ...     written = file.write(StepRecord(10, 0.0, 0.5, 1.0, 0, 1.0, "bf16", 0.0, 0.0, 0.0).to_json())
+        >>> [record.step for record in read_run("run.jsonl").records]
+        [10]
     """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")

@@ -75,7 +75,7 @@ def plan_cell(plan: PrecisionPlan) -> str:
     """
     plan = for_people(plan, plan)
     nodes = [node_cells(node, plan.dtype) for node in plan.nodes]
-    casts = [cast_cells(cast) for cast in sorted(plan.casts, key=lambda cast: -cast.bytes)]
+    casts = [cast_cells(cast) for cast in sorted(plan.casts, key=lambda cast: -cast.bytes) if cast.src != cast.dst]
     return render(
         "cell.html", summary=summary_line(plan), nodes=nodes, casts=casts, most_nodes=MOST_NODES,
         most_casts=MOST_CASTS, node_heads=NODE_HEADS, cast_heads=CAST_HEADS,

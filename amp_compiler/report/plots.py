@@ -82,7 +82,7 @@ def draw_runs(runs: Mapping[str, Sequence[StepRecord]], path: str | Path) -> Non
                 axes.set_xlabel("step")
         if len(runs) > 1:
             handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
-            figure.legend(handles, [_plain(name) for name in runs], loc="outside upper center", ncols=min(len(runs), 4))
+            figure.legend(handles, [_plain(name) for name in runs], loc="outside upper left", ncols=min(len(runs), 4))
 
     write_atomically(path, drawing(draw, kind))
 

@@ -40,7 +40,7 @@ def summary_line(plan: PrecisionPlan) -> str:
     counts = Counter(node.precision for node in plan.nodes)
     nodes = ", ".join(f"{counts[one]} {type_of(one, plan.dtype)}" for one in ("low", "fp32", "keep") if counts[one])
     own = sum(cast.explicit for cast in plan.casts)
-    casts = f"{len(plan.casts)} casts" + (f" ({own} the model's own)" if own else "")
+    casts = f"{plan.cast_count} casts" + (f" ({own} the model's own)" if own else "")
     return (
         f"dtype {plan.dtype} · rules {plan.rules} · device {plan.device} · {len(plan.nodes)} nodes"
         f"{f' ({nodes})' if nodes else ''} · {casts} move {human_bytes(plan.cast_bytes)} a forward"
@@ -82,8 +82,8 @@ def print_plan(plan: PrecisionPlan, console: Console | None = None) -> None:
     plan = for_people(plan, plan)
     heads = NODE_HEADS if console.width >= _WIDE else NODE_HEADS[:-1]
     console.print(_table("nodes", heads, (node_cells(node, plan.dtype)[: len(heads)] for node in plan.nodes)))
-    if plan.casts:
-        console.print(_table("casts", CAST_HEADS, map(cast_cells, plan.casts)))
+    if casts := [cast_cells(cast) for cast in plan.casts if cast.src != cast.dst]:
+        console.print(_table("casts", CAST_HEADS, casts))
     console.print(Text(summary_line(plan), style="bold"))
 
 

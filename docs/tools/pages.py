@@ -47,6 +47,18 @@ class Page:
         """The blocks that a test runs; what is shown only is marked `py`."""
         return re.findall(r"^```python(?: needs=\S+)?\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)
 
+    @property
+    def files(self) -> dict[str, str]:
+        """By name, what the page says that a file holds."""
+        return dict(re.findall(r"`(\S+)` holds:\n\n```\w+\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE))
+
+    @property
+    def commands(self) -> list[str]:
+        """Lines for the shell that call `amp-compiler`."""
+        blocks = re.findall(r"^```\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)
+        lines = [line for block in blocks for line in block.replace("&& amp-", "\namp-").splitlines()]
+        return [line for line in lines if line.startswith("amp-compiler ") and " > " not in line]
+
 
 def pages() -> list[Page]:
     """All of the navigation, in its order."""

@@ -17,7 +17,7 @@ from amp_compiler.report.plots import drawing
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "tools"))
 from svg import darken
 
-SIZE = (10.5, 2.6)  # inches
+SIZE = (10.5, 2.9)  # inches
 LEFT, RIGHT = -60, 20  # exponents that are shown
 
 
@@ -32,7 +32,7 @@ def ranges(axes: Any, results: dict[str, Any]) -> None:
         axes.step(
             range(LEFT, RIGHT), [100 * parts.get(str(at), 0) for at in range(LEFT, RIGHT)], label=kind, where="mid"
         )
-    axes.set(title=f"exponents in FP32, %; {results['low'].upper()} has not the red ones", xlim=(LEFT, RIGHT))
+    axes.set(title=f"exponents in FP32, %; red: none in {results['low'].upper()}", xlim=(LEFT, RIGHT))
     axes.set_xlabel("exponent")
     axes.legend(fontsize=6)
 
@@ -75,6 +75,6 @@ def picture(results: dict[str, Any]) -> bytes:
         panels = figure.subplots(1, 3)
         for axes, part in zip(panels, (ranges, scales, qualities), strict=True):
             part(axes, results)
-        figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=7)
+        figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper left", ncols=2, fontsize=7)
 
     return darken(drawing(draw, "svg").decode()).encode()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -386,17 +384,6 @@ def test_other_subjects_and_batches_are_refused():
         amp.tune(step_of(Small()), [X], loss_fn=lambda model, x: model(x))
     with pytest.raises(AmpError, match=r"runs in FP32 \(enabled=False\)"):
         amp.tune(step_of(Small(), enabled=False), [X])
-
-
-def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
-    blocks = {
-        kind: re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL)[0] for kind in ("python", "text", "yaml")
-    }
-    monkeypatch.chdir(tmp_path)
-    exec(blocks["python"], {"__name__": "__main__"})
-    assert capsys.readouterr().out == blocks["text"]
-    assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]
 
 
 @pytest.mark.parametrize(("dtype", "step"), [("fp16", 0.5), ("bf16", 4.0)])

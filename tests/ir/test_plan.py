@@ -42,7 +42,8 @@ PLAN = PrecisionPlan(
 
 
 def test_sums() -> None:
-    assert (PLAN.cast_bytes, PLAN.low_nodes) == (108, 1)
+    assert (PLAN.cast_bytes, PLAN.cast_count, PLAN.low_nodes) == (108, 2, 1)
+    assert (PLAN.to_dict()["cast_bytes"], PLAN.to_dict()["cast_count"]) == (108, 2) and "2 casts" in repr(PLAN)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

@@ -80,13 +80,18 @@ def version(name: str) -> str:
 
 
 def notice(work: Path, packages: list[dict[str, str]]) -> str:
-    """A comment with the licences, each once."""
-    texts: dict[str, list[str]] = {}
+    """A comment with the licences, each once: above it whose it is, for packages that differ in that alone."""
+    texts: dict[str, dict[str, list[str]]] = {}
     for package in packages:
         (file,) = (work / "node_modules" / package["name"]).glob("LICENSE*")
-        text = file.read_text(encoding="utf-8").strip().replace("*/", "* /")
-        texts.setdefault(text, []).append(f"{package['name']} {package['version']}")
-    return "/*\n" + "\n\n".join(f"{', '.join(names)}\n\n{text}" for text, names in texts.items()) + "\n*/\n"
+        owners, _, text = file.read_text(encoding="utf-8").strip().replace("*/", "* /").partition("\n\n")
+        names = texts.setdefault(text, {}).setdefault(owners, [])
+        names.append(f"{package['name']} {package['version']}")
+    heads = {
+        text: "\n\n".join(f"{', '.join(names)}\n\n{owners}" for owners, names in held.items())
+        for text, held in texts.items()
+    }
+    return "/*\n" + "\n\n".join(f"{head}\n\n{text}" for text, head in heads.items()) + "\n*/\n"
 
 
 def main() -> int:

@@ -76,15 +76,9 @@ class Filters {
     for (const [name, select] of this.selects) {
       if (!select) continue;
       const all = make("option", { value: "" }, "all");
-      const options = offers[name]
-        .slice(0, 2000)
-        .map(([text, count]) =>
-          make(
-            "option",
-            { value: text },
-            `${name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text} (${count})`,
-          ),
-        );
+      const label = (text) => (name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text);
+      const option = ([text, count]) => make("option", { value: text }, `${label(text)} (${count})`);
+      const options = offers[name].slice(0, 2000).map(option);
       select.replaceChildren(all, ...options);
       select.closest("label").hidden = !options.length;
       if (!offers[name].some(([text]) => text === this[name])) this[name] = "";
@@ -98,29 +92,12 @@ class Filters {
     return graph.nodes.filter((entry) => {
       if (this.change && (this.change === "any" ? !differs(entry) : entry.change !== this.change)) return false;
       return entry.sides.some((node) => {
-        if (
-          !node ||
-          this.off.has(node.precision) ||
-          (this.op && node.op !== this.op) ||
-          (this.rule && node.rule !== this.rule)
-        )
-          return false;
-        if (this.phase && node.phase !== this.phase) return false;
+        if (!node || this.off.has(node.precision)) return false;
+        if (["op", "rule", "phase"].some((field) => this[field] && node[field] !== this[field])) return false;
         if (this.module && node.module !== this.module && !node.module.startsWith(`${this.module}.`)) return false;
-        node.text ??= [
-          node.name,
-          node.op,
-          node.family,
-          node.module,
-          node.rule,
-          node.reason,
-          node.source,
-          node.requested,
-          node.math,
-          typesOf(node),
-        ]
-          .join("\n")
-          .toLowerCase();
+        const { name, op, family, module, rule, reason, source, requested, math } = node;
+        const texts = [name, op, family, module, rule, reason, source, requested, math, typesOf(node)];
+        node.text ??= texts.join("\n").toLowerCase();
         return words.every((word) => node.text.includes(word));
       });
     });

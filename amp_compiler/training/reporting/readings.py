@@ -182,6 +182,13 @@ class StepReadings:
         Raises:
             AmpError: before the first call, of a step in subgraphs, with `enabled=False`, or where the file cannot be
                 written.
+
+        Example:
+            >>> import torch, amp_compiler as amp
+            >>> model = torch.nn.Linear(4, 1)
+            >>> step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            ...                          dtype="bf16", backend="eager")
+            >>> step.to_html("step.html", profile=amp.profile(step, [(torch.ones(2, 4),)]))
         """
         if not isinstance(self._seen()[0], StepProgram):
             raise AmpError(
