@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -30,7 +29,6 @@ from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
 from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.capture.frontend import as_backend
-from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.runtime import has_native_bf16
@@ -48,9 +46,7 @@ PARALLEL = (
 )
 # What `amp.compile` runs.
 RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, SUBGRAPH)
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Class = TypeVar("_Class", bound=type[nn.Module])
+_Called = TypeVar("_Called", bound=Callable[..., Any])  # a function, a method or a class of modules
 
 
 class _ModelProto(Protocol):
@@ -70,21 +66,12 @@ class _Options(TypedDict, total=False):
     weights: WeightsArgument
 
 
-class _Decorator(Protocol):
-    @overload
-    def __call__(self, model: _Class, /) -> _Class: ...
-    @overload
-    def __call__(self, model: Callable[_P, _R], /) -> Callable[_P, _R]: ...
-
-
 @overload
 def compile(model: nn.Module | str | Path | _ModelProto, **options: Unpack[_Options]) -> CompiledModule: ...
 @overload
-def compile(model: _Class, **options: Unpack[_Options]) -> _Class: ...
+def compile(model: _Called, **options: Unpack[_Options]) -> _Called: ...
 @overload
-def compile(model: Callable[_P, _R], **options: Unpack[_Options]) -> Callable[_P, _R]: ...
-@overload
-def compile(model: None = None, **options: Unpack[_Options]) -> _Decorator: ...
+def compile(model: None = None, **options: Unpack[_Options]) -> Callable[[_Called], _Called]: ...
 def compile(
     model: Any = None,
     *,
@@ -209,7 +196,7 @@ def explain(
     """Plan the precision of a model without compiling or running it.
 
     Args:
-        model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
+        model: an `nn.Module`, or an ONNX path or `ModelProto`.
         example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor. An
             ONNX model needs none; with them its open dimensions have their sizes, and the plan has the totals of
             `torch.autocast` over what `onnx_to_fx` makes of it.
@@ -249,11 +236,6 @@ def explain(
         raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
-    if isinstance(model, fx.GraphModule) and example_args is None:
-        captured = captured_from_graph_module(copy.deepcopy(model))
-        tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
-        low = settings.low(device_of(tensors))
-        return plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
     if is_onnx(model):
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")
@@ -262,7 +244,7 @@ def explain(
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",
-            hint="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
+            hint="pass an nn.Module, or an ONNX path or ModelProto",
         )
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))

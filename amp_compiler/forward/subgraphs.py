@@ -266,7 +266,8 @@ class Subgraphs:
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
             skips = self._settings.rules.buffers == "skip_nonfinite"
-            buffers = [(one, one.detach().clone()) for one in self._model.buffers() if skips and _has_where(one)]
+            written = self._model.buffers() if skips else ()  # which are found by going through all modules
+            buffers = [(one, one.detach().clone()) for one in written if _has_where(one)]
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
             if buffers and len(graphs) != 1:  # of one graph the pass `protect_buffers` does so

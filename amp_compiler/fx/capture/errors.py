@@ -57,6 +57,11 @@ _KINDS = (
         "^ValueError: Unsupported input type",
     ),
     _Kind(
+        "gathers keywords (**kwargs) of which sizes are to be dynamic",
+        "name them in the signature of its forward",
+        "Must provide a tree_name",
+    ),
+    _Kind(
         "sets the seed of random numbers",
         "set it before the call, or give the draws a torch.Generator of their own",
         "^SeedIsSetError",
