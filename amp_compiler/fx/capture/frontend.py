@@ -30,7 +30,6 @@ from amp_compiler.fx.torch_private.breaks import (
     is_recompile_limit,
     reason_here,
     recompile_limit,
-    recompile_reason,
 )
 from amp_compiler.fx.torch_private.dynamo import (
     bounded_selections,
@@ -103,7 +102,7 @@ class Frontend:
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
-        self._reasons: list[str] = []  # for the graphs that are being made
+        self._reason, self._has_made = "", False  # of the last graph; whether this capture has made one
         self._running: list[Callable[..., Any]] = []  # the graphs: what Dynamo keeps for good holds none of them
         noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
         backend = as_backend(
@@ -145,7 +144,7 @@ class Frontend:
                 _THREAD.modes = outer
 
     def _noted(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._reasons.append(reason_here())
+        self._reason, self._has_made = reason_here(), True
         run = self._build(graph_module, inputs)
 
         def run_within_modes(*values: Any) -> Any:
@@ -164,24 +163,21 @@ class Frontend:
         whole_call = code is self._code  # of which nothing has run yet
         if whole_call and self._captures != _THREAD.captures:
             raise _Captured
-        started, self._reasons = time.perf_counter(), []
+        started, self._has_made = time.perf_counter(), False
         with self._around():
             yield
         self._captures += whole_call
-        seconds = time.perf_counter() - started
-        for reason in self._reasons[-1:]:  # a capture that is begun again by Dynamo has made several
-            if reason:
-                logger.info("recompiled %s in %.1f s, because this no longer held: %s", self._name, seconds, reason)
-            else:
-                logger.info("captured %s in %.1f s", self._name, seconds)
+        if self._has_made:
+            how = f", because this no longer held: {self._reason}" if self._reason else ""
+            seconds = time.perf_counter() - started
+            logger.info("%s %s in %.1f s%s", "recompiled" if how else "captured", self._name, seconds, how)
 
     def _error(self, error: BaseException) -> AmpError:
         own = next((one for one in with_causes(error) if isinstance(one, AmpError)), None)
         if own is not None:
             return own
         if is_recompile_limit(error):
-            reason = recompile_reason(error)
-            last = f", the last one because this no longer held: {reason}" if reason else ""
+            last = f", the last one because this no longer held: {self._reason}" if self._reason else ""
             return CaptureError(
                 f"{self._subject} was compiled for {most_forms()} forms of its inputs (Dynamo's recompile_limit){last}",
                 hint=FEWER_FORMS,
