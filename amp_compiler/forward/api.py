@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -27,7 +25,6 @@ from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, check
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
-from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.capture.frontend import as_backend
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
@@ -39,7 +36,6 @@ from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, SUBGRAPH
 from amp_compiler.policy.targets import Target
 
-logger = logging.getLogger("amp_compiler")
 DEVICES = ("cpu", "cuda")  # that can be planned for without being there
 PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
@@ -198,8 +194,7 @@ def explain(
     Args:
         model: an `nn.Module`, or an ONNX path or `ModelProto`.
         example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor. An
-            ONNX model needs none; with them its open dimensions have their sizes, and the plan has the totals of
-            `torch.autocast` over what `onnx_to_fx` makes of it.
+            ONNX model needs none; with them its open dimensions have their sizes.
         rules: as for `compile`.
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
@@ -260,20 +255,10 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     from amp_compiler.onnx.model.model import open_model
     from amp_compiler.onnx.plan import explain_onnx
 
-    if example_args is None:
-        return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
-    opened = open_model(model)
-    example = split_example(example_args)
-    sizes = sizes_of(opened, *example)
-    plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
-    try:
-        args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
-        captured = captured_from_program(export_module(module_of(model), args, kwargs))
-        plan_captured(captured, settings, low)  # by which it is in normal form
-    except (AmpError, TypeError, ValueError) as cause:  # of texts, the import or its own plan: the file's plan stands
-        logger.warning("what torch.autocast casts is not counted: %s", cause)
-        return plan
-    return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
+    if example_args is not None:
+        model = open_model(model)
+        options["sizes"] = sizes_of(model, *split_example(example_args))
+    return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
 
 
 def is_onnx(model: object) -> bool:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
+from torch.utils import checkpoint as torch_checkpoint
 
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.dynamo import handle_checkpoints
@@ -81,6 +83,45 @@ def recomputed_in(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         if once or sent or (target is operator.getitem and node.args[0] in kept):
             kept.add(node)
     return {node: region for node, region in regions.items() if node not in kept}
+
+
+class _Checkpointed(nn.Module):
+    """A region of checkpointing as a module."""
+
+    def __init__(self, region: fx.GraphModule) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run it, as plain torch does."""
+        before, _THREAD.handler = getattr(_THREAD, "handler", None), None
+        try:
+            return torch_checkpoint.checkpoint(self.region, *inputs, use_reentrant=False)
+        finally:
+            _THREAD.handler = before
+
+
+def with_checkpoints(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, whose regions of checkpointing autograd runs again in the backward.
+
+    Args:
+        graph_module: stays as it is.
+    """
+    regions = checkpoints_in(list(graph_module.graph.nodes))
+    if not regions:
+        return graph_module
+    parts: dict[fx.Node, int] = {}
+    number, before = 0, None
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            number += regions.get(node) != before
+            before = regions.get(node)
+        parts[node] = number
+    split = split_module(graph_module, graph_module, parts.__getitem__, keep_original_order=True)
+    for part in {parts[node] for node in regions}:
+        name = f"submod_{part}"
+        setattr(split, name, _Checkpointed(getattr(split, name)))
+    return split
 
 
 @contextlib.contextmanager
