@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
-from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
+from amp_compiler.fx.capture.errors import BY_ITSELF, known_error, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_private.breaks import (
@@ -189,25 +189,15 @@ class Frontend:
                 where=user_frame(error),
                 hint="move that code out of it, or put it under torch.compiler.disable",
             )
+        where = place_of(said)
         if said.raised_inside:
-            return CaptureError(
-                f"a graph of {self._subject} could not be made: {said.raised_inside}",
-                where=place_of(said),
-                hint="see the error that this one comes from",
-            )
-        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := source_line(place_of(said)))
-        if kind is not None:
-            what, hint = kind
-            return CaptureError(
-                f"{self._subject} {what}{f' (`{line}`)' if line else ''}", where=place_of(said), hint=hint
-            )
+            what = f"a graph of {self._subject} could not be made: {said.raised_inside}"
+            return CaptureError(what, where=where, hint="see the error that this one comes from")
+        if said.raised != "AssertionError" and (known := known_error(self._subject, str(error), where)):
+            return known
         if said.of_model or said.raised:
-            return ModelError(
-                f"{self._subject} raises {said.raised or said.what}",
-                where=place_of(said),
-                hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
-            )
-        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=place_of(said), hint=said.hint)
+            return ModelError(f"{self._subject} raises {said.raised or said.what}", where=where, hint=BY_ITSELF)
+        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=where, hint=said.hint)
 
 
 class _Stop(Exception):  # no error: Dynamo is told to stop
