@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.forward.first_calls import end_watch, watch_call
 from amp_compiler.forward.kinds import derived_class
 from amp_compiler.forward.low_weights import refuse_training
 from amp_compiler.forward.notices import tell_of_missing_masters
@@ -38,8 +37,8 @@ class CompiledModule(StandIn):
 
     It is an instance of the original's class too, has the name of that class, and its `forward` the same signature, as
     tools ask for all of them. Its other methods are those of the original, and `self(…)` in them (`generate` of
-    transformers) runs what was compiled; one that runs layers past that is told of once. What is assigned to it goes to
-    the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
+    transformers) runs what was compiled; layers that one of them runs itself run as they are. What is assigned to it
+    goes to the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
 
     Any number of threads may call it. While one compiles, calls that have their code go on.
 
@@ -61,6 +60,7 @@ class CompiledModule(StandIn):
         nn.Module.__init__(self)  # a class that only stands among the bases is none to begin
         own = self.__dict__
         own["original"], own["settings"] = model, settings
+        del own["training"]  # which is the original's, as all that is not its own
         for name in self._SHARED:
             own[name] = model.__dict__[name]
         own["_warned"] = set()
@@ -94,37 +94,11 @@ class CompiledModule(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""
         # While any thread traces, torch puts a wrapper in the place of `nn.Module.__call__` for the whole process.
-        if "forward" in self.__dict__ and "forward" not in self._warned and not captured_within():
-            return watch_call(self, "forward", self._wrapped_call_impl, *args, **kwargs)
         return self._wrapped_call_impl(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
         names = super().__dir__()  # tools read all of them: torch.jit.trace does
         return names if self._subgraphs.last else [name for name in names if name not in _OF_A_CALL]
-
-    # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
-    def __getitem__(self, index: Any) -> Any:
-        return self.original[index]
-
-    def __len__(self) -> int:
-        return len(self.original)
-
-    def __iter__(self) -> Any:
-        return iter(self.original)
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def training(self) -> bool:  # type: ignore[override]
-        """Train or eval mode: the original's."""
-        return bool(self.__dict__["original"].training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        # nn.Module.__init__ sets it before there is an original.
-        if "original" in self.__dict__:
-            self.__dict__["original"].training = mode
 
     def train(self, mode: bool = True) -> CompiledModule:
         """Set train or eval mode on the module and all below it; drops kept low-precision weights.
@@ -136,17 +110,6 @@ class CompiledModule(StandIn):
         for subgraph in self._subgraphs.graphs:
             subgraph.weights.drop()
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's, by its own method."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the original, by its own method."""
-        return self.original.load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self.original._load_from_state_dict(*args)  # when a module that holds this one is loaded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten forward; compiles first where nothing that was compiled holds for the call.
@@ -164,7 +127,6 @@ class CompiledModule(StandIn):
 
     @skipped_by_dynamo
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        end_watch()
         if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
         if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):

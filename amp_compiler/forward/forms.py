@@ -29,17 +29,11 @@ class Forms:
         self._compiled: Counter[int] = Counter()  # by function
         self._told: set[str] = set()
 
-    def note(self, graph: str, seconds: float) -> None:
-        """Count a graph that was compiled.
-
-        Args:
-            graph: its name.
-            seconds: how long it took.
-        """
+    def note(self) -> None:
+        """Count a graph that Dynamo has just made."""
         function, reason = function_here(), reason_here()
         self._compiled[function] += 1
         forms, said = self._compiled[function], f": this no longer held: {reason}" if reason else ""
-        logger.info("compiled %s of %s in %.1f s%s", graph, self._name, seconds, said)
         if forms >= self.most:
             self.given_up = f"a function of it was compiled for {forms} forms of its inputs{said}; {FEWER_FORMS}"
         elif forms == MANY_FORMS and "forms" not in self._told:

@@ -17,10 +17,10 @@ _Seen = tuple[list[int], list[int], list[int | None], int]  # ids, addresses, ve
 
 
 class KeptWeights:
-    """Low-precision copies of weights, made once and made again when a parameter changes.
+    """Low-precision copies of weights, made once, and all of them again when a parameter changes.
 
     A change is seen by identity, address and version counter; after a step of any optimizer of torch, whose fused
-    updates move no counter, all copies are made again. What was written past version counters (`parameter.data.mul_()`)
+    updates move no counter, too. What was written past version counters (`parameter.data.mul_()`)
     is seen by the values, as `CopyWatch` compares them.
 
     Args:
@@ -43,16 +43,9 @@ class KeptWeights:
         weights = [*map(inputs.__getitem__, self._places)]
         seen = [*map(id, weights)], [*map(torch.Tensor.data_ptr, weights)], _versions(weights), OPTIMIZER_STEPS.count
         known = self._known
-        if known is None or known[0][3] != seen[3]:
+        if known is None or known[0] != seen or None in seen[2]:
             return self._keep(seen, self._made(weights))
-        before, copies, watches = known
-        if before != seen or None in seen[2]:
-            now, then = zip(*seen[:3], strict=True), zip(*before[:3], strict=True)
-            fresh = [
-                copy if one == other and one[2] is not None else weight.detach().to(copy.dtype)
-                for weight, copy, one, other in zip(weights, copies, now, then, strict=True)
-            ]
-            return self._keep(seen, fresh)
+        _, copies, watches = known
         self._turn += 1
         if not watches:
             watches.append(CopyWatch([*zip(weights, copies, strict=True)]))
@@ -77,7 +70,7 @@ class KeptWeights:
 
 
 def _versions(weights: Sequence[torch.Tensor]) -> list[int | None]:
-    """Version counters; an inference tensor has none, and its copy is never kept."""
+    """Version counters; an inference tensor has none, and no copy is kept where there is one."""
     try:
         return [*map(_VERSION, weights)]
     except RuntimeError:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.first_calls import told_at_first
+
+_OF_STATES = ("_version", "_save_to_state_dict", "_load_from_state_dict")  # members of a class that decide on its state
 
 
 def refuse_lightning(model: object) -> None:
@@ -63,7 +64,7 @@ def _members(kind: type[nn.Module], base: type[nn.Module]) -> dict[str, Any]:
         for name, value in vars(one).items():
             if name in taken or name in members or (name.startswith("__") and name.endswith("__")):
                 continue
-            private = name.startswith("_") and name in vars(nn.Module)
+            private = name.startswith("_") and name in vars(nn.Module) and name not in _OF_STATES
             members[name] = vars(nn.Module)[name] if private else _Member(kind, name, value)
     return members
 
@@ -73,8 +74,7 @@ class _Member:
 
     def __init__(self, kind: type, name: str, value: Any) -> None:
         self._kind, self._name = kind, name
-        is_method = isinstance(value, types.FunctionType)
-        self._function = value if is_method and name.startswith("_") else told_at_first(value) if is_method else None
+        self._function = value if isinstance(value, types.FunctionType) else None
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:

@@ -7,7 +7,6 @@ default: by a line where it begins to, but on a terminal and in a notebook by a 
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import threading
@@ -46,9 +45,7 @@ def set_level(wanted: str | None) -> None:
     if not wanted:
         return
     if wanted.lower() not in _LEVELS:
-        near = difflib.get_close_matches(wanted.lower(), _LEVELS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_LEVELS)}"
-        raise AmpError(f"AMP_LOG={wanted!r} is no level", hint=hint)
+        raise AmpError(f"AMP_LOG={wanted!r} is no level", hint=f"use one of {', '.join(_LEVELS)}")
     level = getattr(logging, wanted.upper())
     logger.setLevel(level)
     if level < logging.WARNING and not logger.hasHandlers():  # Python itself shows warnings and worse

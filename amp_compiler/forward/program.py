@@ -16,6 +16,7 @@ from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private.breaks import reads_values
+from amp_compiler.fx.torch_private.inductor import rounds_each_cast
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -120,13 +121,14 @@ def build_run(
         LoweringError: the backend cannot compile it.
     """
     backend = settings.runs_on
-    if backend.compiled and (sparse := sparse_node(graph_module.graph)):
-        logger.info(
-            "a graph runs node by node, not compiled: '%s' is a sparse tensor, for which Inductor has no code", sparse
-        )
-        return find_backend(EAGER).build(graph_module, examples, True)
     if not backend.compiled:
         return settings.builder(graph_module, examples, round_exactly)
+    sparse = sparse_node(graph_module.graph)
+    if sparse or (round_exactly and not rounds_each_cast()):
+        why = f"'{sparse}' is a sparse tensor, for which Inductor has no code"
+        why = why if sparse else "before torch 2.13 Inductor leaves out casts that must round"
+        logger.info("a graph runs node by node, not compiled: %s", why)
+        return find_backend(EAGER).build(graph_module, examples, True)
     compiled = copy_graph(graph_module)
     stages.begin_subgraph(stages.texts.of(compiled))
     settings.pipelines["SUBGRAPH"].run(compiled, {}, stages)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from amp_compiler.forward.program import build_run, plan_captured, rewrite
 from amp_compiler.forward.rerun import Rerun
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture.autocast_state import autocast_off
-from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
+from amp_compiler.fx.capture.errors import known_error, user_frame
 from amp_compiler.fx.capture.frontend import MOST_FORMS, Frontend, ModelError, place_of, words_of
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo
@@ -266,7 +265,8 @@ class Subgraphs:
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
             skips = self._settings.rules.buffers == "skip_nonfinite"
-            buffers = [(one, one.detach().clone()) for one in self._model.buffers() if skips and _has_where(one)]
+            written = self._model.buffers() if skips else ()  # which are found by going through all modules
+            buffers = [(one, one.detach().clone()) for one in written if _has_where(one)]
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
             if buffers and len(graphs) != 1:  # of one graph the pass `protect_buffers` does so
@@ -314,7 +314,7 @@ class Subgraphs:
     def _build(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
             return graph_module.forward  # of a call that computes nothing there is no plan
-        stages, began = Stages(), time.perf_counter()
+        stages = Stages()
         low, name = self._settings.low(device_of([*inputs, *self._model.parameters()])), f"graph{len(self.graphs)}"
         names, called = replace(Names.of(self._model), root=self._root), f"{name} of {self._name}"
         try:
@@ -334,7 +334,7 @@ class Subgraphs:
             return graph_module.forward
         self.graphs.append(subgraph)
         self._breaks |= subgraph.broken is not None
-        self._forms.note(name, time.perf_counter() - began)
+        self._forms.note()
         if self._settings.dynamic and not any(map(_has_dynamic_size, subgraph.graph_module.graph.nodes)):
             warn_of_static(called)
         subgraph.run = self._around(name, subgraph.graph_module, subgraph.run)
@@ -440,10 +440,9 @@ def execution_of(subgraphs: Sequence[Subgraph]) -> str:
     if not breaks:
         return "as one graph" if len(subgraphs) == 1 else f"as {len(subgraphs)} graphs"
     first = breaks[0]
-    place = place_of(first)
-    line = source_line(place)
-    kind = kind_of(words_of(first), line)
-    words, hint = (words_of(first), first.hint) if kind is None else (f"it {kind[0]} (`{line}`)", kind[1])
+    place, words = place_of(first), words_of(first)
+    known = known_error("it", words, place)
+    words, hint = (words, first.hint) if known is None else (known.what, known.hint)
     return (
         f"as {len(subgraphs)} subgraphs, with a graph break{f' at {place}' if place else ''}: {words}"
         f"{f' ({hint})' if hint else ''}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import torch
 from torch import fx
@@ -17,12 +16,6 @@ _SELECTS = frozenset({
     "aten.stack", "aten.constant_pad_nd", "aten.index", "aten.index_select", "aten.embedding", "aten.copy",
 })  # fmt: skip
 _PRODUCTS = frozenset({"aten.mm", "aten.bmm", "aten.mul"})  # zero where any operand is
-
-
-class _State(Enum):
-    OPEN = auto()  # has numbers, or was not looked at
-    ZERO = auto()  # zero whatever the type
-    VANISHED = auto()  # zero, and perhaps only because a 16-bit type has nothing smaller
 
 
 @dataclass(frozen=True)
@@ -73,30 +66,27 @@ class ZeroTrail:
             zero: whether a value that was counted is zero in every element.
             nodes: those asked for, which are zero.
         """
-        states: dict[fx.Node, _State] = {}
+        exact, lost = set[fx.Node](), set[fx.Node]()  # zero whatever the type; zero, and in FP32 perhaps not
         wanted = set(nodes)
         for step in self.steps:
             is_zero = step.node in wanted or zero.get(step.node)
-            states[step.node] = _state(step, is_zero, states)
-        return {node for node in nodes if states.get(node) is _State.VANISHED}
+            if is_zero is False:
+                continue
+            product = step.op in _PRODUCTS and not exact.isdisjoint(step.inputs)
+            if product or (step.scaled and exact.issuperset(step.scaled)):
+                exact.add(step.node)
+            elif not lost.isdisjoint(step.inputs):
+                lost.add(step.node)
+            elif (step.inputs and exact.issuperset(step.inputs)) or (is_zero and _keeps(step)):
+                exact.add(step.node)
+            elif is_zero:  # of what was not counted nothing is known
+                lost.add(step.node)
+        return lost & wanted
 
 
-def _state(step: _Step, is_zero: bool | None, states: Mapping[fx.Node, _State]) -> _State:
-    """What a value is; `is_zero` is `None` where it was not counted: then what it is made of says it, if anything."""
-    if is_zero is False:
-        return _State.OPEN
-    inputs = [states.get(one, _State.OPEN) for one in step.inputs]
-    gradients = [states.get(one, _State.OPEN) for one in step.scaled]
-    if gradients and all(one is _State.ZERO for one in gradients):
-        return _State.ZERO
-    if step.op in _PRODUCTS and _State.ZERO in inputs:
-        return _State.ZERO
-    if _State.VANISHED in inputs:
-        return _State.VANISHED
-    zeros = bool(inputs) and all(one is _State.ZERO for one in inputs)
-    if is_zero is None:
-        return _State.ZERO if zeros else _State.OPEN
-    return _State.ZERO if zeros or not step.narrow or step.op in _SELECTS else _State.VANISHED
+def _keeps(step: _Step) -> bool:
+    """Whether what a call makes is as small as what it is made of."""
+    return not step.narrow or step.op in _SELECTS
 
 
 def _floats(node: fx.Node) -> bool:

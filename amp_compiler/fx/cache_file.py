@@ -11,9 +11,9 @@ import json
 import platform
 import re
 import zipfile
+import zlib
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library, processor
 
-_MAGIC = b"amp_compiler cache\n"
+_ANEW = "make it anew by amp.save_cache"
 _TORCHS = "artifacts"  # what torch.compiler.save_cache_artifacts gives
 _OURS = re.compile(r"ours/(joint_\w+\.gz|cpu_loops_\w+\.so)")
 _KERNELS = re.compile(r"torch/(\w\w/\w+(\.\w+)?\.so)")
@@ -75,11 +75,10 @@ def save_cache(path: str | Path | None = None) -> bytes:
         raise AmpError("nothing has been compiled yet", hint="call the model or the step first")
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = json.dumps(_versions()).encode()
         for name in sorted(files):
             archive.writestr(zipfile.ZipInfo(name), files[name])  # with no date, so that equal caches are equal files
-    body = packed.getvalue()
-    header = {**_versions(), "sha256": hashlib.sha256(body).hexdigest()}
-    content = _MAGIC + json.dumps(header).encode() + b"\n" + body
+    content = packed.getvalue()
     if path is not None:
         write_atomically(path, content)
     return content
@@ -101,17 +100,21 @@ def load_cache(source: str | Path | bytes) -> None:
         >>> amp.load_cache("model.cache")  # doctest: +SKIP
     """
     where = "" if isinstance(source, bytes) else str(source)
-    if isinstance(source, bytes):
-        content = source
-    else:
-        try:
-            content = Path(source).read_bytes()
-        except OSError as cause:
-            raise AmpError(f"cannot be read: {cause.strerror}", where=where, hint="check the path") from cause
     try:
-        with zipfile.ZipFile(io.BytesIO(_checked(content, where))) as archive:
-            for name in archive.namelist():
-                _put(name, archive.read(name), where)
+        content = source if isinstance(source, bytes) else Path(source).read_bytes()
+    except OSError as cause:
+        raise AmpError(f"cannot be read: {cause.strerror}", where=where, hint="check the path") from cause
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            _check_versions(dict(json.loads(archive.comment)), where)
+            files = {name: archive.read(name) for name in archive.namelist()}
+    except (zipfile.BadZipFile, zlib.error, ValueError, TypeError, EOFError, RuntimeError) as cause:
+        raise AmpError(
+            "this is no cache that amp.save_cache made, or it is damaged", where=where, hint=_ANEW
+        ) from cause
+    try:
+        for name, one in files.items():
+            _put(name, one, where)
     except OSError as cause:
         raise AmpError(
             f"the cache cannot be written: {cause.strerror}",
@@ -120,25 +123,12 @@ def load_cache(source: str | Path | bytes) -> None:
         ) from cause
 
 
-def _checked(content: bytes, where: str) -> bytes:
-    """The archive in what `save_cache` returned."""
-    anew = "make it anew by amp.save_cache"
-    if not content.startswith(_MAGIC):
-        raise AmpError("this is no cache that amp.save_cache made", where=where, hint=anew)
-    head, _, saved = content[len(_MAGIC) :].partition(b"\n")
-    try:
-        header: dict[str, Any] = json.loads(head)
-        digest = header["sha256"]
-    except (ValueError, KeyError, TypeError) as cause:
-        raise AmpError("the cache is damaged", where=where, hint=anew) from cause
-    if digest != hashlib.sha256(saved).hexdigest():
-        raise AmpError("the cache is damaged", where=where, hint=anew)
+def _check_versions(saved: dict[str, str], where: str) -> None:
     for name, here in _versions().items():
-        if header.get(name) != here:
+        if saved.get(name) != here:
             raise AmpError(
-                f"the cache was made for {name} {header.get(name)}, and this is {here}", where=where, hint=anew
+                f"the cache was made for {name} {saved.get(name)}, and this is {here}", where=where, hint=_ANEW
             )
-    return saved
 
 
 def _versions() -> dict[str, str]:
@@ -153,10 +143,9 @@ def _versions() -> dict[str, str]:
 
 def _put(name: str, content: bytes, where: str) -> None:
     """Give torch what is its own, and write a file into the folder that it came from."""
-    anew = "make it anew by amp.save_cache"
     if name == _TORCHS:
         if torch.compiler.load_cache_artifacts(content) is None:
-            raise AmpError("torch cannot read its part of the cache", where=where, hint=anew)
+            raise AmpError("torch cannot read its part of the cache", where=where, hint=_ANEW)
         return
     if match := _OURS.fullmatch(name):
         target = cache_folder() / match[1]
@@ -164,6 +153,6 @@ def _put(name: str, content: bytes, where: str) -> None:
         target = kernel_folder() / match[1]
         target.parent.mkdir(parents=True, exist_ok=True)
     else:
-        raise AmpError(f"the cache names a file that is none of it: {name!r}", where=where, hint=anew)
+        raise AmpError(f"the cache names a file that is none of it: {name!r}", where=where, hint=_ANEW)
     if not target.exists():
         write_atomically(target, content)

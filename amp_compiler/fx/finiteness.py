@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,12 +30,6 @@ def range_of(value: Tensor) -> ValueRange:
     return ValueRange(least, greatest, *bad, neutral_dtype(value.dtype).short, finite.numel() - numbers.numel())
 
 
-class _State(enum.Enum):
-    FINITE = "finite"
-    MASKED = "minus infinity, put in on purpose"
-    BAD = "infinite or NaN"
-
-
 class Finiteness:
     """Whether the values of a graph's nodes are finite.
 
@@ -51,7 +44,8 @@ class Finiteness:
 
     def __init__(self, is_forward: Callable[[fx.Node], bool]) -> None:
         self._is_forward = is_forward
-        self._states: dict[fx.Node, _State] = {}
+        self._looked, self._masked = set[fx.Node](), set[fx.Node]()  # all, and those with minus infinity on purpose
+        self._bad: dict[fx.Node, None] = {}  # infinite or NaN
         self.ranges: dict[fx.Node, ValueRange] = {}
 
     def note(self, node: fx.Node, value: Any) -> None:
@@ -62,16 +56,15 @@ class Finiteness:
         if first is not None:
             self.ranges[node] = range_of(first)
         bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
-        if not bad:
-            self._states[node] = _State.FINITE
-        elif all(bool((torch.isfinite(item) | torch.isneginf(item)).all()) for item in bad) and self._may_mask(node):
-            self._states[node] = _State.MASKED
-        else:
-            self._states[node] = _State.BAD
+        self._looked.add(node)
+        if bad and all(bool((item.isfinite() | item.isneginf()).all()) for item in bad) and self._may_mask(node):
+            self._masked.add(node)
+        elif bad:
+            self._bad[node] = None
 
     def is_bad(self, node: fx.Node) -> bool:
         """Whether its value is infinite or NaN, and no mask."""
-        return self._states.get(node) is _State.BAD
+        return node in self._bad
 
     def origins(self, wanted: Iterable[fx.Node]) -> set[fx.Node]:
         """The nodes that made something bad of finite values, and that bad ones go back to.
@@ -87,7 +80,7 @@ class Finiteness:
             if node in seen:
                 continue
             seen.add(node)
-            if node not in self._states and node.op == "call_function":  # a sum of gradients, which was not run
+            if node not in self._looked and node.op == "call_function":  # a sum of gradients, which was not run
                 open_nodes += node.all_input_nodes
             if not self.is_bad(node):
                 continue
@@ -100,7 +93,7 @@ class Finiteness:
     @property
     def bad(self) -> list[fx.Node]:
         """All nodes whose value is infinite or NaN, and no mask."""
-        return [node for node, state in self._states.items() if state is _State.BAD]
+        return [*self._bad]
 
     @property
     def vanished(self) -> list[fx.Node]:
@@ -116,13 +109,11 @@ class Finiteness:
         return node in self.ranges and self.ranges[node].is_zero
 
     def _may_mask(self, node: fx.Node) -> bool:
-        states = self._states
         if node.op != "call_function" or node.target is operator.getitem:
-            return node.op != "call_function" or states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
-        if not self._is_forward(node):
-            return False
-        sources = {states.get(source) for source in node.all_input_nodes}
-        return _State.BAD not in sources and (canonical_op(node.target) in _MASKS or _State.MASKED in sources)
+            return node.op != "call_function" or node.args[0] in self._masked
+        sources = node.all_input_nodes
+        is_mask = canonical_op(node.target) in _MASKS or not self._masked.isdisjoint(sources)
+        return self._is_forward(node) and is_mask and not any(map(self.is_bad, sources))
 
 
 class Replay(fx.Interpreter):

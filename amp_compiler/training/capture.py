@@ -17,7 +17,6 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.forward.notices import silent_dynamo
 from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
-from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example
 from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.graph import copy_graph, results_of
@@ -139,7 +138,6 @@ def captured_loss(
     """
     with generators_kept(), no_saved_tensor_hooks():
         captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model), is_stored_low)
-    refuse_mixed_types(captured.graph_module, casts=low is not None)
     place = _loss_first(captured.graph_module)
     captured = _with_owners(captured, inputs, model)
     mark_norms(captured.graph_module, model)

@@ -193,3 +193,14 @@ def test_a_product_with_a_matrix_is_no_batch_of_products_and_both_operands_may_b
         assert one.shape == other.shape and one.dtype == other.dtype == torch.float32
         # Both round to BF16: at most a number or two apart, of the largest where terms cancel.
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * float(other.abs().max()))
+
+
+def test_what_must_round_runs_node_by_node_where_inductor_leaves_out_casts(monkeypatch, caplog):
+    """As before torch 2.13."""
+    monkeypatch.setattr("amp_compiler.forward.program.rounds_each_cast", lambda: False)
+    rules = {"version": 1, "rules": [{"match": {}, "precision": "low", "math": "fp32"}]}
+    layer, x = nn.GELU(), torch.linspace(-2, 2, 8)
+    with caplog.at_level("INFO"):
+        result = amp.compile(layer, rules=rules, dtype="bf16")(x)
+    assert "node by node, not compiled: before torch 2.13" in caplog.text
+    assert torch.equal(result, amp.compile(layer, rules=rules, dtype="bf16", backend="eager")(x))

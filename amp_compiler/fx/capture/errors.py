@@ -31,6 +31,7 @@ class _Kind:
 _BY_VALUES = r"[Dd]ata[- ]?[Dd]ependent|PendingUnbackedSymbolNotFound"
 _BETWEEN = ("contextlib.py", "functools.py")  # files of Python's that stand between a user's frames and torch's
 RETURN_THE_LOSS = "return the loss: the step runs backward and update"
+BY_ITSELF = "call the model as it is, without capture: if it raises the same, the call or the model is wrong"
 # The first that holds is said.
 _KINDS = (
     _Kind("runs a backward itself", RETURN_THE_LOSS, r"^Unsupported Tensor\.backward"),
@@ -55,6 +56,11 @@ _KINDS = (
         "is given what is neither a tensor, nor a number, nor a text",
         "pass tensors, numbers, strings, or containers of them",
         "^ValueError: Unsupported input type",
+    ),
+    _Kind(
+        "gathers keywords (**kwargs) of which sizes are to be dynamic",
+        "name them in the signature of its forward",
+        "Must provide a tree_name",
     ),
     _Kind(
         "sets the seed of random numbers",
@@ -119,40 +125,35 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         cause: the exception.
         model: the module that was to be captured.
     """
-    where = user_frame(cause)
-    line, name = source_line(where), name_of(model)
+    where, name = user_frame(cause), name_of(model)
     for error in with_causes(cause):
-        if (kind := kind_of(f"{type(error).__name__}: {error}", line)) is not None:
-            what, hint = kind
-            shown = f" (`{line}`)" if line else ""
-            return CaptureError(
-                f"{name} {what}{shown}, so torch.export cannot take it as one graph: {_said(error)}",
-                where=where,
-                hint=hint,
-            )
+        behind = f", so torch.export cannot take it as one graph: {_said(error)}"
+        if (known := known_error(name, f"{type(error).__name__}: {error}", where, behind)) is not None:
+            return known
     if _is_torchs(cause):
         return CaptureError(
             f"torch.export cannot take {name} as one graph: {_said(cause)}",
             where=where,
             hint="write that part otherwise, or put it under torch.compiler.disable",
         )
-    return CaptureError(
-        f"{name} raises {_said(cause)}",
-        where=where,
-        hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
-    )
+    return CaptureError(f"{name} raises {_said(cause)}", where=where, hint=BY_ITSELF)
 
 
-def kind_of(text: str, line: str) -> tuple[str, str] | None:
-    """What is wrong and what can be done, where a line cannot be captured; `None` for what is not known.
+def known_error(name: str, text: str, where: str, behind: str = "") -> CaptureError | None:
+    """What is wrong with a line that cannot be captured, and what can be done; `None` for what is not known.
 
     Args:
+        name: of what was to be captured.
         text: all that Dynamo says, or an exception with its name.
-        line: of the user's.
+        where: `file:line` of the user's, as `user_source` gives it; empty where it is not known.
+        behind: what is said behind it.
     """
+    file, _, number = where.rpartition(":")
+    line = linecache.getline(file, int(number)).strip() if file else ""
     for kind in _KINDS:
         if re.search(kind.text, text) and re.search(kind.line, line):
-            return kind.what, kind.hint
+            shown = f" (`{line}`)" if line else ""
+            return CaptureError(f"{name} {kind.what}{shown}{behind}", where=where, hint=kind.hint)
     return None
 
 
@@ -161,12 +162,6 @@ def user_frame(cause: BaseException) -> str:
     traces = (traceback.extract_tb(one.__traceback__) for one in with_causes(cause))
     frames = [frame for trace in traces for frame in trace if not frame.filename.endswith(_BETWEEN)]
     return user_source("".join(traceback.format_list(frames)))
-
-
-def source_line(place: str) -> str:
-    """The line that stands at `file:line`, as `user_source` gives it; empty where there is none."""
-    file, _, number = place.rpartition(":")
-    return linecache.getline(file, int(number)).strip() if file else ""
 
 
 def _said(error: BaseException) -> str:

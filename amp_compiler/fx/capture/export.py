@@ -14,7 +14,6 @@ from torch.export.graph_signature import InputKind
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.capture.errors import capture_error
 from amp_compiler.fx.capture.generators import seeds_refused
-from amp_compiler.fx.capture.named_keywords import keywords_named
 from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.capture.tracing import quiet, tracing_context
 from amp_compiler.fx.captured import Captured, Input, Source
@@ -60,7 +59,6 @@ def _export(
     _refuse_scripted(model)
     try:
         _register_caches()
-        model, shapes = keywords_named(model, kwargs or {}, dynamic_shapes)
         with (
             exporting(),
             tracing_context(),
@@ -68,7 +66,7 @@ def _export(
             quiet("torch.fx.experimental.symbolic_shapes"),
             quiet("torch._subclasses.fake_tensor"),
         ):
-            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except AmpError:
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised

@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
-from amp_compiler.fx.capture.errors import kind_of, source_line, user_frame
+from amp_compiler.fx.capture.errors import BY_ITSELF, known_error, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_private.breaks import (
@@ -30,7 +30,6 @@ from amp_compiler.fx.torch_private.breaks import (
     is_recompile_limit,
     reason_here,
     recompile_limit,
-    recompile_reason,
 )
 from amp_compiler.fx.torch_private.dynamo import (
     bounded_selections,
@@ -103,7 +102,7 @@ class Frontend:
     ) -> None:
         self._name, self._build, self._around = name, build, around
         self._subject = subject or name
-        self._reasons: list[str] = []  # for the graphs that are being made
+        self._reason, self._has_made = "", False  # of the last graph; whether this capture has made one
         self._running: list[Callable[..., Any]] = []  # the graphs: what Dynamo keeps for good holds none of them
         noted, timed = weakref.WeakMethod(self._noted), weakref.WeakMethod(self._timed)
         backend = as_backend(
@@ -145,7 +144,7 @@ class Frontend:
                 _THREAD.modes = outer
 
     def _noted(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self._reasons.append(reason_here())
+        self._reason, self._has_made = reason_here(), True
         run = self._build(graph_module, inputs)
 
         def run_within_modes(*values: Any) -> Any:
@@ -164,24 +163,21 @@ class Frontend:
         whole_call = code is self._code  # of which nothing has run yet
         if whole_call and self._captures != _THREAD.captures:
             raise _Captured
-        started, self._reasons = time.perf_counter(), []
+        started, self._has_made = time.perf_counter(), False
         with self._around():
             yield
         self._captures += whole_call
-        seconds = time.perf_counter() - started
-        for reason in self._reasons[-1:]:  # a capture that is begun again by Dynamo has made several
-            if reason:
-                logger.info("recompiled %s in %.1f s, because this no longer held: %s", self._name, seconds, reason)
-            else:
-                logger.info("captured %s in %.1f s", self._name, seconds)
+        if self._has_made:
+            how = f", because this no longer held: {self._reason}" if self._reason else ""
+            seconds = time.perf_counter() - started
+            logger.info("%s %s in %.1f s%s", "recompiled" if how else "captured", self._name, seconds, how)
 
     def _error(self, error: BaseException) -> AmpError:
         own = next((one for one in with_causes(error) if isinstance(one, AmpError)), None)
         if own is not None:
             return own
         if is_recompile_limit(error):
-            reason = recompile_reason(error)
-            last = f", the last one because this no longer held: {reason}" if reason else ""
+            last = f", the last one because this no longer held: {self._reason}" if self._reason else ""
             return CaptureError(
                 f"{self._subject} was compiled for {most_forms()} forms of its inputs (Dynamo's recompile_limit){last}",
                 hint=FEWER_FORMS,
@@ -193,25 +189,15 @@ class Frontend:
                 where=user_frame(error),
                 hint="move that code out of it, or put it under torch.compiler.disable",
             )
+        where = place_of(said)
         if said.raised_inside:
-            return CaptureError(
-                f"a graph of {self._subject} could not be made: {said.raised_inside}",
-                where=place_of(said),
-                hint="see the error that this one comes from",
-            )
-        kind = None if said.raised == "AssertionError" else kind_of(str(error), line := source_line(place_of(said)))
-        if kind is not None:
-            what, hint = kind
-            return CaptureError(
-                f"{self._subject} {what}{f' (`{line}`)' if line else ''}", where=place_of(said), hint=hint
-            )
+            what = f"a graph of {self._subject} could not be made: {said.raised_inside}"
+            return CaptureError(what, where=where, hint="see the error that this one comes from")
+        if said.raised != "AssertionError" and (known := known_error(self._subject, str(error), where)):
+            return known
         if said.of_model or said.raised:
-            return ModelError(
-                f"{self._subject} raises {said.raised or said.what}",
-                where=place_of(said),
-                hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
-            )
-        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=place_of(said), hint=said.hint)
+            return ModelError(f"{self._subject} raises {said.raised or said.what}", where=where, hint=BY_ITSELF)
+        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=where, hint=said.hint)
 
 
 class _Stop(Exception):  # no error: Dynamo is told to stop

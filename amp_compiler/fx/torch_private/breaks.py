@@ -18,7 +18,11 @@ from amp_compiler.errors import first_line, with_causes
 def reason_here() -> str:
     """What no longer held of a function that Dynamo compiles again just now, such as `len(L['self'].log) == 63`."""
     metrics: Any = torch._dynamo.utils.get_metrics_context()._metrics
-    return _guard_in(metrics.get("recompile_reason"))
+    match = _FAILED_GUARD.match(metrics.get("recompile_reason") or "")
+    return match[1].strip() if match else ""
+
+
+_FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
 
 
 def recompile_limit() -> int:
@@ -29,26 +33,6 @@ def recompile_limit() -> int:
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that the limit is reached."""
     return any(isinstance(one, torch._dynamo.exc.FailOnRecompileLimitHit) for one in with_causes(error))
-
-
-def recompile_reason(error: BaseException) -> str:
-    """What did not hold of the last form before the limit, such as `len(G['log']) == 63`; empty where it is not told.
-
-    Dynamo says it in a warning of its logger alone, and keeps it in a variable of the function that raises.
-    """
-    for one in with_causes(error):
-        for frame, _ in traceback.walk_tb(one.__traceback__):
-            if guard := _guard_in(frame.f_locals.get("recompile_reason")):
-                return guard
-    return ""
-
-
-def _guard_in(said: Any) -> str:
-    match = _FAILED_GUARD.match(said) if isinstance(said, str) else None
-    return match[1].strip() if match else ""
-
-
-_FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,86 +59,32 @@ def compile_with_inductor(
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
 
-    exactly, late, finished = bool(known.get("emulate_precision_casts")), LATE.get(), False
+    late, finished = LATE.get(), False
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         if _GIVES_TABLE in kwargs:
             kwargs[_GIVES_TABLE] = _Giving(changed)
         try:
-            with late() if finished else contextlib.nullcontext(), generators_kept(), _roundings_kept(exactly):
+            with late() if finished else contextlib.nullcontext(), generators_kept():
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
             raise as_error(cause) from cause
 
-    with _roundings_kept(exactly):
-        compiled: Any = inductor.compile_fx(
-            graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
-        )
+    compiled: Any = inductor.compile_fx(
+        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+    )
     finished = True  # what comes now is a backward that is compiled when it first runs
     return compiled  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def _roundings_kept(exactly: bool) -> Iterator[None]:
-    """Within it, where asked for, Inductor rounds wherever a graph casts down and up again.
+def rounds_each_cast() -> bool:
+    """Whether Inductor, with `emulate_precision_casts`, rounds wherever a graph casts down and up again.
 
-    Torch 2.13 does so for `emulate_precision_casts`. Before it, that option did not reach casts that stand in the
-    graph: two in a row were dropped, or computed in FP32, or left out of code for a CPU that still had the unrounded
-    value.
+    Before torch 2.13 that option does not reach casts that stand in the graph.
     """
-    if not exactly:
-        yield
-        return
-    from torch._inductor.codegen import cpp
     from torch._inductor.fx_passes import joint_graph
 
-    if hasattr(joint_graph, "_is_lossless_fp_widening_cast"):
-        yield
-        return
-    from torch._inductor import lowering
-    from torch._inductor.virtualized import ops
-
-    kernel: Any = cpp.CppKernel
-    cast = torch.ops.prims.convert_element_type.default
-    entries = [
-        entry
-        for entry in joint_graph.patterns.patterns["call_function", cast]
-        if getattr(entry, "handler", None) is joint_graph.pointless_convert
-    ]
-    theirs, lower, kept = (
-        [entry.extra_check for entry in entries],
-        lowering.lowerings[cast],
-        kernel.cache_dtype_convert,
-    )
-
-    def lowered(x: Any, dtype: torch.dtype) -> Any:
-        source = x.get_dtype()
-        if source == dtype or not {source, dtype} & {torch.float16, torch.bfloat16}:
-            return lower(x, dtype)
-
-        def convert(value: Any) -> Any:
-            return ops.to_dtype(value, dtype, src_dtype=source, use_compute_types=False)
-
-        return lowering.make_pointwise(convert, override_return_dtype=dtype)(x)
-
-    try:
-        for entry in entries:
-            entry.extra_check = _widens
-        lowering.lowerings[cast] = lowered
-        kernel.cache_dtype_convert = lambda *_: None
-        yield
-    finally:
-        for entry, check in zip(entries, theirs, strict=True):
-            entry.extra_check = check
-        lowering.lowerings[cast] = lower
-        kernel.cache_dtype_convert = kept
-
-
-def _widens(match: Any) -> bool:
-    """Whether the first of two casts in a row that Inductor would make one loses nothing."""
-    value = match.kwargs["arg"].meta.get("val")
-    first, second = getattr(value, "dtype", None), match.kwargs["dtype1"]
-    return first == second or (first in (torch.float16, torch.bfloat16) and second in (torch.float32, torch.float64))
+    return hasattr(joint_graph, "_is_lossless_fp_widening_cast")
 
 
 class OpenedOps(dict[Any, Any]):

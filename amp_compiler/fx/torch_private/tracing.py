@@ -146,7 +146,7 @@ def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
     from torch.export import _trace
 
-    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _use_lazy_graph_module(True), whole_powers():
+    with building(), TENSORS, restored_transforms(), _use_lazy_graph_module(True), whole_powers():
         depth, trace = getattr(_CAPTURING, "depth", 0), vars(_trace)
         _CAPTURING.depth = depth + 1
         trace["print"] = lambda *_, **__: None  # of the graph so far, where it fails; its error says what matters
@@ -155,18 +155,6 @@ def exporting() -> Iterator[None]:
         finally:
             _CAPTURING.depth = depth
             trace.pop("print", None)
-
-
-@contextlib.contextmanager
-def _kept_buffer_hooks() -> Iterator[None]:
-    """Within it torch may watch what becomes a buffer. Torch 2.11 goes on doing so where it cannot trace a model."""
-    hooks = torch.nn.modules.module._global_buffer_registration_hooks
-    before = set(hooks)
-    try:
-        yield
-    finally:
-        for one in set(hooks) - before:
-            hooks.pop(one, None)
 
 
 def with_regions(traced: fx.GraphModule) -> fx.GraphModule:
