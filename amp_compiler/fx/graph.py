@@ -247,6 +247,24 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
     return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
 
 
+def replace_call(call: fx.Node, by: Any) -> None:
+    """Let another value, or those of a list for a call that returns several, take the place of a call."""
+    if isinstance(by, (list, tuple)):
+        for item in list(call.users):
+            replace_call(item, by[item.args[1]])  # type: ignore[index]
+    elif call.users:
+        call.replace_all_uses_with(by)
+    call.graph.erase_node(call)
+
+
+def add_placeholder(last: fx.Node, name: str, meta: dict[Any, Any]) -> fx.Node:
+    """Add a placeholder behind another, with its metadata."""
+    with last.graph.inserting_after(last):
+        placeholder = last.graph.placeholder(name)
+    placeholder.meta = meta
+    return placeholder
+
+
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy that may be rewritten: of the nodes with their metadata, not of the tensors in it."""
     graph = fx.Graph()

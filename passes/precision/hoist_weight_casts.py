@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from amp_compiler.fx.graph import CAST
+from amp_compiler.fx.graph import CAST, add_placeholder, replace_call
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -54,12 +54,9 @@ class HoistWeightCasts(InPlacePass):
         ]
         for number, cast in enumerate(casts, start=1):
             source, dtype = cast.args[:2]
-            with graph.inserting_after(placeholders[-1]):
-                placeholder = graph.placeholder(f"{source.name}_kept_{number}")
-            placeholder.meta = {**cast.meta, Key.LOW: (source.name, dtype)}
-            placeholders.append(placeholder)
-            cast.replace_all_uses_with(placeholder)
-            graph.erase_node(cast)
+            meta = {**cast.meta, Key.LOW: (source.name, dtype)}
+            placeholders.append(add_placeholder(placeholders[-1], f"{source.name}_kept_{number}", meta))
+            replace_call(cast, placeholders[-1])
         if casts:
             subject.recompile()
         return PassResult(subject, bool(casts))

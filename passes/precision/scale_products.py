@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.fx.graph import module_of, refresh, schema_argument
+from amp_compiler.fx.graph import add_placeholder, module_of, refresh, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.plan import PrecisionPlan
@@ -86,8 +86,6 @@ class ScaleProducts(InPlacePass):
         placeholders = node.graph.find_nodes(op="placeholder")
         keys = [one.meta[Key.STATE][1] for one in placeholders if Key.STATE in one.meta]
         number = sum(key.rpartition(":")[0] == module for key in keys)
-        with node.graph.inserting_after(placeholders[-1]):
-            amaxes = node.graph.placeholder(f"{AMAXES}_{len(keys)}")
         value = node.meta["val"].new_empty(no_amaxes(history).shape, dtype=torch.float32)
-        amaxes.meta = {"val": value, Key.STATE: (AMAXES, f"{module}:{number}", history)}
-        node.args = (*node.args, amaxes)
+        meta = {"val": value, Key.STATE: (AMAXES, f"{module}:{number}", history)}
+        node.args = (*node.args, add_placeholder(placeholders[-1], f"{AMAXES}_{len(keys)}", meta))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.graph import add_placeholder, results_of
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 
@@ -64,16 +64,9 @@ class TakeGradients(InPlacePass):
         for parameter in self.owners.values():
             value = placeholders[parameter].meta["val"]
             dtype = torch.float32 if parameter in self.in_fp32 else value.dtype
-            last = _placeholder(last, f"grad_{parameter}", torch.empty_like(value, dtype=dtype))
+            last = add_placeholder(last, f"grad_{parameter}", {"val": torch.empty_like(value, dtype=dtype)})
             gradients.append(last)
-        _placeholder(last, SCALE, value.new_empty((), dtype=torch.float32))
+        add_placeholder(last, SCALE, {"val": value.new_empty((), dtype=torch.float32)})
         graph.output_node().args = ((*results_of(graph), *gradients),)
         subject.recompile()
         return PassResult(subject, True)
-
-
-def _placeholder(last: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
-    with last.graph.inserting_after(last):
-        node = last.graph.placeholder(name)
-    node.meta["val"] = value
-    return node
