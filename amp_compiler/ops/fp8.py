@@ -68,7 +68,7 @@ class Scaled:
     Args:
         values: numbers of an FP8 format; with a scale for each block, what they stand for, FP32.
         scale: FP32, by which the operand was multiplied; broadcasts to `values`.
-        amax: the operand's largest magnitude, FP32, of delayed scaling.
+        amax: the operand's largest magnitude, FP32, where one scale serves all of it.
     """
 
     values: Tensor
@@ -104,7 +104,7 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None, delayed: Te
         scale = delayed + amax * 0  # NaN of an infinity, which is no large number
     else:
         scale = _power_of_2((largest / amax.double().clamp(min=_TINY)).float(), way)
-    noted = amax.float() if way.scaling == "delayed" else None
+    noted = amax.float() if amax.dim() == 0 else None
     return Scaled((x.float() * scale).clamp(-largest, largest).to(dtype), scale, noted)
 
 

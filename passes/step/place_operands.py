@@ -152,6 +152,7 @@ def open_call(node: fx.Node, target: Any, phase: str) -> None:
         return target(*args, **kwargs)
 
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
+    traced.graph.eliminate_dead_code()
     for one in traced.graph.nodes:
         one.meta.update(written_at(node))
     results = splice_before(node, traced, read, phase)
