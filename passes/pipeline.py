@@ -340,6 +340,7 @@ INFERENCE = Pipeline(
         "multiply_convolutions",
         "protect_buffers",
         "hoist_weight_casts",
+        "place_operands",
     ),
     "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
 )

@@ -38,7 +38,7 @@ class Spec:
 SPECS: dict[str, Spec] = {
     "CAPTURE": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "FORWARD": Spec(_PLANNED | {Key.STATE}, (*_REGIONS, "aten._assert_tensor_metadata")),
-    "INFERENCE": Spec(_CAST | {Key.LOW}, (*_REGIONS, "aten._assert_tensor_metadata")),
+    "INFERENCE": Spec(_CAST | {Key.LOW, Key.STATE}, (*_REGIONS, "aten._assert_tensor_metadata")),
     "STEP": Spec(
         _STEP,
         (

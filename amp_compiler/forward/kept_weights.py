@@ -1,4 +1,4 @@
-"""`KeptWeights`: low-precision copies of weights that inference keeps between calls."""
+"""`KeptWeights`: 16-bit copies of weights, and FP8 ones of these, that inference keeps between calls."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.stale_copies import CopyWatch
+from amp_compiler.passes.step.place_operands import Operands
 
 _VERSION = attrgetter("_version")
+_Cast = tuple[int, str, torch.dtype]
 _Seen = tuple[list[int], list[int], list[int | None], int]  # ids, addresses, versions, steps of optimizers
 
 
@@ -25,33 +27,36 @@ class KeptWeights:
 
     Args:
         casts: for each copy, place and name of the weight among the inputs and the type of the copy.
+        operands: what is made of copies: place of the copy, and how it is made.
 
     Attributes:
         written: the first weight that was seen by its values; empty without one.
     """
 
-    def __init__(self, casts: Sequence[tuple[int, str, torch.dtype]] = ()) -> None:
+    def __init__(self, casts: Sequence[_Cast], operands: Sequence[tuple[int, Operands]] = ()) -> None:
+        self._operands = tuple(operands)
         self._casts, self.written, self._turn = tuple(casts), "", 0
         self._places = [place for place, *_ in self._casts]
-        # What is known of the weights, their copies, and what compares them: replaced as one, as any thread may call.
+        # What is known of the weights, what is made of them, what compares: replaced as one, as any thread may call.
         self._known: tuple[_Seen, list[torch.Tensor], list[CopyWatch]] | None = None
         OPTIMIZER_STEPS.watch()
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies for today's inputs."""
+        """The copies for today's inputs, and behind them what is made of copies."""
         # By what CPython does fast: a model has hundreds of them.
         weights = [*map(inputs.__getitem__, self._places)]
         seen = [*map(id, weights)], [*map(torch.Tensor.data_ptr, weights)], _versions(weights), OPTIMIZER_STEPS.count
         known = self._known
         if known is None or known[0] != seen or None in seen[2]:
             return self._keep(seen, self._made(weights))
-        _, copies, watches = known
+        _, made, watches = known
+        copies = made[: len(weights)]
         self._turn += 1
         if not watches:
             watches.append(CopyWatch([*zip(weights, copies, strict=True)]))
         stale = watches[0].look(self._turn)
         if not stale:
-            return copies
+            return made
         # A write is seldom of one weight alone, and sampling may see it in one alone.
         self.written = self.written or self._casts[stale[0]][1]
         return self._keep(seen, self._made(weights))
@@ -61,8 +66,9 @@ class KeptWeights:
         return [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
 
     def _keep(self, seen: _Seen, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        self._known = seen, copies, []
-        return copies
+        made = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
+        self._known = seen, made, []
+        return made
 
     def drop(self) -> None:
         """Forget the copies; the next call makes them again."""
@@ -78,9 +84,13 @@ def _versions(weights: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def kept_weights(captured: Captured) -> KeptWeights:
-    """What gives the placeholders that `HoistWeightCasts` added their tensors."""
+    """What gives the placeholders that `HoistWeightCasts` and `PlaceOperands` added their tensors."""
     placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
     index = {node.name: place for place, node in enumerate(placeholders)}
-    added = [node.meta[Key.LOW] for node in placeholders[len(captured.inputs) :]]
+    added = placeholders[len(captured.inputs) :]
+    copies = [node for node in added if Key.LOW in node.meta]
     names = {entry.name: entry.target for entry in captured.inputs}
-    return KeptWeights([(index[name], names[name], dtype) for name, dtype in added])
+    casts = [(index[name], names[name], dtype) for name, dtype in (node.meta[Key.LOW] for node in copies)]
+    states = [node.meta[Key.STATE] for node in added[len(copies) :]]
+    operands = [(index[made.weight] - index[copies[0].name], made) for _, made, number in states if not number]
+    return KeptWeights(casts, operands)

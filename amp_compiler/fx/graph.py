@@ -161,14 +161,6 @@ def rename_placeholder(node: fx.Node, name: str) -> None:
     node.target = node.name
 
 
-def placeholder_behind(last: fx.Node, name: str, meta: dict[Any, Any]) -> fx.Node:
-    """A new placeholder of a graph behind another one."""
-    with last.graph.inserting_after(last):
-        node = last.graph.placeholder(name)
-    node.meta = meta
-    return node
-
-
 def results_of(graph: fx.Graph) -> list[Any]:
     """The values that a flat graph returns, in order."""
     results: Any = graph.output_node().args[0]
@@ -253,6 +245,24 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
                 if phase:
                     environment[node].meta[Key.PHASE] = phase
     return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
+
+
+def replace_call(call: fx.Node, by: Any) -> None:
+    """Let another value, or those of a list for a call that returns several, take the place of a call."""
+    if isinstance(by, (list, tuple)):
+        for item in list(call.users):
+            replace_call(item, by[item.args[1]])  # type: ignore[index]
+    elif call.users:
+        call.replace_all_uses_with(by)
+    call.graph.erase_node(call)
+
+
+def add_placeholder(last: fx.Node, name: str, meta: dict[Any, Any]) -> fx.Node:
+    """Add a placeholder behind another, with its metadata."""
+    with last.graph.inserting_after(last):
+        placeholder = last.graph.placeholder(name)
+    placeholder.meta = meta
+    return placeholder
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -104,9 +104,8 @@ def scaled(x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None, delayed: Te
         scale = delayed + amax * 0  # NaN of an infinity, which is no large number
     else:
         scale = _power_of_2((largest / amax.double().clamp(min=_TINY)).float(), way)
-    return Scaled(
-        (x.float() * scale).clamp(-largest, largest).to(dtype), scale, amax.float() if amax.dim() == 0 else None
-    )
+    noted = amax.float() if amax.dim() == 0 else None
+    return Scaled((x.float() * scale).clamp(-largest, largest).to(dtype), scale, noted)
 
 
 def _power_of_2(scale: Tensor, way: Fp8) -> Tensor:
@@ -231,11 +230,8 @@ class _Product(torch.autograd.Function):
         ctx.delayed = Delayed(amaxes, ways)
         left_scaled, right_scaled = ctx.delayed.scaled(0, x, _E4M3, way, 1), ctx.delayed.scaled(1, right, _E4M3, way, 0)
         # One scale for a tensor serves whatever is summed over: the backward reads the same 8 bits.
-        same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == (
-            way.scaling,
-            way.power_of_2,
-            "fp8",
-        )
+        wanted = way.scaling, way.power_of_2, "fp8"
+        same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == wanted
         kept = same and way.scaling in _OF_TENSORS
         ctx.ways, ctx.types = ways, (x.dtype, right.dtype)
         for_x, for_right = ctx.needs_input_grad[1:3]
@@ -303,7 +299,7 @@ class _Convolution(torch.autograd.Function):
         x_slope, weight_slope = _convolution_slopes(ctx, rounded, *numbers, wanted)
         if wanted[1] and way.weight_gradient == "low":
             weight_slope = _convolution_slopes(ctx, gradient, x, weight, (False, True))[1]
-        return None, None, None, _as(x_slope, x.dtype), _as(weight_slope, weight.dtype), ctx.delayed.following()
+        return None, None, None, x_slope, weight_slope, ctx.delayed.following()
 
 
 def _refuse_second() -> None:
@@ -314,16 +310,13 @@ def _refuse_second() -> None:
         )
 
 
-def _as(slope: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if slope is None else slope.to(dtype)
-
-
 def _convolution_slopes(
     ctx: Any, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool]
 ) -> list[Tensor | None]:
-    """What autograd makes of a convolution of these operands."""
+    """What autograd makes of a convolution of these operands, in the types of those that were given."""
     with torch.enable_grad():
         leaves = [one.detach().requires_grad_(wants) for one, wants in zip((x, weight), wanted, strict=True)]
         result = ctx.op(*leaves, None, *ctx.rest)
         slopes = iter(torch.autograd.grad(result, [one for one in leaves if one.requires_grad], gradient))
-    return [next(slopes) if wants else None for wants in wanted]
+    types = [one.dtype for one in ctx.saved_tensors]
+    return [next(slopes).to(dtype) if wants else None for wants, dtype in zip(wanted, types, strict=True)]

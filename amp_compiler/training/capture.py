@@ -19,7 +19,7 @@ from amp_compiler.fx.capture import frontend
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.capture.retrace import Names, captured_from_dynamo, placeholder_name, widened_example
 from amp_compiler.fx.captured import Captured, Input, Source
-from amp_compiler.fx.graph import copy_graph, results_of
+from amp_compiler.fx.graph import add_placeholder, copy_graph, replace_call, results_of
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
 from amp_compiler.ops.loss_mark import MARK, mark_loss
@@ -105,10 +105,9 @@ def with_parameters(captured: Captured, model: LossModule, wanted: Collection[in
     fake_mode = next(one.fake_mode for node in placeholders if isinstance(one := node.meta["val"], FakeTensor))
     last, entries = placeholders[-1], list(captured.inputs)
     for name, parameter in missing:
-        with graph.inserting_after(last):
-            last = graph.placeholder(placeholder_name(Source.PARAMETER, name))
         example = fake_mode.from_tensor(parameter, static_shapes=True)
-        last.meta["val"] = widened_example(example) if is_stored_low(parameter) else example
+        meta = {"val": widened_example(example) if is_stored_low(parameter) else example}
+        last = add_placeholder(last, placeholder_name(Source.PARAMETER, name), meta)
         entries.append(Input(last.name, Source.PARAMETER, name))
     captured.graph_module.recompile()
     return replace(captured, inputs=tuple(entries))
@@ -156,8 +155,7 @@ def _loss_first(graph_module: fx.GraphModule) -> int:
     loss, others = results[place].args[0], [*results[:place], *results[place + 1 :]]
     output.args = ((loss, *others),)
     for mark in marks:
-        mark.replace_all_uses_with(mark.args[0])
-        graph_module.graph.erase_node(mark)
+        replace_call(mark, mark.args[0])
     graph_module.recompile()
     return place
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_operands
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.graph import node_tensor, replace_call
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED
 from amp_compiler.passes.base import RewritePass
 
@@ -133,7 +133,6 @@ def _drop_aliases(graph: fx.Graph) -> bool:
     modified = False
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.alias.default and isinstance(node.args[0], fx.Node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            replace_call(node, node.args[0])
             modified = True
     return modified

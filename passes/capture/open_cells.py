@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.graph import node_tensor, replace_call
 from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
@@ -70,13 +69,7 @@ def _open(graph: fx.Graph, cell: fx.Node) -> None:
 
     with graph.inserting_before(cell), torch.no_grad():
         results = _CELLS[cell.target](call, *cell.args, **cell.kwargs)
-    if len(results) == 1:
-        cell.replace_all_uses_with(results[0])
-    else:
-        for user in [user for user in cell.users if user.target is operator.getitem]:
-            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
-            graph.erase_node(user)
-    graph.erase_node(cell)
+    replace_call(cell, results if len(results) > 1 else results[0])
 
 
 Call = Callable[..., fx.Node]

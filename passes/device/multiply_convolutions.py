@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import amp_compiler.ops.images  # noqa: F401 - defines torch.ops.amp_compiler.patches
-from amp_compiler.fx.graph import canonical_op, node_tensor, refresh, schema_argument
+from amp_compiler.fx.graph import canonical_op, node_tensor, refresh, replace_call, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -135,5 +135,4 @@ def _multiply(graph: fx.Graph, node: fx.Node, convolution: _Convolution) -> None
         result = call(_aten.permute.default, pixels, [0, 3, 1, 2])
         if node.meta["val"].is_contiguous():  # a view of it, here or outside, relies on that
             result = call(_aten.contiguous.default, result)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    replace_call(node, result)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from amp_compiler.fx.graph import CAST, placeholder_behind
+from amp_compiler.fx.graph import CAST, add_placeholder, replace_call
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import RewritePass
 
@@ -53,7 +53,6 @@ class HoistWeightCasts(RewritePass):
         for number, cast in enumerate(casts, start=1):
             source, dtype = cast.args[:2]
             meta = {**cast.meta, Key.LOW: (source.name, dtype)}
-            placeholders.append(placeholder_behind(placeholders[-1], f"{source.name}_kept_{number}", meta))
-            cast.replace_all_uses_with(placeholders[-1])
-            graph.erase_node(cast)
+            placeholders.append(add_placeholder(placeholders[-1], f"{source.name}_kept_{number}", meta))
+            replace_call(cast, placeholders[-1])
         return bool(casts)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.fx.graph import module_of, placeholder_behind, refresh, schema_argument
+from amp_compiler.fx.graph import add_placeholder, module_of, refresh, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.plan import PrecisionPlan
@@ -87,4 +87,4 @@ class ScaleProducts(InPlacePass):
         number = sum(key.rpartition(":")[0] == module for key in keys)
         value = node.meta["val"].new_empty(no_amaxes(history).shape, dtype=torch.float32)
         meta = {"val": value, Key.STATE: (AMAXES, f"{module}:{number}", history)}
-        node.args = (*node.args, placeholder_behind(placeholders[-1], f"{AMAXES}_{len(keys)}", meta))
+        node.args = (*node.args, add_placeholder(placeholders[-1], f"{AMAXES}_{len(keys)}", meta))

@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.alias import written_operands
-from amp_compiler.fx.graph import copy_graph, results_of, splice_before
+from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private.tracing import new_graph_module, traced_graph
+from amp_compiler.fx.torch_private.tracing import new_graph_module
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.step.place_operands import operand_nodes
+from amp_compiler.passes.step.place_operands import open_call, operand_nodes
 
 BEFORE, BEHIND, LAST = "before_check", "behind_check", "behind_updates"
 _OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
@@ -182,27 +182,6 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
         return graph_module
     opened = copy_graph(graph_module)
     for node in [node for node in opened.graph.nodes if node.target in _OPENED]:
-        _open(node)
+        open_call(node, decomposition(node.target), node.meta.get(Key.PHASE, "update"))
     opened.recompile()
     return opened
-
-
-def _open(node: fx.Node) -> None:
-    """Put the torch calls that an operator stands for in its place."""
-    read = node.all_input_nodes
-    target: Any = node.target
-
-    def calls(*inputs: Any) -> Any:
-        by_node = dict(zip(read, inputs, strict=True))
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), by_node.__getitem__)
-        return decomposition(target)(*args, **kwargs)
-
-    traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
-    results = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
-    if isinstance(traced.graph.output_node().args[0], (list, tuple)):
-        for item in list(node.users):
-            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
-            node.graph.erase_node(item)
-    elif node.users:
-        node.replace_all_uses_with(results[0])
-    node.graph.erase_node(node)

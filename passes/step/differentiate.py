@@ -15,7 +15,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from amp_compiler.errors import BUG, AmpError, LoweringError, first_line
 from amp_compiler.fx.capture.errors import user_frame
 from amp_compiler.fx.checkpoints import checkpoint_of
-from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of, upcast_behind_inputs
+from amp_compiler.fx.graph import (
+    copy_graph,
+    node_tensor,
+    rename_placeholder,
+    replace_call,
+    results_of,
+    upcast_behind_inputs,
+)
 from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private.runtime import autograd_sequence, function_sequence
@@ -287,8 +294,7 @@ def _drop_detach(graph: fx.Graph) -> None:
     # Within one graph of values there is nothing left to detach from.
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            graph.erase_node(node)
+            replace_call(node, node.args[0])
 
 
 def _restore_upcasts(graph: fx.Graph) -> bool:
@@ -298,6 +304,5 @@ def _restore_upcasts(graph: fx.Graph) -> bool:
     for node in marked:
         cast = upcast_behind_inputs(graph, placeholders[node.meta[Key.WIDE]])
         cast.meta[Key.PHASE] = "forward"
-        node.replace_all_uses_with(cast)
-        graph.erase_node(node)
+        replace_call(node, cast)
     return bool(marked)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor, placeholder_behind
+from amp_compiler.fx.graph import add_placeholder, call_before, node_tensor, replace_call
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import RewritePass
-from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
+from amp_compiler.passes.step.widen_seed import SCALAR_OPS, absorb, widen_seed
 
 SCALE = "loss_scale"
 WEIGHT, TOTAL = ("samples", "weight", 0), ("samples", "total", 0)  # marks of what a step keeps, see `Samples`
@@ -107,26 +107,24 @@ class FoldLossScale(RewritePass):
             return False
         placeholders = graph.find_nodes(op="placeholder")
         loss = node_tensor(seed)
-        scale = placeholder_behind(placeholders[-1], SCALE, {"val": loss.new_empty((), dtype=torch.float32)})  # type: ignore[union-attr]
+        scale = add_placeholder(placeholders[-1], SCALE, {"val": loss.new_empty((), dtype=torch.float32)})  # type: ignore[union-attr]
         if self.weighs:
-            scale = _weighed(graph, scale, seed)
+            scale = _weighed(scale, seed)
         source = scale
         if loss is not None and (loss.dtype is not torch.float32 or loss.dim()):
             source = _fit(graph, scale, seed, loss)
-        seed.replace_all_uses_with(source)
-        graph.erase_node(seed)
-        _hoist_constants(graph, source)
+        replace_call(seed, source)
+        for expand in list(source.users):  # of which constants right behind the seed become part
+            if expand.target is aten.expand.default:
+                expand.update_arg(0, absorb(graph, expand, source))
         widen_seed(graph, scale)
         return True
 
 
-def _weighed(graph: fx.Graph, scale: fx.Node, seed: fx.Node) -> fx.Node:
+def _weighed(scale: fx.Node, seed: fx.Node) -> fx.Node:
     meta = {"val": torch.empty_like(scale.meta["val"]), Key.STATE: WEIGHT}
-    weight = placeholder_behind(scale, "_".join(map(str, WEIGHT)), meta)
-    with graph.inserting_before(seed):
-        product = graph.call_function(aten.mul.Tensor, (scale, weight))
-    product.meta = {"val": torch.empty_like(scale.meta["val"]), Key.PHASE: "backward"}
-    return product
+    weight = add_placeholder(scale, "_".join(map(str, WEIGHT)), meta)
+    return call_before(seed, aten.mul.Tensor, [scale, weight], "backward")
 
 
 def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
@@ -137,20 +135,3 @@ def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> 
             node = graph.call_function(aten.view.default, (node, list(loss.shape)))
             node.meta = {"val": loss, Key.PHASE: "backward"}
     return node
-
-
-def _hoist_constants(graph: fx.Graph, source: fx.Node) -> None:
-    """`op(expand(s), c)` becomes `expand(op(s, c))` for the constants right behind the seed."""
-    for expand in list(source.users):
-        if expand.target is not aten.expand.default or len(expand.users) != 1:
-            continue
-        (user,) = expand.users
-        if user.target not in SCALAR_OPS or any(isinstance(argument, fx.Node) for argument in user.args[1:]):
-            continue
-        with graph.inserting_before(expand):
-            small = graph.call_function(user.target, (source, *user.args[1:]), dict(user.kwargs))
-        small.meta = {**user.meta, "val": source.meta["val"]}
-        expand.update_arg(0, small)
-        user.replace_all_uses_with(expand)
-        graph.erase_node(user)
-        _hoist_constants(graph, small)

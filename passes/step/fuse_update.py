@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import source_of
-from amp_compiler.fx.graph import call_before, node_tensor, placeholder_behind, results_of, splice_before, trace_before
+from amp_compiler.fx.graph import add_placeholder, call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
@@ -301,9 +301,9 @@ class _Builder:
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
         if key in self.added:
             return self.added[key]
-        node = placeholder_behind(self.last, "_".join(map(str, key)), {"val": value, Key.STATE: key})
-        self.last = self.added[key] = node
-        return node
+        meta = {"val": value, Key.STATE: key}
+        self.last = self.added[key] = add_placeholder(self.last, "_".join(map(str, key)), meta)
+        return self.last
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]

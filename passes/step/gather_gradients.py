@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import call_before, placeholder_behind, results_of, trace_before
+from amp_compiler.fx.graph import add_placeholder, call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import RewritePass
 
@@ -61,7 +61,7 @@ class GatherGradients(RewritePass):
         totals = []
         for number, (name, gradient) in enumerate(zip(self.updated, outputs[first:], strict=True)):
             key, value = (_SUM, name, number), torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
-            last = placeholder_behind(last, "_".join(map(str, key)), {"val": value, Key.STATE: key})
+            last = add_placeholder(last, "_".join(map(str, key)), {"val": value, Key.STATE: key})
             totals += trace_before(output, lambda a, b: a + b.float(), [last, gradient], "update")
             if self.gather == "add":
                 call_before(output, torch.ops.aten.copy_.default, [last, totals[-1]], "update")

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import readers, source_of
-from amp_compiler.fx.graph import LOW_TYPES, call_before, node_tensor, placeholder_behind, splice_before
+from amp_compiler.fx.graph import (
+    LOW_TYPES,
+    add_placeholder,
+    call_before,
+    node_tensor,
+    replace_call,
+    splice_before,
+)
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.fp8 import FP8
+from amp_compiler.fx.meta import source_of as written_at
+from amp_compiler.fx.torch_private.tracing import traced_graph
+from amp_compiler.ops.fp8 import FP8, fp8_product
 from amp_compiler.passes.base import RewritePass
 
 OPERAND = "operand"  # mark of what a step keeps of a weight: (it, how it is made, number)
@@ -64,15 +73,19 @@ class PlaceOperands(RewritePass):
         copy_ = aten.copy_.default(w_low0_operand0, w8_1)
         copy__1 = aten.copy_.default(w_low0_operand1, scale_1)
 
-    Left alone: weights without FP32 masters, frozen ones, and what the step returns.
+    In inference nothing is written: whoever keeps the 16-bit copies of weights keeps these beside them. Products that
+    nothing differentiates are opened for it.
+
+    Left alone: weights without FP32 masters, frozen ones, and what the step returns; in inference weights on a GPU,
+    where nobody waits to see that a copy is another.
 
     Args:
-        trained: placeholders of the parameters to train.
+        trained: placeholders of the parameters to train; none in inference.
         masters: whether 16-bit parameters have FP32 masters.
         gather: as for `GatherGradients`; with `"add"` there is no update.
     """
 
-    trained: tuple[str, ...]
+    trained: tuple[str, ...] = ()
     masters: bool = True
     gather: str = ""
     exact: ClassVar[bool] = True
@@ -80,6 +93,10 @@ class PlaceOperands(RewritePass):
 
     def rewrite(self, graph: fx.Graph) -> bool:
         """Rewrite in place."""
+        closed = graph.find_nodes(op="call_function", target=fp8_product)
+        opened = [node for node in closed if any(map(_is_copy_on_cpu, map(source_of, node.all_input_nodes)))]
+        for node in opened:
+            open_call(node, fp8_product, "")
         weight_of, output = self._of_weights_alone(graph), graph.output_node()
         inner: set[fx.Node] = set()  # of which FP8 values and magnitudes are made, and these
         for node in reversed(weight_of):
@@ -93,11 +110,11 @@ class PlaceOperands(RewritePass):
             if is_less and output not in readers(node):  # who is given a value keeps it
                 kept.setdefault(weight_of[node], []).append(node)
         for weight, values in kept.items():
-            _place(weight, values, self.gather != "add")
+            _place(weight, values, bool(self.trained) and self.gather != "add")
         for node in reversed(weight_of):
             if node in inner and node.op == "call_function" and not node.users:
                 graph.erase_node(node)
-        return bool(kept)
+        return bool(opened or kept)
 
     def _of_weights_alone(self, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         """The values that depend on one weight and nothing else, with that; weights among them."""
@@ -114,6 +131,33 @@ class PlaceOperands(RewritePass):
             if not drawn and node_tensor(node) is not None and node.meta.get(Key.PHASE) != "update":
                 weight_of[node] = weights.pop()
         return weight_of
+
+
+def open_call(node: fx.Node, target: Any, phase: str) -> None:
+    """Put the torch calls that a call stands for in its place.
+
+    Args:
+        node: the call.
+        target: makes them of its arguments.
+        phase: `forward`, `backward` or `update`; empty in a graph of one phase.
+    """
+    read = node.all_input_nodes
+
+    def calls(*inputs: Any) -> Any:
+        by_node = dict(zip(read, inputs, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), by_node.__getitem__)
+        return target(*args, **kwargs)
+
+    traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
+    traced.graph.eliminate_dead_code()
+    for one in traced.graph.nodes:
+        one.meta.update(written_at(node))
+    results = splice_before(node, traced, read, phase)
+    replace_call(node, results if isinstance(traced.graph.output_node().args[0], (list, tuple)) else results[0])
+
+
+def _is_copy_on_cpu(node: fx.Node) -> bool:
+    return Key.LOW in node.meta and bool(node.meta["val"].is_cpu)
 
 
 def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
@@ -135,7 +179,7 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     placed = {}
     for number, (copy, node) in enumerate(once.items()):
         meta = {"val": node.meta["val"], Key.STATE: (OPERAND, operands, number)}
-        last = placed[copy] = placeholder_behind(last, f"{weight.name}_{OPERAND}{number}", meta)
+        last = placed[copy] = add_placeholder(last, f"{weight.name}_{OPERAND}{number}", meta)
     for node in values:
         node.replace_all_uses_with(placed[copies[node]])
     output = graph.output_node()

@@ -9,7 +9,15 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, placeholder_behind, upcast_behind_inputs
+from amp_compiler.fx.graph import (
+    CAST,
+    LOW_TYPES,
+    add_placeholder,
+    canonical_op,
+    node_tensor,
+    replace_call,
+    upcast_behind_inputs,
+)
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult, Texts
 from amp_compiler.passes.step.separate_buffers import written_placeholders
@@ -192,25 +200,22 @@ def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | No
         for user in others:
             user.replace_input_with(node, wide)  # type: ignore[arg-type]
         for cast in narrow:
-            cast.replace_all_uses_with(node)
-            graph.erase_node(cast)
+            replace_call(cast, node)
         return wide
     casts = _wide_casts(node)
     wide = upcast_behind_inputs(graph, node) if casts else None
     for cast in casts:
-        cast.replace_all_uses_with(wide)  # type: ignore[arg-type]
-        graph.erase_node(cast)
+        replace_call(cast, wide)
     return wide
 
 
 def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) -> None:
     """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast."""
-    last = graph.find_nodes(op="placeholder")[-1]
     meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
-    placeholder = placeholder_behind(last, f"{node.name}_{key.name.lower()}", meta)
+    last = graph.find_nodes(op="placeholder")[-1]
+    placeholder = add_placeholder(last, f"{node.name}_{key.name.lower()}", meta)
     if wide is not None:
-        wide.replace_all_uses_with(placeholder)
-        graph.erase_node(wide)
+        replace_call(wide, placeholder)
 
 
 def _hoist_copies(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, number: int) -> int:
@@ -220,12 +225,9 @@ def _hoist_copies(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, number: in
     """
     while same := [user for user in node.users if user.target is CAST and user.args[1] == dtype]:
         for cast in same:
-            cast.replace_all_uses_with(node)
-            graph.erase_node(cast)
+            replace_call(cast, node)
     for cast in [user for user in node.users if user.target is CAST and user.args[1] in LOW_TYPES]:
-        last, meta = graph.find_nodes(op="placeholder")[-1], {**cast.meta, Key.LOW: (node.name, cast.args[1])}
-        placeholder = placeholder_behind(last, f"{node.name}_low{number}", meta)
-        cast.replace_all_uses_with(placeholder)
-        graph.erase_node(cast)
+        meta, last = {**cast.meta, Key.LOW: (node.name, cast.args[1])}, graph.find_nodes(op="placeholder")[-1]
+        replace_call(cast, add_placeholder(last, f"{node.name}_low{number}", meta))
         number += 1
     return number

@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.graph import CAST, node_tensor
+from amp_compiler.fx.graph import CAST, node_tensor, replace_call
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.fp8 import FP8
 from amp_compiler.passes.base import RewritePass
@@ -106,8 +106,7 @@ def _skip_redundant(graph: fx.Graph, written: set[fx.Node]) -> bool:
             node.update_arg(0, source := _source(source))
             modified = True
         if _type(source) is dtype and written.isdisjoint((node, source)) and not _is_returned_input(node, source):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            replace_call(node, source)
             modified = True
     return modified
 
@@ -172,8 +171,7 @@ def _merge_equal(graph: fx.Graph, written: set[fx.Node]) -> bool:
             continue
         first = seen.setdefault((*what, node.meta.get(Key.PHASE)), node)
         if first is not node and not any(user.op == "output" for user in node.users):
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_call(node, first)
             modified = True
     return modified
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import placeholder_behind, results_of
+from amp_compiler.fx.graph import add_placeholder, results_of
 from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 
@@ -62,8 +62,8 @@ class TakeGradients(RewritePass):
         for parameter in self.owners.values():
             value = placeholders[parameter].meta["val"]
             dtype = torch.float32 if parameter in self.in_fp32 else value.dtype
-            last = placeholder_behind(last, f"grad_{parameter}", {"val": torch.empty_like(value, dtype=dtype)})
+            last = add_placeholder(last, f"grad_{parameter}", {"val": torch.empty_like(value, dtype=dtype)})
             gradients.append(last)
-        placeholder_behind(last, SCALE, {"val": value.new_empty((), dtype=torch.float32)})
+        add_placeholder(last, SCALE, {"val": value.new_empty((), dtype=torch.float32)})
         graph.output_node().args = ((*results_of(graph), *gradients),)
         return True

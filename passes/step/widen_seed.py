@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.graph import node_tensor, replace_call
 
 aten = torch.ops.aten
 SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
@@ -53,11 +53,10 @@ def _widen(
     """Rewrite one reader of a widened number."""
     source = next(one for one in node.all_input_nodes if one in wide)
     if node.target is _CAST and value.dtype is torch.float32:
-        node.replace_all_uses_with(wide[source])
-        graph.erase_node(node)
+        replace_call(node, wide[source])
         return
     if node.target is aten.expand.default and value.dtype is _LOW and not _is_number(value):
-        node.update_arg(0, _cast(graph, node, _absorb(graph, node, wide[source]), _LOW))
+        node.update_arg(0, _cast(graph, node, absorb(graph, node, wide[source]), _LOW))
         return
     wide_node = _in_fp32(graph, node, value, wide) if value.dtype is _LOW else None
     if wide_node is None:
@@ -68,11 +67,10 @@ def _widen(
         wide[node] = wide_node
         scaled.add(wide_node)
     else:
-        node.replace_all_uses_with(_cast(graph, node, wide_node, _LOW))
-        graph.erase_node(node)
+        replace_call(node, _cast(graph, node, wide_node, _LOW))
 
 
-def _absorb(graph: fx.Graph, expand: fx.Node, number: fx.Node) -> fx.Node:
+def absorb(graph: fx.Graph, expand: fx.Node, number: fx.Node) -> fx.Node:
     """The number with the constants that the ops behind its `expand` multiply by; these ops go."""
     while len(expand.users) == 1:
         (user,) = expand.users
@@ -82,8 +80,7 @@ def _absorb(graph: fx.Graph, expand: fx.Node, number: fx.Node) -> fx.Node:
         with graph.inserting_before(expand):
             small = graph.call_function(user.target, (number, *user.args[1:]), dict(user.kwargs))  # type: ignore[arg-type]
         small.meta = {**user.meta, "val": number.meta["val"]}
-        user.replace_all_uses_with(expand)
-        graph.erase_node(user)
+        replace_call(user, expand)
         number = small
     return number
 

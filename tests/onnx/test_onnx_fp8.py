@@ -56,30 +56,7 @@ def layers(opset: int = 21) -> onnx.ModelProto:
 
 
 X = {"x": numbers(2, 16, 8, 8)}
-GOLDEN = """\
-x_fp16 = Cast(x)
-x_fp16_fp8 = QuantizeLinear(x_fp16, x_fp16_scale, fp8_zero)
-x_fp16_scaled = DequantizeLinear(x_fp16_fp8, x_fp16_scale, fp8_zero)
-k_scaled = DequantizeLinear(k_fp8, k_scale)
-kb_row = Unsqueeze(kb, kb_axes)
-c_product = Conv(x_fp16_scaled, k_scaled)
-c = Add(c_product, kb_row)
-r = Relu(c)
-p = GlobalAveragePool(r)
-f = Flatten(p)
-f_fp8 = QuantizeLinear(f, f_scale, fp8_zero)
-f_scaled = DequantizeLinear(f_fp8, f_scale, fp8_zero)
-w_scaled = DequantizeLinear(w_fp8, w_scale)
-d = MatMul(f_scaled, w_scaled)
-b_row = Unsqueeze(b, b_axes)
-e = Add(d, b_row)
-e_fp8 = QuantizeLinear(e, e_scale, fp8_zero)
-e_scaled = DequantizeLinear(e_fp8, e_scale, fp8_zero)
-v_scaled = DequantizeLinear(v_fp8, v_scale)
-vb_row = Unsqueeze(vb, vb_axes)
-y_fp16 = Gemm(e_scaled, v_scaled, vb_row)
-y = Cast(y_fp16)
-"""
+GOLDEN = (Path(__file__).parent / "fp8_layers.txt").read_text(encoding="utf-8")
 
 
 def text(result: onnx.ModelProto) -> str:

@@ -1,4 +1,4 @@
-"""`place_operands`: weights in FP8 are state that the update writes; they equal what a step without the pass makes."""
+"""`place_operands`: weights in FP8 are state of a step, and of inference; they equal what is made without the pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.passes.step.place_operands import Operands
 
 pytestmark = pytest.mark.usefixtures("bf16_kernels")
 
@@ -79,3 +80,24 @@ def test_weights_in_fp8_are_what_a_step_would_make(preset: str, options: dict[st
     texts = [step.stages[name].text.split("grad_check")[0] for name in ("gather_weights", "place_operands")]
     rounded, now = (len(re.findall(r": float8_\w+\[32.*= aten._to_copy", text)) for text in texts)
     assert rounded - now == {"fp8": 2, "fp8-rowwise": 4, "fp8-delayed": 0, "mxfp8": 4}[preset]
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-rowwise", pytest.param("mxfp8", marks=pytest.mark.compiles)])
+def test_inference_makes_them_once_and_where_a_weight_was_written(preset: str, monkeypatch: Any) -> None:
+    backend = "inductor" if preset == "mxfp8" else "eager"
+    made, make, seen = [0], Operands.__call__, list[Any]()
+    monkeypatch.setattr(Operands, "__call__", lambda self, weight: made.append(1) or make(self, weight))
+    x, y = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.ones(64, 32)
+    for passes in ((), amp.pipelines.INFERENCE.skip("place_operands")):
+        model = Net().eval()
+        compiled = amp.compile(model, rules=preset, dtype="bf16", backend=backend, passes=passes)
+        with torch.no_grad():
+            for number in range(5):
+                if number == 2:
+                    model.layers[0].weight.data.mul_(2)  # past its version counter
+                elif number == 4:
+                    model.layers[1].weight.mul_(2)
+                seen.append((float(compiled(x, y)), sum(made)))
+    values, counts = zip(*seen, strict=True)
+    assert values[:5] == values[5:] and len({*values[:5]}) == 3
+    assert counts == (2, 2, 4, 4, 6, *[6] * 5)

@@ -85,6 +85,12 @@ def test_scales_of_fp8_are_of_the_largest_magnitudes_of_all_ranks(two):
     assert first["kept"][0][:2] == [1.0, 2.0]  # the second rank's
 
 
+@pytest.mark.parametrize("way", ["whole", "split"])
+def test_weights_in_fp8_are_those_of_all_ranks(two, way):
+    (kept, made), (other, _) = (one[way] for one in of(two, "fp8_weights"))
+    assert equal(kept, made) and equal(kept, other)
+
+
 @pytest.mark.parametrize(("model", "norms"), [("rows", 2), ("images", 2)])
 def test_sync_batch_norms_train_as_batch_norms_of_one_process_do_on_whole_batches(two, model, norms):
     first, second = (one[model] for one in of(two, "synchronized_norms"))

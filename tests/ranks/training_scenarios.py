@@ -20,6 +20,7 @@ from rank_harness import (
     F,
     Place,
     Tied,
+    adamw,
     overflowing,
     rows,
     rules,
@@ -235,6 +236,23 @@ def delayed_scales(place: Place) -> dict[str, Any]:
     step = step_of(place, nn.Sequential(nn.Linear(16, 16)), rules="fp8-delayed", dtype="bf16")
     step(torch.full((2, 16), 2.0**place.rank), torch.zeros(2, 16))
     return {"kept": step.state_dict()["amp_compiler"]["amaxes"]["0:0"]}
+
+
+@scenario
+def fp8_weights(place: Place) -> dict[str, Any]:
+    """Weights of steps that keep them in FP8, and of steps that round them anew; whole, and split over the ranks."""
+    result: dict[str, Any] = {"whole": [], "split": []}
+    for way, passes in itertools.product(result, ((), amp.pipelines.STEP.skip("place_operands"))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        section = {"shard": "update", "bucket_mb": 0.0001} if way == "split" else {}
+        chosen = {"version": 1, "extends": "fp8-rowwise", "reduce": section}
+        step = step_of(place, model, adamw, rules=chosen, dtype="bf16", passes=passes)
+        for number in range(4):
+            model[0].weight.data.mul_(1 + number % 2)  # past its version counter
+            step(torch.full((4, 16), 1.0 + number + place.rank), torch.ones(4, 16))
+        result[way].append(weights_of(model))
+    return result
 
 
 @scenario

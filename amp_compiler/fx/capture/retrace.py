@@ -25,7 +25,7 @@ from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.tracing import tracing_context
 from amp_compiler.fx.captured import Captured, Input, Source
 from amp_compiler.fx.checkpoints import mark_checkpoint
-from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, user_source
+from amp_compiler.fx.graph import LOW_TYPES, rename_placeholder, replace_call, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.torch_private.dynamo import AUTOGRAD_FUNCTION, TENSOR_OF_NUMBER, is_restart, source_text
 from amp_compiler.fx.torch_private.tracing import (
@@ -180,8 +180,7 @@ def _lifted(traced: fx.GraphModule, fake_mode: Any) -> dict[str, Tensor]:
             last.meta["val"] = value if fake_mode is None else fake_mode.from_tensor(value, static_shapes=True)
             constants[name] = value
         placeholder = next(one for one in traced.graph.find_nodes(op="placeholder") if one.name == name)
-        node.replace_all_uses_with(placeholder)
-        traced.graph.erase_node(node)
+        replace_call(node, placeholder)
     return constants
 
 
