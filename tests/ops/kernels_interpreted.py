@@ -447,3 +447,16 @@ def test_writes_that_are_known_are_not_told_of(step_by_kernels, caplog):
         train()
     step.state_dict()
     assert not names(caplog)
+
+
+def test_a_hook_before_an_update_writes_known_to_autograd(step_by_kernels, caplog):
+    model, optimizer, step = step_by_kernels()
+
+    def shrink(*_):
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+
+    optimizer.register_step_pre_hook(shrink)
+    for _ in range(4):
+        step(torch.randn(16, 8))
+    assert not names(caplog)
