@@ -157,7 +157,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     if recomputed:
         parts.append(f"recomputed: {' '.join(recomputed)}")  # torch's own key leaves out what is marked
     theirs, identity = torch_inductor.inductor_option(_LAST_PASS), ", ".join(parts)
-    options[_LAST_PASS] = torch_inductor.inductor_graph_pass(identity, [one.rewrite for one in late], theirs)
+    work = [*(one.rewrite for one in late), torch_inductor.ordered_draws]
+    options[_LAST_PASS] = torch_inductor.inductor_graph_pass(identity, work, theirs)
     return options
 
 

@@ -28,9 +28,9 @@ class _Opened(fx.Interpreter):
     def __init__(self, opened: fx.GraphModule) -> None:
         super().__init__(opened)
         drawing = [node for node in opened.graph.nodes if draws(node.target)]
-        self.closed = [str(node.target) for node in drawing if not _is_seeded(node.target)]
+        self.draws = bool(drawing)
         self.free: dict[fx.Node, None] = {}  # not the draws alone: a mask is made of numbers that are not rounded yet
-        for node in opened.graph.nodes if len(drawing) > len(self.closed) else ():
+        for node in opened.graph.nodes if any(_is_seeded(node.target) for node in drawing) else ():
             own = node.op == "call_function" and (_is_seeded(node.target) or not draws(node.target))
             if own and all(one in self.free for one in node.all_input_nodes):
                 self.free[node] = None
@@ -47,7 +47,7 @@ class Redraw(TorchFunctionMode):
 
     A compiler opens them into a few, draws a row of seeds, one for each of these, and makes numbers of a seed and the
     place of an element. So a compiled graph of these few alone draws the same of the same state. What it leaves closed
-    draws of the state as plain torch does. The compiler chooses which of several runs first: there may be one alone.
+    draws of the state as plain torch does, in the graph's order, behind the seeds (`ordered_draws`).
 
     Args:
         build: compiles a graph as that of the call was compiled.
@@ -68,7 +68,7 @@ class Redraw(TorchFunctionMode):
         opened = self._open(func, args, kwargs)
         if self._draws is not None:
             self._draws.append(opened)
-        if self._draws is not None or not (opened.seeded or opened.closed):  # attention without dropout
+        if self._draws is not None or not opened.draws:  # attention without dropout
             return func(*args, **kwargs)
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         opened.drawn = self._drawn
@@ -91,9 +91,6 @@ class Redraw(TorchFunctionMode):
             run()
         self._draws = None
         seeded = [node for one in opened for node in one.seeded]
-        closed = [name for one in opened for name in one.closed]
-        if len(closed) > 1 or (closed and seeded):
-            raise NotRedrawnError(f"{' and '.join(dict.fromkeys(closed))} beside others")
         if seeded:
             graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
             results = []

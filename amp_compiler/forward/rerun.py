@@ -17,6 +17,7 @@ from amp_compiler.forward.tensor_versions import writable
 from amp_compiler.fx.alias import takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
+from amp_compiler.fx.graph import copy_graph
 from amp_compiler.fx.torch_private.inductor import compiled_node, take_over_backward
 from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.passes.step.separate_buffers import written_placeholders
@@ -64,7 +65,10 @@ class Rerun:
             run: the graph, rewritten and compiled.
             build: compiles another graph in the same way.
         """
-        self._build = build if is_redrawable(self._graph_module) else None
+        graph_module = self._graph_module = copy_graph(self._graph_module)
+        graph_module.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))  # as compilers do
+        graph_module.recompile()
+        self._build = build if is_redrawable(graph_module) else None
 
         def noting(*inputs: Any) -> Any:
             grad, states, read = torch.is_grad_enabled(), list[RandomState](), [*inputs]

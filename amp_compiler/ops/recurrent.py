@@ -97,7 +97,8 @@ for _kind in KINDS:
     _states, _results = ("Tensor[]", "Tensor, Tensor, Tensor") if _kind == "lstm" else ("Tensor", "Tensor, Tensor")
     _LIBRARY.define(
         f"{_kind}(Tensor input, {_states} hx, Tensor[] params, bool has_biases, int num_layers, float dropout,"
-        f" bool train, bool bidirectional, bool batch_first) -> ({_results})"
+        f" bool train, bool bidirectional, bool batch_first) -> ({_results})",
+        tags=(torch.Tag.nondeterministic_seeded,),  # by dropout between layers
     )
     _LIBRARY.impl(_kind, functools.partial(recurrent, _kind), "CompositeImplicitAutograd")
 

@@ -15,6 +15,7 @@ from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.optimizers.fused import BoundGroup
 from amp_compiler.training.optimizers.traced import TracedGroup
+from amp_compiler.training.reporting.scale_watch import LateFlag
 from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import MASTER
 
@@ -26,7 +27,7 @@ class HiddenWrites:
 
     Such a weight was written. Its version counter is moved, so that whoever keeps something beside it sees that as any
     other write. On a GPU, where looking would wait for the device, what is kept is made again there. What a look at
-    some elements misses the update finds on a CPU, as it reads all of them.
+    some elements misses the update finds, as it reads all of them; what a GPU has found is read some steps late.
 
     Args:
         model: the loss as a module.
@@ -43,6 +44,8 @@ class HiddenWrites:
         self._turn = 0
         self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
         self._flags: list[tuple[BoundGroup | TracedGroup, Any]] = []  # on a CPU, with what their updates have found
+        self._tables: list[tuple[BoundGroup | TracedGroup, Tensor, Tensor]] = []  # on a GPU, with flags and sums
+        self._casts, self._late = 0, LateFlag()
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -54,6 +57,8 @@ class HiddenWrites:
         if at != self._at:
             self._at = at
             self._make_watch()
+        if self._casts != self._state.low_weights.casts:
+            self._forget()
         self._turn += 1
         places = self._watch.look(self._turn)
         if places:
@@ -65,17 +70,28 @@ class HiddenWrites:
         return bool(places)
 
     def note(self, groups: Sequence[BoundGroup | TracedGroup]) -> None:
-        """Behind a call on a CPU: name what its update has found.
+        """Behind an update: name what it has found.
 
         Args:
-            groups: of the call's program.
+            groups: of the program that made it.
         """
         if groups is not self._groups:
+            self._forget()  # of another program, which does not know of this update
             self._groups = groups
-            self._flags = [(group, group.stale.numpy()) for group in groups if group.stale.is_cpu]
+            self._flags, self._tables = [], []
+            for one in groups:
+                size = 2 * len(one.parameters)
+                if one.stale.dtype is torch.int64:
+                    self._tables.append((one, one.stale[:size:2], one.stale[size:]))
+                elif one.stale.is_cpu:
+                    self._flags.append((one, one.stale.numpy()))
         for group, flags in self._flags if not self._said else ():
             if flags.any():
                 self._say(group.parameters[int(flags.argmax())])
+        if self._tables and not self._said:
+            if self._late.arrived():
+                self._tell_of_updates()
+            self._late.note(lambda: torch.cat([flags for _, flags, _ in self._tables]).any())
 
     def tell(self) -> None:
         """Name what a GPU has found, where the caller waits for it anyway."""
@@ -84,6 +100,18 @@ class HiddenWrites:
             for place in places()[:1]:
                 self._say(weights[place]())
         self._unread.clear()
+        self._tell_of_updates()
+
+    def _tell_of_updates(self) -> None:
+        for group, flags, _ in self._tables if not self._said else ():
+            for place in flags.nonzero()[:1].flatten().tolist():
+                self._say(group.parameters[place])
+
+    def _forget(self) -> None:
+        """What updates of a GPU left is not known any more."""
+        self._casts = self._state.low_weights.casts
+        for _, _, sums in self._tables:
+            sums.zero_()
 
     def _make_watch(self) -> None:
         """Make another watch where what is watched is another, or may lie elsewhere."""

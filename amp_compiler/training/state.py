@@ -31,10 +31,11 @@ class LowWeights:
 
     Attributes:
         generation: another number where there is a new tensor among them.
+        casts: how often a copy was made of a master that others may have written.
     """
 
     def __init__(self) -> None:
-        self.generation = 0
+        self.generation = self.casts = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
         self._operands: dict[tuple[int, torch.Size], dict[str, tuple[Operands, torch.dtype | None, list[Tensor]]]] = {}
 
@@ -50,6 +51,7 @@ class LowWeights:
         if copy is None or not is_laid_out_like(copy, master):
             copy = copies[dtype] = empty_laid_out_like(master, dtype)
             self.generation += 1
+        self.casts += 1
         return copy.copy_(master.detach())
 
     def copies(self, master: Tensor) -> list[Tensor]:

@@ -148,7 +148,7 @@ class TrainingStep(StepReadings, Generic[_Loss]):
     def _behind_update(self, hooks: list[tuple[Optimizer, Any]], skipped: int) -> None:
         if hooks and int(self._scale.skipped_steps) == skipped:  # as under `GradScaler`
             run_behind(hooks)
-        if self._watch.note(self._scale_config, self._scale):
+        if self._watch.see(self._scale_config, self._scale):
             self.check()
 
     def _note(
@@ -174,7 +174,8 @@ class TrainingStep(StepReadings, Generic[_Loss]):
             )
         self._gathered = (self._gathered + 1) % self._accumulate
         state = self._state
-        self._hidden.note(program.update.compiled.groups)
+        if self._gathered == 0:
+            self._hidden.note(program.update.compiled.groups)
         if program.update.found_anew or program.update.settled != state.low_weights.generation:
             program.update.settle(state.low_weights)
         if self._gathered:

@@ -16,7 +16,7 @@ from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import add_placeholder, call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, new_stale, overflow
 from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL
@@ -253,12 +253,14 @@ class _Builder:
         else:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        watched = [self._stale(index, skip, masters), *group.takes] if group.low_weights and _is_cpu(skip) else []
+        watched = [self._stale(index, skip, masters, group.takes), *group.takes] if group.low_weights else []
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags, *watched]
 
-    def _stale(self, index: int, like: fx.Node, masters: Sequence[object]) -> fx.Node:
+    def _stale(self, index: int, like: fx.Node, masters: Sequence[fx.Node], takes: Sequence[bool] = ()) -> fx.Node:
         """Where an update says which 16-bit copies were not their masters rounded."""
-        return self._scalar_state(index, "stale", like, torch.uint8, (len(masters),))
+        sizes = [0 if takes else node_tensor(one).numel() for one in masters]  # type: ignore[union-attr]
+        stale = new_stale(sizes, node_tensor(like).device)  # type: ignore[union-attr]
+        return self._scalar_state(index, "stale", like, stale.dtype, tuple(stale.shape))
 
     def _trace(
         self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
@@ -271,7 +273,7 @@ class _Builder:
             states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
         low_weights = [self.placeholders[name] for name in group.low_weights if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
-        watched = [self._stale(index, skip, masters)] if low_weights and _is_cpu(skip) else []
+        watched = [self._stale(index, skip, masters)] if low_weights and not _is_cuda(skip) else []
         gradients_of = [gradients[name] for name in group.masters]
         inputs = [*masters, *gradients_of, *states, *watched, *low_weights, rates, coef, skip]
         splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
@@ -350,6 +352,6 @@ class _Builder:
         return trace_before(self.output, function, arguments, "update")
 
 
-def _is_cpu(node: fx.Node) -> bool:
-    """Whether an update looks at its 16-bit copies: on a GPU, where that was never measured, none does."""
-    return node_tensor(node).device.type == "cpu"  # type: ignore[union-attr]
+def _is_cuda(node: fx.Node) -> bool:
+    """Where traced code that looked at 16-bit copies would read masters once more, which was never measured."""
+    return node_tensor(node).device.type == "cuda"  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ put right here: its fma rounds twice, and its conversion from fp32 to bf16 drops
 3.6's takes an array of one element for a number, which NumPy 2.5 no longer does.
 """
 
+import copy
 import itertools
 
 import numpy as np
@@ -16,13 +17,18 @@ from triton import language as tl
 from triton.runtime import interpreter
 from update_arguments import BY_NAME, EVERY, FLOATS, LOWS, NAMES, assert_same_bits, copies, update_arguments
 
+import amp_compiler as amp
 from amp_compiler.errors import LoweringError
+from amp_compiler.ops import stale_copies
 from amp_compiler.ops.cuda import triton_kernels
 from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.cuda.pointer_tables import TableCache
 from amp_compiler.ops.cuda.stale_copies import DeviceCopies
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update.rounding import Storage
+from amp_compiler.passes.step import fuse_update
+from amp_compiler.training.optimizers import fused as optimizers
+from amp_compiler.training.reporting.scale_watch import LateFlag
 
 assert fused_update
 OPS = torch.ops.amp_compiler
@@ -235,8 +241,9 @@ def test_offsets_beyond_32_bits():
     for column, tensor in ((2, arguments[1][0]), (3, arguments[0][0]), (5, arguments[2][0])):
         rows[0, column] -= chunk * BLOCK * tensor.element_size()
     hyper, coef, skip = arguments[5:8]
-    options = kernels._group_options(group, Storage.NEAREST) | {"NESTEROV": False, "MAXIMIZE": False}
-    triton_kernels.sgd_kernel[(1,)](rows, torch.tensor([chunk]), hyper, coef, skip, arguments[4], None, **options)
+    options = kernels._group_options(group, Storage.NEAREST) | {"NESTEROV": False, "MAXIMIZE": False, "TAKES": False}
+    options |= kernels._OPTIONS
+    triton_kernels.sgd_kernel[(1,)](rows, torch.tensor([chunk]), hyper, coef, skip, arguments[4], None, None, **options)
     OPS.sgd_update(*expected)
     assert_same_bits(arguments, expected)
 
@@ -277,6 +284,28 @@ def test_any_sizes_and_magnitudes(case, sizes, exponent, more):
     arguments = update_arguments(*case, sizes, more=more)
     arguments[1] = [grad.float() * 2.0**exponent for grad in arguments[1]]
     assert_both_agree(case[0].operator(low=False), arguments)
+
+
+@pytest.mark.parametrize("name", ["adam_update", "sgd_update"])
+def test_an_update_finds_what_was_written_since_the_last_one(name):
+    """Of masters by the sums of their bits, of masters that take what a copy has by the copy itself."""
+    sizes = (5, 0, 3 * BLOCK + 7, BLOCK, 8)
+    names = [one.name for one in BY_NAME[name.partition("_")[0]].parameters(low=False)]
+    for takes, writes in ((False, [(2, 0, 1), (2, BLOCK, -1), (0, 1, 2)]), (True, [(2, 3 * BLOCK + 6, 1)])):
+        values = dict(zip(names, given_to(name, sizes, more=0.1), strict=True))
+        values["stale"] = stale = kernels.stale_table([0 if takes else size for size in sizes])
+        values["takes"], written = takes, values["low_weights" if takes else "masters"]
+        for skip, write in ((0.0, None), (0.0, None), (1.0, None), (0.0, None), *((0.0, write) for write in writes)):
+            stale[0:10:2], values["skip"] = 0, torch.tensor(skip)
+            if write is not None:
+                place, element, factor = write
+                written[place][element] *= factor * 2
+            by_kernel(name, [*values.values()])
+            assert stale[0:10:2].nonzero().tolist() == ([] if write is None else [[write[0]]]), (takes, write)
+        stale[0:10:2] = stale[10:] = 0  # what is not known is not compared
+        written[2][5] += 1
+        by_kernel(name, [*values.values()])
+        assert stale[0:10:2].any() == takes
 
 
 # ---- copies of weights in 16 bits that are compared with them
@@ -321,3 +350,113 @@ def test_every_element_is_looked_at_in_turn():
     for turn in range(-(-7700 // 1024)):
         copies.follow(turn)
     assert float(low[99, 76]) == 7.0
+
+
+class Here:
+    """A flag that has arrived when it is asked for."""
+
+    def start(self, flag):
+        self.flag = bool(flag)
+
+    def done(self):
+        return True
+
+    def value(self):
+        return self.flag
+
+
+@pytest.fixture
+def step_by_kernels(monkeypatch):
+    """A training step on a CPU whose update is the kernels', as on a GPU."""
+    table = kernels.stale_table
+    monkeypatch.setattr(fuse_update, "new_stale", lambda sizes, device: table(sizes))
+    monkeypatch.setattr(optimizers, "new_stale", lambda sizes, device: table(sizes))
+    monkeypatch.setattr(fused_update.reference, "update", lambda optimizer, args, sqrt: kernels.update(optimizer, args))
+    monkeypatch.setattr(stale_copies.CopyWatch, "look", lambda self, turn=0: [])  # what it misses
+
+    def made(dtype="bf16", half=False, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 4))
+        model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]) if half else model
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        step = amp.training_step(model, lambda m, x: m(x).float().square().mean(), optimizer, dtype=dtype,
+                                 backend="eager", **options)  # fmt: skip
+        step._hidden._late = LateFlag(Here())
+        return model, optimizer, step
+
+    return made
+
+
+def names(caplog):
+    said = [one.getMessage() for one in caplog.records]
+    return [one.partition("'")[2].partition("'")[0] for one in said if "version counter" in one]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_step_names_what_its_update_has_found(step_by_kernels, dtype, half, caplog):
+    model, _, step = step_by_kernels(dtype, half)
+    x = torch.randn(16, 8).to(model[0].weight.dtype)
+    for _ in range(3):
+        step(x)
+    assert not names(caplog)
+    for weight, value in ((model[2].weight, 3.0), (model[0].weight, -3.0)):
+        weight.data[0, 1] = value
+        step(x), step(x)
+        assert abs(float(weight[0, 1].detach()) - value) < 0.2
+    assert names(caplog) == ["2.weight"]
+    step.state_dict()
+    assert names(caplog) == ["2.weight"]
+
+
+def test_writes_that_are_known_are_not_told_of(step_by_kernels, caplog):
+    model, optimizer, step = step_by_kernels("fp16", accumulate=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    x, saved = torch.randn(16, 8), copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def train(times=3, scale=1.0, rows=16):
+        for _ in range(2 * times):
+            step(x[:rows] * scale)
+
+    train()
+    train(1, float("inf"))
+    schedule.step()
+    train()
+    train(2, rows=8), train(2), train(1, rows=8)
+    with torch.no_grad():
+        model[0].weight.mul_(-1.0)
+    train()
+    model.load_state_dict(saved[0]), optimizer.load_state_dict(saved[1])
+    train()
+    step.load_state_dict(step.state_dict())
+    model[0].weight.data = model[0].weight.data.clone()
+    train()
+    model[2].weight.requires_grad_(False)
+    train()
+    with torch.no_grad():
+        model[2].weight[0, 0] += 1.0
+    model[2].weight.requires_grad_(True)
+    train()
+    step(x)
+    step.flush()
+    train()
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train()
+    step.state_dict()
+    assert not names(caplog)
+
+
+def test_a_hook_before_an_update_writes_known_to_autograd(step_by_kernels, caplog):
+    model, optimizer, step = step_by_kernels()
+
+    def shrink(*_):
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+
+    optimizer.register_step_pre_hook(shrink)
+    for _ in range(4):
+        step(torch.randn(16, 8))
+    assert not names(caplog)

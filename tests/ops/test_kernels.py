@@ -71,6 +71,8 @@ def ptxas_report(ptx, folder):
 TABLE = {"rows": "*i64", "blocks": "*i64"}
 NUMBERS = {"coef": "*fp32", "skip": "*fp32"}
 TYPES = {"GRAD_TYPE": "bfloat16", "WEIGHT_TYPE": "float32", "MOMENT_TYPE": "float32", "EXTRA_TYPE": "bfloat16"}
+TYPES |= {"stale": None, "TAKES": False}
+LOOK = {"stale": "*i64"}
 ADAM = {
     **TYPES,
     "started": None,
@@ -87,15 +89,16 @@ SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
 STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
 KAHAN = {"WEIGHT_TYPE": "bfloat16", "MODE": 2}
 KERNELS = {
-    "adam": ("adam_kernel", ADAM_ARGS, ADAM),
+    "adam": ("adam_kernel", {**ADAM_ARGS, **LOOK}, ADAM),
+    "adam, takes": ("adam_kernel", {**ADAM_ARGS, **LOOK}, {**ADAM, "TAKES": True}),
     "adam, all options, unaligned": (
         "adam_kernel",
-        ADAM_ARGS,
+        {**ADAM_ARGS, **LOOK},
         {**ADAM, "GRAD_TYPE": "float16", "AMSGRAD": True, "MAXIMIZE": True, "DECOUPLED": False, "ALIGNED": False},
     ),
     "adam, stochastic": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **STOCHASTIC}),
     "adam, Kahan": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **KAHAN}),
-    "sgd": ("sgd_kernel", SGD_ARGS, SGD),
+    "sgd": ("sgd_kernel", {**SGD_ARGS, **LOOK}, SGD),
     "sgd, stochastic": ("sgd_kernel", {**SGD_ARGS, "rng": "*i64"}, {**SGD, **STOCHASTIC}),
     "sgd, no momentum": ("sgd_kernel", SGD_ARGS, {**SGD, "MOMENT_TYPE": None, "EXTRA_TYPE": None, "NESTEROV": False}),
     "check": (
@@ -121,6 +124,7 @@ def compiled_ptx(name, capability):
     kernel, signature, constants = KERNELS[name]
     checks = kernel == "check_kernel"
     options, block = (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK) if checks else (kernels._OPTIONS, kernels.BLOCK)
+    options = kernels._WATCHING if "stale" in signature else options
     function = getattr(triton_kernels, kernel)
     names = function.arg_names
     options = {**options, **{key: value for key, value in constants.items() if key not in names}}
@@ -160,18 +164,20 @@ def test_machine_code(name, capability, tmp_path):
     """Nothing spills; it rounds as the reference does; full blocks load and store 4 elements of every column."""
     ptx = compiled_ptx(name, capability)
     report = ptxas_report(ptx, tmp_path)
+    watches = "stale" in KERNELS[name][1]
+    per_thread = PER_THREAD // (1 + watches)  # of twice as many
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
     registers = int(re.search(r"Used (\d+) registers", report)[1])
     assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
     if name in FMAS:
         assert not re.search(r"div\.full|sqrt\.approx|rsqrt|\.ftz", ptx)
         # Contraction is off: an fma stands only where the kernel asks for one, and two blocks of code ask for each.
-        assert len(re.findall(r"fma\.rn\.f32", ptx)) == FMAS[name] * 2 * PER_THREAD
+        assert len(re.findall(r"fma\.rn\.f32", ptx)) == FMAS[name] * 2 * per_thread
     if name in FMAS and "adam" in name:
         assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
     if name in COLUMNS:
-        check_columns(ptx, COLUMNS[name].values(), PER_THREAD * (1 + (name == "check")))
-    if name != "check":  # which adds up what its warps have found
+        check_columns(ptx, COLUMNS[name].values(), per_thread * (1 + (name == "check")))
+    if name != "check" and not watches:  # which add up what their warps have found
         assert "st.shared" not in ptx and "bar.sync" not in ptx
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._ordered_set import OrderedSet
 
 from amp_compiler.fx.capture.generators import generators_kept
 from amp_compiler.fx.torch_private.breaks import needs_double_backward
@@ -120,6 +122,18 @@ class _Giving:
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def ordered_draws(graph: fx.Graph) -> None:
+    """Let what draws of the random state run in the order of a graph that Inductor is about to lower, seeds first."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+    drawing = [node for node in graph.nodes if draws(node.target)]
+    seeds = [node for node in drawing if node.target is torch.ops.prims.inductor_seeds.default]
+    for node in seeds:
+        next(iter(graph.nodes)).prepend(node)
+    ordered = [*seeds, *(node for node in drawing if node not in seeds)]
+    preserve_node_ordering(graph, {node: OrderedSet([before]) for before, node in pairwise(ordered)})
 
 
 def opened_draws(call: Callable[..., tuple[torch.Tensor, ...]], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -11,21 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amp_compiler.ops.cuda.triton_parts import COLUMNS, EXTRA, SIZE, WEIGHT
+from amp_compiler.ops.cuda.triton_parts import COLUMNS, EXTRA, SIZE, WEIGHT, differ
 
 
 @triton.jit
 def _pointers(row, places, LOW_TYPE: tl.constexpr):
     wide = tl.load(row + WEIGHT).to(tl.pointer_type(tl.float32)) + places
     return wide, tl.load(row + EXTRA).to(tl.pointer_type(LOW_TYPE)) + places
-
-
-@triton.jit
-def _differ(wide, low):
-    """Bit for bit, but that every NaN is one."""
-    rounded = wide.to(low.dtype)
-    other = rounded.to(tl.int16, bitcast=True) != low.to(tl.int16, bitcast=True)
-    return other & ((wide == wide) | (low.to(tl.float32) == low.to(tl.float32)))
 
 
 @triton.jit
@@ -40,7 +32,7 @@ def stale_kernel(rows, flags, seen, turn, LOW_TYPE: tl.constexpr, RUN: tl.conste
     places = element // RUN * spacing + first + element % RUN
     wide, low = _pointers(row, places, LOW_TYPE)
     inside = places < size
-    differs = _differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
+    differs = differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
     stale = tl.max(differs.to(tl.int32), 0)
     tl.store(flags + number, stale)
     tl.store(seen + number, 1, mask=stale != 0)
@@ -59,6 +51,6 @@ def follow_kernel(rows, blocks, flags, LOW_TYPE: tl.constexpr, TAKES: tl.constex
         wide = tl.load(wides, mask=inside, other=0.0)
         if TAKES:
             low = tl.load(low_weights, mask=inside, other=0.0)
-            tl.store(wides, low.to(tl.float32), mask=inside & _differ(wide, low))
+            tl.store(wides, low.to(tl.float32), mask=inside & differ(wide, low))
         else:
             tl.store(low_weights, wide.to(LOW_TYPE), mask=inside)

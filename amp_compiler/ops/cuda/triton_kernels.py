@@ -43,9 +43,9 @@ ADAM_NUMBERS = tl.constexpr(9)  # per tensor, the fields of AdamNumbers
 
 @triton.jit
 def _adam_block(
-    row, start, size, scalars, coef, rng,
+    row, start, size, scalars, coef, rng, stale,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
-    MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    MODE: tl.constexpr, TAKES: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
@@ -53,7 +53,7 @@ def _adam_block(
     first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
     second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
     grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    weight = load_weight(row, start, offsets, inside, stale, WEIGHT_TYPE, EXTRA_TYPE, MODE, TAKES, ALIGNED, FULL, BLOCK)
     m = read(first, offsets, inside, FULL)
     v = read(second, offsets, inside, FULL)
     scalars += tl.load(row + PLACE) * ADAM_NUMBERS
@@ -78,14 +78,16 @@ def _adam_block(
         write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    store_weight(
+        row, start, offsets, inside, new, rng, stale, WEIGHT_TYPE, EXTRA_TYPE, MODE, TAKES, ALIGNED, FULL, BLOCK
+    )
 
 
 @triton.jit
 def adam_kernel(
-    rows, blocks, scalars, coef, skip, started, rng,
+    rows, blocks, scalars, coef, skip, started, rng, stale,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
-    MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    MODE: tl.constexpr, TAKES: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One Adam step over all tensors of the table."""
@@ -96,27 +98,27 @@ def adam_kernel(
         size = tl.load(row + SIZE)
         if size - start >= BLOCK:
             _adam_block(
-                row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, True, BLOCK,
+                row, start, size, scalars, tl.load(coef), rng, stale, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, TAKES, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _adam_block(
-                row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, False, BLOCK,
+                row, start, size, scalars, tl.load(coef), rng, stale, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, TAKES, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 
 @triton.jit
 def _sgd_block(
-    row, start, size, hyper, coef, started, rng,
+    row, start, size, hyper, coef, started, rng, stale,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
-    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    MODE: tl.constexpr, TAKES: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
     grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    weight = load_weight(row, start, offsets, inside, stale, WEIGHT_TYPE, EXTRA_TYPE, MODE, TAKES, ALIGNED, FULL, BLOCK)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
     keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
@@ -135,14 +137,16 @@ def _sgd_block(
         else:
             grad = buffer.to(tl.float32)
     new = tl.fma(grad, neg_lr, weight)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    store_weight(
+        row, start, offsets, inside, new, rng, stale, WEIGHT_TYPE, EXTRA_TYPE, MODE, TAKES, ALIGNED, FULL, BLOCK
+    )
 
 
 @triton.jit
 def sgd_kernel(
-    rows, blocks, hyper, coef, skip, started, rng,
+    rows, blocks, hyper, coef, skip, started, rng, stale,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
-    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    MODE: tl.constexpr, TAKES: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One SGD step over all tensors of the table."""
@@ -153,13 +157,13 @@ def sgd_kernel(
         size = tl.load(row + SIZE)
         if size - start >= BLOCK:
             _sgd_block(
-                row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, ALIGNED, True, BLOCK,
+                row, start, size, hyper, tl.load(coef), started, rng, stale, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE,
+                EXTRA_TYPE, MODE, TAKES, NESTEROV, MAXIMIZE, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _sgd_block(
-                row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, ALIGNED, False, BLOCK,
+                row, start, size, hyper, tl.load(coef), started, rng, stale, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE,
+                EXTRA_TYPE, MODE, TAKES, NESTEROV, MAXIMIZE, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 

@@ -100,11 +100,13 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 
 @triton.jit
 def store_weight(
-    row, start, offsets, inside, new, rng,
-    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr,
+    row, start, offsets, inside, new, rng, stale,
+    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TAKES: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
+    if stale is not None and not TAKES:
+        tl.store(kept_sum(row, start, stale, BLOCK), bit_sum(new, offsets, inside))
     weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
     new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
@@ -123,15 +125,48 @@ def store_weight(
 
 
 @triton.jit
+def differ(wide, low):
+    """Where a copy is not its tensor rounded: bit for bit, but that every NaN is one."""
+    rounded = wide.to(low.dtype)
+    other = rounded.to(tl.int16, bitcast=True) != low.to(tl.int16, bitcast=True)
+    return other & ((wide == wide) | (low.to(tl.float32) == low.to(tl.float32)))
+
+
+@triton.jit
+def bit_sum(value, offsets, inside):
+    """int64: the bits of a block in fp32, each mixed with its place, summed exactly in any order; never 0."""
+    bits = tl.where(inside, value.to(tl.uint32, bitcast=True), 0)
+    odd = (2 * offsets + 1).to(tl.uint32) * 0x9E3779B1
+    return tl.sum(((bits * odd) ^ tl.umulhi(bits, odd)).to(tl.int64), axis=0) + 1
+
+
+@triton.jit
+def kept_sum(row, start, stale, BLOCK: tl.constexpr):
+    """Pointer to the sum of what the last update wrote to this block; 0 where that is not known."""
+    return stale + tl.load(stale + 2 * tl.load(row + PLACE) + 1) + start // BLOCK
+
+
+@triton.jit
 def load_weight(
-    row, start, offsets, inside,
-    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    row, start, offsets, inside, stale,
+    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TAKES: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `rounding.widen`."""
+    """As `rounding.widen`; with `stale` as `reference.follow`, where sums of bits stand for copies of masters."""
     column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
     weight = read(column, offsets, inside, FULL)
     if MODE == KAHAN:
         error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED)
         beside = read(error, offsets, inside, FULL)
         weight += tl.where((weight + beside * 0.5).to(WEIGHT_TYPE).to(tl.float32) == weight, beside, 0.0)
+    if stale is not None:
+        if TAKES:
+            low = read(address(row, EXTRA, EXTRA_TYPE, start, ALIGNED), offsets, inside, FULL)
+            differing = differ(weight, low.to(EXTRA_TYPE)) & inside
+            weight = tl.where(differing, low, weight)
+            found = tl.max(differing.to(tl.int32), axis=0) != 0
+        else:
+            before = tl.load(kept_sum(row, start, stale, BLOCK))
+            found = (before != 0) & (before != bit_sum(weight, offsets, inside))
+        tl.store(stale + 2 * tl.load(row + PLACE), 1, mask=found)
     return weight

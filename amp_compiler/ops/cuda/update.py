@@ -8,8 +8,10 @@ be captured in a CUDA graph once they have run outside of one. On CPU tensors th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ CHECK_BLOCK = 4096
 # Without a bound ptxas aims at ten programs of 128 threads on a multiprocessor for some combinations of options, and
 # spills. 64 registers let eight run.
 _OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
+_WATCHING = {**_OPTIONS, "num_warps": 8}  # four warps that sum bits too spill
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 TABLES = TableCache()
 
@@ -65,7 +68,7 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
     if len({*group.types[3:]} - {None}) > 1:
         raise LoweringError("the moments of one tensor are of several types", hint="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
-    return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK, **_OPTIONS}
+    return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK}
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +93,21 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return partials.sum().sqrt(), flags.any().float(), flags
 
 
+def stale_table(sizes: Sequence[int]) -> Tensor:
+    """What `Update.stale` is here, int64: of each tensor a flag and where its sums begin; then the sums.
+
+    Of each block of masters the sum of the bits that an update wrote is kept, and is zero where others may have written
+    them since. The next update compares it with the sum of what it reads, for which it reads nothing more.
+
+    Args:
+        sizes: elements of each master; 0 of one that takes what its copy has, which is read and compared.
+    """
+    places = [*accumulate((-(-size // BLOCK) for size in sizes), initial=2 * len(sizes))]
+    table = torch.zeros(places[-1], dtype=torch.int64)
+    table[1 : 2 * len(sizes) : 2] = torch.tensor(places[:-1])
+    return table
+
+
 def update(optimizer: FusedOptimizer, args: Update) -> None:
     """See `reference.update`."""
     device, code = args.skip.device, _device_code()
@@ -101,6 +119,7 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
             # The kernels of an optimizer that counts no steps make its numbers themselves.
             numbers = step_numbers(optimizer, args.steps, args.hyper) if optimizer.counts else args.hyper
             options = {flag.upper(): value for flag, value in args.flags.items()}
+            options |= _OPTIONS if args.stale is None else _WATCHING
             # Beside a weight stands the copy of a master, or the rounding error of a weight without one.
             beside = args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
             columns = [laid_out_like(args.grads, args.weights), args.weights, beside, *args.states]
@@ -108,7 +127,7 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
                         group.rows, group.blocks, numbers, args.coef, args.skip, args.started, args.rng,
-                        **_group_options(group, args.mode), **options,
+                        args.stale, TAKES=args.takes, **_group_options(group, args.mode), **options,
                     )  # fmt: skip
         if args.steps:
             one = (args.skip == 0).float()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.update import reference
 from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
@@ -33,6 +34,16 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
+
+
+def new_stale(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """What `Update.stale` is before the first update, on the host.
+
+    Args:
+        sizes: elements of each master; 0 of one that takes what its copy has, which is read and compared.
+        device: where the update runs.
+    """
+    return kernels.stale_table(sizes) if device.type == "cuda" else torch.zeros(len(sizes), dtype=torch.uint8)
 
 
 def add_rows(dense: Tensor, rows: Tensor, places: Tensor, skipped: int) -> Tensor:
@@ -151,17 +162,8 @@ def _grad_check_fake(grads: Sequence[Tensor], inv_scale: Tensor) -> tuple[Tensor
     return norm, torch.empty_like(norm), inv_scale.new_empty(len(grads), dtype=torch.uint8)
 
 
-def _on_cuda(name: str) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        from amp_compiler.ops.cuda import update as kernels  # needs Triton, which machines without CUDA may lack
-
-        return getattr(kernels, name)(*arguments)
-
-    return run
-
-
 def _register_update(optimizer: FusedOptimizer, low: bool) -> None:
-    name, launch = optimizer.operator(low), _on_cuda("update")
+    name = optimizer.operator(low)
 
     def checked(*arguments: Any) -> Update:
         args = optimizer.bound(low, arguments)
@@ -178,7 +180,7 @@ def _register_update(optimizer: FusedOptimizer, low: bool) -> None:
         checked(*arguments)
 
     _LIBRARY.impl(name, on_cpu, "CPU")
-    _LIBRARY.impl(name, lambda *arguments: launch(optimizer, checked(*arguments)), "CUDA")
+    _LIBRARY.impl(name, lambda *arguments: kernels.update(optimizer, checked(*arguments)), "CUDA")
     torch.library.register_fake(f"amp_compiler::{name}", fake, lib=_LIBRARY)
 
 
@@ -187,7 +189,7 @@ def _register() -> None:
         for low in (False, True):
             _register_update(optimizer, low)
     _LIBRARY.impl("grad_check", reference.grad_check, "CPU")
-    _LIBRARY.impl("grad_check", _on_cuda("grad_check"), "CUDA")
+    _LIBRARY.impl("grad_check", kernels.grad_check, "CUDA")
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)

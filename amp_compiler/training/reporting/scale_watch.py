@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,52 +34,29 @@ class PinnedCopy:
         return bool(self._host)
 
 
-class StuckWatch:
-    """Says whether a loss scale is stuck (`LossScale.stuck`).
-
-    On a CPU the flag is read right after the step. On a CUDA device a copy of it is started after every eighth step and
-    looked at in later calls; nothing ever waits for it, so it is known some steps late. On other devices nothing is
-    read.
+class LateFlag:
+    """A flag on a CUDA device, of which a copy is started after every eighth step; nothing ever waits for it.
 
     Args:
-        device: where the loss scale's state is.
-        copy: how a flag reaches the host; by default what fits the device.
-
-    Example:
-        >>> from amp_compiler.ops.loss_scale import StaticLossScale
-        >>> scaling = StaticLossScale(8.0, patience=1)
-        >>> state = scaling.next(scaling.init("cpu"), torch.ones(()))
-        >>> StuckWatch(torch.device("cpu")).note(scaling, state)
-        True
+        copy: how a flag reaches the host; by default to pinned memory, from the first one on.
     """
 
-    def __init__(self, device: torch.device, copy: PinnedCopy | None = None) -> None:
-        self._device, self._copy = device, copy
-        self._pending = False
-        self._every, self._steps = 1, 0
+    def __init__(self, copy: PinnedCopy | None = None) -> None:
+        self._copy, self._pending = copy, False
+        self._every, self._steps = 1 if copy else _EVERY, 0
 
-    def note(self, scaling: LossScale, state: LossScaleState) -> bool:
-        """Look at the state after a step.
+    def note(self, flag: Callable[[], Tensor]) -> None:
+        """Behind a step.
 
         Args:
-            scaling: the loss scale.
-            state: its state.
-
-        Returns:
-            True where it is known at once that the loss scale is stuck.
+            flag: makes it, a bool scalar.
         """
-        if not scaling.checks_finite:
-            return False
-        if self._copy is None and self._device.type == "cuda":
-            self._copy, self._every = PinnedCopy(), _EVERY
-        if self._copy is None:
-            return self._device.type == "cpu" and bool(scaling.stuck(state))
         self._steps += 1
-        # One at a time, and not after every step: a scale that is stuck still is so when the next copy starts.
+        # One at a time, and not after every step: what is set still is so when the next copy starts.
         if not self._pending and self._steps % self._every == 0:
-            self._copy.start(scaling.stuck(state))
+            self._copy = self._copy or PinnedCopy()
+            self._copy.start(flag())
             self._pending = True
-        return False
 
     def arrived(self) -> bool:
         """Whether a flag that was under way has arrived and is set. It is reported once."""
@@ -89,3 +68,43 @@ class StuckWatch:
     def forget(self) -> None:
         """Pass over what is under way, because the state was replaced."""
         self._pending = False
+
+
+class StuckWatch(LateFlag):
+    """Says whether a loss scale is stuck (`LossScale.stuck`).
+
+    On a CPU the flag is read right after the step, on a CUDA device some steps late, see `LateFlag`. On other devices
+    nothing is read.
+
+    Args:
+        device: where the loss scale's state is.
+        copy: how a flag reaches the host; by default what fits the device.
+
+    Example:
+        >>> from amp_compiler.ops.loss_scale import StaticLossScale
+        >>> scaling = StaticLossScale(8.0, patience=1)
+        >>> state = scaling.next(scaling.init("cpu"), torch.ones(()))
+        >>> StuckWatch(torch.device("cpu")).see(scaling, state)
+        True
+    """
+
+    def __init__(self, device: torch.device, copy: PinnedCopy | None = None) -> None:
+        super().__init__(copy)
+        self._is_cpu = copy is None and device.type == "cpu"
+        self._is_late = copy is not None or device.type == "cuda"
+
+    def see(self, scaling: LossScale, state: LossScaleState) -> bool:
+        """Look at the state after a step.
+
+        Args:
+            scaling: the loss scale.
+            state: its state.
+
+        Returns:
+            True where it is known at once that the loss scale is stuck.
+        """
+        if not scaling.checks_finite:
+            return False
+        if self._is_late:
+            self.note(lambda: scaling.stuck(state))
+        return self._is_cpu and bool(scaling.stuck(state))
