@@ -104,8 +104,8 @@ class Walker:
         return list(reached.values())
 
     def leaves(self, nodes: Iterable[Node]) -> bool:
-        """True where a node makes an output of the model."""
-        return any(name in self.graph.outputs for node in nodes for name in node.outputs)
+        """True where a node makes an output of the model, which is no output of the graph where its type is free."""
+        return any(name in self.graph.outputs or not self.graph.users(name) for one in nodes for name in one.outputs)
 
     def scalar(self, node: Node, index: int) -> float | None:
         """The number that an operand holds, where it is stored and but one."""

@@ -88,7 +88,7 @@ class Squares(Walker):
                     means.update([user.name] if node.name in means else [])
                     if user.op in _ENDING:
                         came[user.name] = node.name
-                        if user.op == "onnx.Div" and self.scalar(user, 1) is not None:  # a mean, of which a root may be
+                        if user.op == "onnx.Div" and self._rescales(user):  # to a mean, of which a root may be taken
                             means.add(user.name)
                             following.append(user)
                         ends.append(user.name)
@@ -96,7 +96,7 @@ class Squares(Walker):
                     elif (
                         user.op in _GROWING
                         or self.passes(user)
-                        or self.scales(user)
+                        or self._rescales(user)
                         or mixes
                         or (self.weighs(user) and node.name not in mixed)
                     ):
@@ -110,6 +110,12 @@ class Squares(Walker):
                 between[name] = None
                 name = came[name]
         return list(between)
+
+    def _rescales(self, node: Node) -> bool:
+        """True for a product with, or a quotient by, one number, stored or computed as a size is."""
+        divisor = node.inputs[1:] if node.op == "onnx.Div" else node.inputs if node.op == "onnx.Mul" else ()
+        by_one = any(self.graph.values[one.value].shape == () for one in divisor)
+        return by_one or self.scales(node) or (node.op == "onnx.Div" and self.scalar(node, 1) is not None)
 
     def _after_root(self, node: Node, came: dict[str, str]) -> list[str]:
         """After a root the quotient by it, and the product with a reciprocal: that of a large root is subnormal."""
