@@ -82,11 +82,12 @@ class Mask:
 
 
 class Magnitudes(float):
-    """The largest magnitude that a value was seen to have, with the least but zero where that was looked for.
+    """The largest magnitude that a value was seen to have, with what else was looked for.
 
     Args:
         largest: the largest; infinite where an element was not finite.
         least: the least one but zero; infinite where all are zero, or it was not looked for.
+        spread: the largest distance to the mean that a norm or softmax takes; infinite where it was not looked for.
 
     Example:
         >>> seen = Magnitudes(3.0, 1e-9)
@@ -95,11 +96,12 @@ class Magnitudes(float):
     """
 
     least: float
+    spread: float
 
-    def __new__(cls, largest: float, least: float = math.inf) -> Magnitudes:
+    def __new__(cls, largest: float, least: float = math.inf, spread: float = math.inf) -> Magnitudes:
         """See the class."""
         seen = super().__new__(cls, largest)
-        seen.least = least
+        seen.least, seen.spread = least, spread
         return seen
 
     def joined(self, other: Magnitudes) -> Magnitudes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.passes.onnx_plan.pinning import PinPass
 from amp_compiler.passes.onnx_plan.summed_squares import REACH, SUMS, Squares
@@ -15,12 +16,18 @@ _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
 _TAKING = frozenset({"onnx.Add", "onnx.Sub"})
 _SCALING = frozenset({"onnx.Mul", "onnx.Div"})
 _LINEAR = _ADDING | SUMS | {"onnx.Neg", "onnx.Mean"}
-_CENTRING = frozenset({"onnx.LayerNormalization", "onnx.InstanceNormalization", "onnx.GroupNormalization"})
+CENTRING: Mapping[str, int] = {  # ops that take a mean away, or another number: the first axis that it is of
+    "onnx.LayerNormalization": -1, "onnx.InstanceNormalization": 2, "onnx.GroupNormalization": 1,
+    "onnx.BatchNormalization": 1, "onnx.MeanVarianceNormalization": 1, "onnx.Softmax": -1, "onnx.LogSoftmax": -1,
+}  # fmt: skip
 _BOUNDING = frozenset({"onnx.Clip", "onnx.Max", "onnx.Min", "onnx.Relu"})
 _REDUCING = SUMS | {"onnx.ReduceMin", "onnx.ReduceMax"}
 _CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
 _PRODUCTS = ("matmul", "convolution")
 _ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
+_STEEP = frozenset(f"onnx.{op}" for op in ("Log", "Reciprocal", "Pow", "CumProd", "ReduceProd"))
+_UP_TO_ONE = frozenset({"onnx.Exp", "onnx.Div"})  # besides what squashes
+_SHIFTED = frozenset({"onnx.Softmax", "onnx.LogSoftmax"})  # what counts of their operand is the absolute error
 _FAR = 16.0  # a place in cells of a grid, whose rounding in FP16 is beyond 1 in 100 of a cell
 _CANCELLED = 8.0  # how many times smaller than both operands a difference is that has lost too many digits
 
@@ -43,7 +50,9 @@ class PinDifferences(PinPass):
       a weak band beside a strong one it shows every digit;
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - one part of a running sum less another;
-    - in a calibration, what stays 8 times smaller than both of its operands.
+    - a norm of sums with stored numbers that are all far from zero;
+    - one less a probability, or quotient, that leaves the model, divides or is raised to a power;
+    - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
 
@@ -72,8 +81,13 @@ class PinDifferences(PinPass):
                 finder.expanded(node)
             if node.op in _ADDING and len(node.inputs) > 1 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
+            if node.op in CENTRING:
+                finder.centres(node, draft.ranges)
+                finder.far_from_zero(node)
             if node.op in _TAKING:
                 finder.places(node)
+            if node.op == "onnx.Sub":
+                finder.complement(node)
             if node.op == "onnx.Log":
                 finder.near_one(node)
             if finder.info(node).periodic:
@@ -164,16 +178,13 @@ class _Finder(Squares):
 
     def _curves_behind(self, node: Node) -> list[str]:
         """What works on a difference alone, or with stored numbers, up to the first other node."""
-        names: dict[str, None] = {}
-        pending = [node]
-        while pending:
-            for user in self.users(pending.pop()):
-                computed = [one for one in user.inputs if not self.holds_data(one.value)]
-                alone = len(computed) == 1 and (user.op in _CURVES or user.op in _LINEAR or self.scales(user))
-                if user.name not in names and (alone or self.passes(user)):
-                    names[user.name] = None
-                    pending.append(user)
-        return list(names)
+
+        def through(user: Node) -> bool:
+            computed = [one for one in user.inputs if not self.holds_data(one.value)]
+            alone = len(computed) == 1 and (user.op in _CURVES or user.op in _LINEAR or self.scales(user))
+            return alone or self.passes(user)
+
+        return [one.name for one in self.reach(node, through)[1:]]
 
     def _origin(self, name: str) -> str:
         """What a value holds the elements of, moves of elements looked through."""
@@ -199,7 +210,7 @@ class _Finder(Squares):
                 others = [one.value for place, one in enumerate(user.inputs) if place != index]
                 stored = bool(others) and all(map(self.holds_data, others))
                 mean = self._mean(others[0], source, user.op == "onnx.Add") if user.op in _TAKING else None
-                if index == 0 and (user.op in _CENTRING or self.info(user).family == "batch_norm"):
+                if index == 0 and user.op in CENTRING.keys() - _SHIFTED:
                     self._pin_centred(source, [*scaled, user])
                 elif mean is not None:
                     self._pin_centred(source, [*scaled, *mean, user])
@@ -286,15 +297,9 @@ class _Finder(Squares):
                     self.pin(
                         part, f"part of '{node.name}', a difference of sums with '{min(one & other)}', which cancels"
                     )
-        onward = {node.name: node} if any(self._is_grid(operand.value) for operand in node.inputs) else {}
-        pending = list(onward.values())
-        while pending:
-            for user in self.users(pending.pop()):
-                if user.name not in onward and (self.passes(user) or user.op in _TAKING | _SCALING):
-                    onward[user.name] = user
-                    pending.append(user)
-        if any(name in self.graph.outputs for part in onward.values() for name in part.outputs):
-            for part in onward.values():
+        if any(self._is_grid(operand.value) for operand in node.inputs):
+            onward = self.reach(node, lambda user: self.passes(user) or user.op in _TAKING | _SCALING)
+            for part in onward if self.leaves(onward) else ():
                 self.pin(part, f"it leaves the model, and is made of the places that '{node.name}' adds data to")
 
     def phases(self, sine: Node) -> None:
@@ -319,6 +324,28 @@ class _Finder(Squares):
         if maker is not None and any(self.scalar(maker, index) == 1 for index in indices):
             self.pin(maker, f"'{logarithm.name}' takes the logarithm, which near one is as small as the data")
 
+    def complement(self, node: Node) -> None:
+        """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits."""
+        maker = self._maker(node.inputs[1].value)
+        if maker is None or self.scalar(node, 0) != 1 or not (self.info(maker).squashes or maker.op in _UP_TO_ONE):
+            return
+        onward = self.reach(node, lambda user: self.passes(user) or user.op in _SCALING)
+        readers = [reader for part in onward for name in part.outputs for reader in self.graph.users(name)]
+        if self.leaves(onward) or any(
+            user.op in _STEEP or (user.op == "onnx.Div" and index == 1) for user, index in readers
+        ):
+            for one in (maker, node):
+                self.pin(one, f"'{node.name}' is what '{maker.name}' leaves of one, of which few digits are left")
+
+    def far_from_zero(self, norm: Node) -> None:
+        """Pin a norm, and what makes its input, where stored numbers take all of that far from zero."""
+        maker = self.behind(norm, 0)
+        added = maker.inputs[slice(0, 2) if maker.op in _TAKING else slice(2, 3)] if maker is not None else ()
+        known = [self.graph.stored_numbers(one.value) for one in added if self.holds_data(one.value)]
+        if maker is not None and any(max(one.least, -one.most) >= _FAR for one in known if one is not None):
+            for one in (maker, norm):
+                self.pin(one, f"'{norm.name}' takes away a mean of which stored numbers say that it is far from zero")
+
     def _maker(self, name: str) -> Node | None:
         return self.graph.producer(self._origin(name))
 
@@ -335,9 +362,31 @@ class _Finder(Squares):
         """Pin a sum that calibration has seen to be small against two operands, with what makes these."""
         operand = sorted(self.largest(one.value, ranges) for one in node.inputs)[-2]
         result = ranges.get(node.outputs[0], 0.0)
-        if not 0 < result * _CANCELLED < operand:
-            return
-        reason = f"'{node.name}' is at most {result:.3g} in calibration, its operands reach {operand:.3g}: they cancel"
-        for one in (node, *(self.behind(node, index) for index in range(len(node.inputs)))):
-            if one is not None:
-                self.pin(one, reason)
+        if 0 < result * _CANCELLED < operand:
+            seen = f"is at most {result:.3g} in calibration, its operands reach {operand:.3g}"
+            self._pin_cancelled(node, [one.value for one in node.inputs], ranges, result * _CANCELLED, seen)
+
+    def centres(self, node: Node, ranges: Mapping[str, float]) -> None:
+        """Pin a norm or softmax of which calibration has seen that little is left of its input without the mean."""
+        name = node.inputs[0].value
+        largest = ranges.get(name)
+        if isinstance(largest, Magnitudes) and 0 < largest.spread * _CANCELLED < largest:
+            seen = f"leaves {largest.spread:.3g} of '{name}' in calibration, which reaches {largest:.3g}"
+            if node.op not in _SHIFTED or largest > _FAR:
+                self._pin_cancelled(node, [name], ranges, largest / _CANCELLED, seen)
+
+    def _pin_cancelled(
+        self, node: Node, names: list[str], ranges: Mapping[str, float], least: float, seen: str
+    ) -> None:
+        """Pin a node, and what makes numbers as large as those that cancel, back through sums and moves of them."""
+        self.pin(node, reason := f"'{node.name}' {seen}: they cancel")
+        known = {node.name}
+        while names:
+            name = names.pop()
+            maker = self.graph.producer(name)
+            if maker is not None and maker.name not in known and self.largest(name, ranges) > least:
+                known.add(maker.name)
+                if not self.passes(maker):
+                    self.pin(maker, reason)
+                if maker.op in _ADDING or self.info(maker).exact:
+                    names += [one.value for one in maker.inputs]

@@ -23,7 +23,8 @@ class PinNorms(PinPass):
 
     ONNX Runtime fuses such parts to one op of one type, and refuses the model where their types differ. What stands
     between a sum of squares and its root would undo what the FP32 sum is for. So would, in fp16, what makes a mean of a
-    sum that is FP32; the rules' `keep: {powers: false}` leaves that to the rules.
+    sum that is FP32, and what divides masked probabilities by their sum; the rules' `keep: {powers: false}` leaves that
+    to the rules.
 
     Before:
 
@@ -74,6 +75,9 @@ class PinNorms(PinPass):
             if makers and is_fp32(total.name):
                 reason = f"it brings the sum '{total.name}' back into the range of fp16"
                 brought_back.update(dict.fromkeys(makers, reason))
+            for node in finder.renormalised(total):
+                if node.pin is None:
+                    brought_back[node.name] = f"it is divided by the sum '{total.name}' of what a mask left of it"
         return {**pins, **brought_back}
 
 
@@ -87,6 +91,17 @@ class _Finder(Squares):
                 yield from divisor or ()
             elif self.passes(user):
                 yield from self.brought_back(user)
+
+    def renormalised(self, total: Node) -> list[Node]:
+        """Probabilities that a mask leaves, of which all may be tiny, with the quotients by their sum."""
+        masked = self.behind(total, 0)
+        factors = [self.behind(masked, index) for index in range(2)] if masked and masked.op == "onnx.Mul" else []
+        squashing = [one for one in factors if one is not None and self.info(one).squashes]
+        quotients = [user for user in self.users(masked) if user.op == "onnx.Div"] if masked and squashing else []
+        divisors = [self._divisor(quotient) for quotient in quotients]
+        if masked is None or not any(divisor is not None for divisor in divisors):
+            return []
+        return [*squashing, masked, *quotients, *(node for divisor in divisors for node in divisor or ())]
 
     def _divisor(self, quotient: Node) -> list[Node] | None:
         """What lies between a sum and the quotient by it; nothing for a stored number, `None` for anything else."""

@@ -65,12 +65,9 @@ class _Finder(Squares):
         behind = f"it works on the result of '{node.name}': {reason}"
         for name in self.to_end(node):
             self.pin(self.graph.nodes[name], behind)
-        pending = self.to_sum(node) if node.op not in _SUMMING else [node]
-        while pending:
-            part = pending.pop()
-            self.pin(part, behind)
-            scaled = (user for user in self.users(part) if self.passes(user) or self.scales(user))
-            pending += [user for user in scaled if user.name not in self.pins]
+        for total in self.to_sum(node) if node.op not in _SUMMING else [node]:
+            for part in self.reach(total, lambda user: self.passes(user) or self.scales(user)):
+                self.pin(part, behind)
 
     def _is_bounded(self, node: Node) -> bool:
         """True for the exponential of a difference to a maximum, which is at most one."""

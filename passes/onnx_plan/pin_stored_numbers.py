@@ -12,7 +12,9 @@ from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
 _SCALING = frozenset({"onnx.Mul", "onnx.Div"})  # an error of a factor is one of the result
-_FACTORS = {"onnx.Gemm": "alpha", "onnx.HardSigmoid": "alpha", "onnx.Selu": "gamma"}  # attributes that scale a result
+_FACTORS = {"onnx.Selu": ("gamma", "alpha"), **dict.fromkeys(("onnx.Gemm", "onnx.HardSigmoid"), ("alpha", "beta")),
+            **dict.fromkeys(("onnx.LeakyRelu", "onnx.Elu", "onnx.Celu"), ("alpha",))}  # fmt: skip  # scaling attributes
+_SUMMING = frozenset({"onnx.Gemm", "onnx.HardSigmoid"})  # their result is the sum of what each of these scales
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class PinStoredNumbers(PinPass):
         b = onnx.Relu(X=a) -> fp32[2, 8]  pin=fp32 "works on what was made of 'c', which fp16 does not hold"
 
     Bounds of a Clip that are attributes are such numbers too, the largest one of FP32 excepted, and so are attributes
-    that scale a result to which nothing is added.
+    that scale a result, or a part of it, to which nothing else is added.
 
     Left alone: what reads a mask (`find_masks`), or numbers that fit.
     """
@@ -93,12 +95,14 @@ class _Finder(Walker):
                 reason = f"its bound {name}={number:g} would become {becomes} in {self.low.short}"
                 self._pin_onward([], [node], reason, node.name)
 
-    def factor(self, node: Node, name: str) -> None:
-        """Pin what scales by an attribute that is subnormal in the low type, with nothing added to the product."""
-        number = abs(float(str(node.attrs.get(name, 1.0))))
-        adds = len(node.inputs) > 2 or (node.op == "onnx.HardSigmoid" and node.attrs.get("beta", 0.5) != 0)
-        if 0 < number < self.low.format.smallest_normal and not adds:
-            self._pin_onward([], [node], f"its factor {name}={number:g} is subnormal in {self.low.short}", node.name)
+    def factor(self, node: Node, names: tuple[str, ...]) -> None:
+        """Pin what scales all of a result, or a part, by an attribute that is subnormal in the low type."""
+        names = names[:1] if node.op == "onnx.Gemm" and len(node.inputs) < 3 else names
+        factors = {abs(float(str(node.attrs.get(name, 1.0)))): name for name in names}
+        number = max(factors) if node.op in _SUMMING else min(filter(None, factors), default=0.0)
+        if 0 < number < self.low.format.smallest_normal:
+            reason = f"its factor {factors[number]}={number:g} is subnormal in {self.low.short}"
+            self._pin_onward([], [node], reason, node.name)
 
     def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
         """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""

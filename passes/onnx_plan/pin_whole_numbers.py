@@ -19,7 +19,7 @@ _BY_TYPE: dict[DType, _Bounds] = {
     DType.BOOL: (0, 1), DType.INT8: (-128, 127), DType.UINT8: (0, 255), DType.INT16: (-32768, 32767),
     DType.UINT16: (0, 65535), DType.INT32: _ANY, DType.UINT32: _ANY, DType.INT64: _ANY, DType.UINT64: _ANY,
 }  # fmt: skip
-_MAKERS = frozenset({"onnx.Cast", "onnx.CastLike", "onnx.Range"})
+_MAKERS = frozenset({"onnx.Cast", "onnx.CastLike", "onnx.Range", "onnx.ReduceSum"})
 _COUNTING = frozenset({"onnx.Size", "onnx.Shape", "onnx.ArgMax", "onnx.ArgMin", "onnx.TopK", "onnx.NonZero"})
 _KEEPING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Abs", "onnx.Neg",
                       "onnx.Relu", "onnx.ReduceSum", "onnx.ReduceMean", "onnx.ReduceMax"})  # fmt: skip
@@ -30,10 +30,11 @@ _DEPTH = 16  # nodes behind a value that are looked at
 class PinWholeNumbers(PinPass):
     """Pin to FP32, in fp16, what reads floating-point numbers that were whole ones and may be beyond fp16.
 
-    Sizes, positions, lengths, ids and samples are such numbers. Sums, differences and products of nothing but them, and
-    products of matrices and convolutions with them, are as large, and so what reads these is pinned too, up to what
-    scales or bounds them. What is kept as it was captured (`find_numbers`) is not touched, nor what reads numbers that
-    calibration has seen to stay below 65504 / 2. The rules' `keep: {powers: false}` leaves it to the rules.
+    Sizes, positions, lengths, ids, samples and counts of Booleans are such numbers. Sums, differences and products of
+    nothing but them, and products of matrices and convolutions with them, are as large, and so what reads these is
+    pinned too, up to what scales or bounds them. What is kept as it was captured (`find_numbers`) is not touched, nor
+    what reads numbers that calibration has seen to stay below 65504 / 2. The rules' `keep: {powers: false}` leaves it
+    to the rules.
 
     Before:
 
@@ -87,9 +88,20 @@ class _WholeNumbers(Walker):
             ends = [self.scalar(node, index) for index in range(2)]
             return any(end is None or abs(end) > self.low.format.max for end in ends)
         name = node.inputs[0].value
+        terms = self._terms(node) if node.op == "onnx.ReduceSum" else 1.0
+        while terms != 1 and (maker := self.graph.producer(name)) is not None and self._gives_on(maker):
+            name = maker.inputs[0].value
         if self.graph.values[name].dtype not in _BY_TYPE:
             return False
-        return max(map(abs, self._bounds(name))) > self.low.format.max and not self._hides(name)
+        return max(map(abs, self._bounds(name))) * terms > self.low.format.max and not self._hides(name)
+
+    def _terms(self, node: Node) -> float:
+        """How many elements a sum adds up; infinite where a size of them is open."""
+        before, after = self._shape(node.inputs[0].value), self._shape(node.outputs[0])
+        if "unknown" in before or not all(isinstance(size, int) or size in after for size in before):
+            return math.inf
+        sizes, left = ([size for size in shape if isinstance(size, int)] for shape in (before, after))
+        return math.prod(sizes) / max(math.prod(left), 1)
 
     # ---- what numbers they may be
 

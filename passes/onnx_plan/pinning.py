@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -93,6 +93,20 @@ class Walker:
         for name in node.outputs:
             for user, _ in self.graph.users(name):
                 yield user
+
+    def reach(self, node: Node, through: Callable[[Node], bool]) -> list[Node]:
+        """A node, and what reads what it makes, as far as nodes are let through."""
+        reached, pending = {node.name: node}, [node]
+        while pending:
+            onward = (user for user in self.users(pending.pop()) if user.name not in reached and through(user))
+            fresh = {user.name: user for user in onward}
+            reached.update(fresh)
+            pending += fresh.values()
+        return list(reached.values())
+
+    def leaves(self, nodes: Iterable[Node]) -> bool:
+        """True where a node makes an output of the model, which is no output of the graph where its type is free."""
+        return any(name in self.graph.outputs or not self.graph.users(name) for one in nodes for name in one.outputs)
 
     def scalar(self, node: Node, index: int) -> float | None:
         """The number that an operand holds, where it is stored and but one."""

@@ -13,6 +13,7 @@ _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zer
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _SQUARING = ("onnx.Mul", "onnx.Pow")
 PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum", "onnx.Gemm"})
+_MANY = 256  # a divisor that brings back what overflows, and no scale of scores
 REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -57,13 +58,14 @@ class Squares(Walker):
         return alike and places and all(self._are_same(a.value, b.value, depth - 1) for a, b in pairs)
 
     def _ends_steeply(self, node: Node) -> bool:
-        """True where a root, a logarithm, or a quotient by it lies behind a square, of products any computed one."""
+        """True where a root, logarithm or quotient by it lies behind a square; of products by all but small numbers."""
         names = [node.name, *self.to_end(node)]
         values = {value for name in names for value in self.graph.nodes[name].outputs}
 
         def is_steep(end: Node) -> bool:
             divisor = end.inputs[1].value if end.op == "onnx.Div" else ""
-            cosine = node.op in PRODUCTS and divisor and not self.holds_data(divisor)
+            far = not self.holds_data(divisor) or (self.scalar(end, 1) or 0.0) >= _MANY if divisor else False
+            cosine = node.op in PRODUCTS and far
             return end.op in _ROOTS or divisor in values or cosine or (
                 end.op == "onnx.Pow" and end is not node and (self.scalar(end, 1) or 1.0) < 1
             )  # fmt: skip
@@ -74,6 +76,7 @@ class Squares(Walker):
         """The nodes between an op that overflows and the ops that bring its result back into range, those included."""
         came: dict[str, str] = {}
         mixed: set[str] = set()  # behind a product with stored numbers, of which a logarithm or root alone is an end
+        means: set[str] = set()  # behind a quotient by a stored number
         ends: list[str] = []
         frontier = [seed]
         for _ in range(REACH):
@@ -82,16 +85,20 @@ class Squares(Walker):
                 for user in self.users(node):
                     if user.name in came or (node.name in mixed and user.op in _ENDING - {"onnx.Log", "onnx.Sqrt"}):
                         continue
-                    mixes = self.mixes(user)
-                    mixed.update([user.name] if mixes or node.name in mixed else [])
+                    mixes = self.mixes(user) and node.name not in means
+                    mixed.update([user.name] if mixes or node.name in mixed or node.name in means else [])
+                    means.update([user.name] if node.name in means else [])
                     if user.op in _ENDING:
                         came[user.name] = node.name
+                        if user.op == "onnx.Div" and self._rescales(user):  # to a mean, of which a root may be taken
+                            means.add(user.name)
+                            following.append(user)
                         ends.append(user.name)
                         ends += self._after_root(user, came)
                     elif (
                         user.op in _GROWING
                         or self.passes(user)
-                        or self.scales(user)
+                        or self._rescales(user)
                         or mixes
                         or (self.weighs(user) and node.name not in mixed)
                     ):
@@ -105,6 +112,12 @@ class Squares(Walker):
                 between[name] = None
                 name = came[name]
         return list(between)
+
+    def _rescales(self, node: Node) -> bool:
+        """True for a product with, or a quotient by, one number, stored or computed as a size is."""
+        divisor = node.inputs[1:] if node.op == "onnx.Div" else node.inputs if node.op == "onnx.Mul" else ()
+        by_one = any(self.graph.values[one.value].shape == () for one in divisor)
+        return by_one or self.scales(node) or (node.op == "onnx.Div" and self.scalar(node, 1) is not None)
 
     def _after_root(self, node: Node, came: dict[str, str]) -> list[str]:
         """After a root the quotient by it, and the product with a reciprocal: that of a large root is subnormal."""

@@ -169,6 +169,27 @@ def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
     assert len(casts(done.model)) == 2  # of the difference and of the result
 
 
+LEFT_OF_ONE = {
+    "output": [node("Identity", ["q"], ["y"])], "odds": [node("Div", ["p", "q"], ["y"])],
+    "power": [node("Pow", ["q", "two"], ["y"])], "scaled": [node("Mul", ["q", "two"], ["y"])],
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("form", LEFT_OF_ONE)
+def test_what_a_probability_leaves_of_one(form, dtype):
+    """At 0.999 FP16 has half of a digit of it left; beside another summand it does not count."""
+    start = [node("MatMul", ["x", "eye"], ["a"], "product"), node("Sigmoid", ["a"], ["p"], "sigmoid"),
+             node("Sub", ["one", "p"], ["q"], "left")]  # fmt: skip
+    data, ends = [EYE, scalar("one", 1.0), scalar("two", 2.0)], ([info("x", 4, 16)], [info("y", 4, 16)])
+    source = model([*start, *LEFT_OF_ONE[form]], *ends, data)
+    feeds = {"x": np.round(7 + RNG.standard_normal((4, 16)) * 4).astype(np.float32) / 4}
+    done = check(source, dtype)
+    assert error(source, done.model, feeds) < NEAR[dtype] and "product" in low_nodes(done)
+    gate = [node("Mul", ["q", "a"], ["b"]), node("Add", ["b", "p"], ["c"]), node("MatMul", ["c", "eye"], ["y"])]
+    assert {"sigmoid", "left"} <= low_nodes(check(model([*start, *gate], *ends, data), dtype))
+
+
 @BOTH
 @pytest.mark.parametrize("op", ["Add", "Sub"])
 def test_a_logarithm_near_one_is_as_small_as_the_data(op, dtype):
@@ -274,6 +295,55 @@ def test_calibration_finds_what_cancels(op, third, dtype):
     assert low_nodes(done) == {"last"}
     assert error(source, done.model, feeds) < NEAR[dtype]
     assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 for sums and differences that cancel"
+
+
+NORMS = {
+    "LayerNormalization": [node("LayerNormalization", ["a", "ones"], ["y"], "norm")],
+    "in parts": [node("ReduceMean", ["a", "last"], ["m"]), node("Sub", ["a", "m"], ["d"]),
+                 node("ReduceL2", ["d", "last"], ["s"]),
+                 node("Add", ["s", "ones"], ["t"]), node("Div", ["d", "t"], ["y"])],
+    "InstanceNormalization": [node("InstanceNormalization", ["a", "two", "two"], ["y"], "norm")],
+    "GroupNormalization": [node("GroupNormalization", ["a", "two", "two"], ["y"], "norm", num_groups=2)],
+    "Softmax": [node("Softmax", ["a"], ["y"], "norm")],
+    "LogSoftmax": [node("LogSoftmax", ["a"], ["y"], "norm", axis=2)],
+}  # fmt: skip
+
+
+@BOTH
+@pytest.mark.parametrize("opset", [18, 21])
+@pytest.mark.parametrize("form", NORMS)
+def test_calibration_finds_what_a_norm_leaves_of_numbers_far_from_zero(form, opset, dtype):
+    """Around 1,000 FP16 has halves; rows of zeros, and other means in other rows, change nothing."""
+    opset = {"LayerNormalization": 17, "GroupNormalization": 21}.get(form, opset)
+    nodes = [node("MatMul", ["x", "eye"], ["h"], "product"), node("Relu", ["h"], ["r"]), node("Add", ["r", "x"], ["a"]),
+             *NORMS[form]]  # fmt: skip
+    data = [EYE, nh.from_array(np.ones(16, np.float32), "ones"), nh.from_array(np.ones(2, np.float32), "two"),
+            scalar("last", [-1], np.int64)]  # fmt: skip
+    source = model(nodes, [info("x", 3, 2, 16)], [info("y", 3, 2, 16)], data, opset=opset)
+    x = (RNG.standard_normal((3, 2, 16)) + np.array([1000, 500, 0]).reshape(3, 1, 1)).astype(np.float32)
+    x[2] = 0
+    done = check(source, dtype, calibration=[{"x": x}])
+    assert error(source, done.model, {"x": x}) < NEAR[dtype]
+    assert "product" not in low_nodes(done) and "product" in low_nodes(check(source, dtype))
+    near = np.array(x, copy=True) - 1000
+    assert "product" in low_nodes(check(source, dtype, calibration=[{"x": near}]))
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["Add", "Gemm"])
+def test_stored_numbers_say_that_a_norm_takes_a_mean_far_from_zero_away(op, dtype):
+    more = (
+        [node("Add", ["h", "far"], ["a"], "sum")] if op == "Add" else [node("Gemm", ["h", "eye", "far"], ["a"], "sum")]
+    )
+    nodes = [node("MatMul", ["x", "eye"], ["h"], "product"), *more, *NORMS["LayerNormalization"]]
+    data = [
+        EYE,
+        *(nh.from_array(np.full(16, number, np.float32), name) for name, number in (("ones", 1), ("far", 1e3))),
+    ]
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], data, opset=17)
+    done = check(source, dtype)
+    assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR[dtype]
+    assert low_nodes(done) == {"product"}
 
 
 # ---- spectra

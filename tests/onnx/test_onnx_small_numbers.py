@@ -131,13 +131,17 @@ SUMS = {
     "cosine": [node("Transpose", ["a"], ["t"]), node("MatMul", ["a", "t"], ["p"]), node("ReduceL2", ["a"], ["n"]),
                node("Mul", ["n", "n"], ["q"]), node("Div", ["p", "q"], ["y"])],
     "loss": [node("ReduceMean", ["s"], ["p"], keepdims=1), node("Mul", ["p", "half"], ["y"])],
+    "deviation": [node("ReduceSumSquare", ["a"], ["p"]), node("Div", ["p", "half"], ["q"]), node("Sqrt", ["q"], ["y"])],
+    "style": [node("Transpose", ["a"], ["t"]), node("MatMul", ["a", "t"], ["p"]), node("Div", ["p", "many"], ["q"]),
+              node("Mul", ["q", "k4"], ["y"])],
     "ones": [node("MatMul", ["s", "ones"], ["p"]), node("Sqrt", ["p"], ["y"])],
     "einsum": [node("Einsum", ["a", "a"], ["p"], equation="bi,bi->b"), node("Sqrt", ["p"], ["y"])],
     "rows": [node("Reshape", ["a", "row"], ["r"]), node("Reshape", ["a", "column"], ["c"]),
              node("MatMul", ["r", "c"], ["p"]), node("Sqrt", ["p"], ["y"])],
 }  # fmt: skip
 SHAPES = {"weights": (1, 1), "pool": (4, 1, 4), "single": (4, 16), "ones": (4, 1), "einsum": (4,), "rows": (4, 1, 1),
-          "power": (4, 16), "gemm": (4, 4), "cosine": (4, 4), "loss": (1, 1)}  # fmt: skip
+          "power": (4, 16), "gemm": (4, 4), "cosine": (4, 4), "loss": (1, 1), "deviation": (1, 1),
+          "style": (4, 4)}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1e-4, 3000.0])
@@ -146,7 +150,7 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *SUMS[kind]]
     data = [
         nh.from_array(np.eye(16, dtype=np.float32), "w"),
-        scalar("e", 1e-6), scalar("half", 0.5),
+        scalar("e", 1e-6), scalar("half", 0.5), scalar("many", 2304.0), scalar("k4", 4.0),
         *(nh.from_array(np.array(at), name) for name, at in
           (("rows", [4, 1, 16]), ("row", [4, 1, 16]), ("column", [4, 16, 1]))),
         nh.from_array(np.ones((16, 1), np.float32), "ones"),
@@ -236,14 +240,21 @@ def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
 
 @pytest.mark.parametrize(("op", "attrs"), [
     ("Gemm", {"alpha": 1e-7}), ("HardSigmoid", {"alpha": 1e-7, "beta": 0.0}), ("Selu", {"alpha": 1.0, "gamma": -1e-7}),
+    ("Selu", {"alpha": 1e-9, "gamma": 1.0}), ("LeakyRelu", {"alpha": 1e-9}), ("Elu", {"alpha": 1e-9}),
 ])  # fmt: skip
 def test_an_attribute_that_scales_to_subnormal_numbers(op, attrs):
     """Behind it a stored number scales back."""
     nodes = [node("MatMul", ["x", "w"], ["h"]), node(op, ["h", "w"] if op == "Gemm" else ["h"], ["a"], "op", **attrs),
              node("Mul", ["a", "k"], ["y"], "back")]  # fmt: skip
-    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [weight("w", 16, 16), scalar("k", 1e3)])
+    source = model(
+        nodes,
+        [info("x", 4, 16)],
+        [info("y", 4, 16)],
+        [nh.from_array(np.eye(16, dtype=np.float32), "w"), scalar("k", 1e3)],
+    )
     done = check(source, "fp16")
-    assert error(source, done.model, {"x": RNG.standard_normal((4, 16)).astype(np.float32)}) < NEAR["fp16"]
+    drawn = np.abs(RNG.standard_normal((4, 16))).astype(np.float32)
+    assert error(source, done.model, {"x": drawn if op == "HardSigmoid" else -drawn}) < NEAR["fp16"]
     assert not {"op", "back"} & low_nodes(done)
 
 

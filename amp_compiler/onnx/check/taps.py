@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,11 @@ class Tap:
 
 
 def add_taps(
-    model: onnx.ModelProto, values: Iterable[str], types: Mapping[str, DType], least: Collection[str] = ()
+    model: onnx.ModelProto,
+    values: Iterable[str],
+    types: Mapping[str, DType],
+    least: Collection[str] = (),
+    more: Mapping[str, Iterable[onnx.NodeProto]] = MappingProxyType({}),
 ) -> tuple[onnx.ModelProto, list[Tap]]:
     """A copy of the model that gives, behind its own outputs, two numbers per value, or three.
 
@@ -62,6 +67,7 @@ def add_taps(
         values: float values of the main graph, in no certain order.
         types: element type of each.
         least: of which the least magnitude is given too, from opset 9 on.
+        more: nodes that stand behind a value, and whose results are among the values.
 
     Raises:
         OnnxError: the model's opset is older than 7.
@@ -89,6 +95,9 @@ def add_taps(
             smallest = f"{title}_least" if name in least and version >= _FIRST_WHERE else ""
             taps.append(Tap(name, f"{title}_largest", f"{title}_check", smallest))
             nodes.extend(_tap(taps[-1], types, prefix))
+            for node in more.get(name, ()):
+                nodes.append(node)
+                tap(node.output[0])
 
     for source in (*tapped.graph.input, *tapped.graph.initializer):
         tap(source.name)
