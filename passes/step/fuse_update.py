@@ -304,8 +304,8 @@ class _Builder:
         if key in self.added:
             return self.added[key]
         meta = {"val": value, Key.STATE: key}
-        self.last = self.added[key] = add_placeholder(self.last, "_".join(map(str, key)), meta)
-        return self.last
+        self.last = self.added[key] = node = add_placeholder(self.last, "_".join(map(str, key)), meta)
+        return node
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]
