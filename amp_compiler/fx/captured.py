@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import fx, nn
+
+from amp_compiler.errors import CaptureError
 
 
 class Source(enum.Enum):
@@ -49,3 +52,25 @@ class Captured:
     graph_module: fx.GraphModule
     inputs: tuple[Input, ...]
     constants: dict[str, torch.Tensor]
+
+
+def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callable[[], torch.Tensor]:
+    """A quick way to today's tensor of a parameter, buffer or constant, which follows `module.weight = ...`.
+
+    Raises:
+        CaptureError: where the model no longer has it.
+    """
+    if entry.target in captured.constants:
+        constant = captured.constants[entry.target]
+        return lambda: constant
+    path, _, leaf = entry.target.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError as cause:
+        raise CaptureError(
+            f"the model has no module '{path}'", where=entry.target, hint="pass the model that was captured"
+        ) from cause
+    table = owner._parameters if entry.source is Source.PARAMETER else owner._buffers
+    if leaf in table:
+        return lambda: table[leaf]  # type: ignore[return-value]
+    return lambda: getattr(owner, leaf)  # parametrized or plain attributes

@@ -257,7 +257,7 @@ def run_step_passes(begun: Begun, options: StepOptions, pipeline: Pipeline) -> t
 def converted_inputs(begun: Begun, options: StepOptions) -> StepInputs:
     """The inputs of a step; weights that are stored in 16 bits alone, or split over the ranks, are so from now on."""
     setup, captured = options.setup, begun.captured
-    graph, inputs = captured.graph_module.graph, StepInputs(captured, setup.optimizers, begun.held)
+    graph, inputs = captured.graph_module.graph, StepInputs(setup.module, captured, setup.optimizers, begun.held)
     low, ops = torch_dtype(setup.low), options.settings.rules.ops
     if setup.state.storage.low:
         inputs.store_low(graph, low, ops, setup.state.storage)

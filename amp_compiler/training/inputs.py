@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.fx.captured import Captured, Input, Source
+from amp_compiler.fx.captured import Captured, Input, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
@@ -31,6 +31,7 @@ from amp_compiler.passes.step.reduce_gradients import (
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.ranks.parts import Parts
+from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.optimizers.fused import KINDS, BoundGroup, bind
 from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.outside import OUTSIDE
@@ -46,9 +47,10 @@ class StepInputs:
     """The inputs of a step in the making.
 
     Args:
-        captured: a captured and rewritten forward.
+        model: the loss as a module.
+        captured: its captured and rewritten forward.
         optimizers: checked optimizers.
-        held: today's parameters and buffers, as Dynamo gives them.
+        held: today's parameters and buffers, where Dynamo gives them; others are looked up in the model.
 
     Attributes:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
@@ -60,6 +62,7 @@ class StepInputs:
 
     def __init__(
         self,
+        model: LossModule,
         captured: Captured,
         optimizers: Sequence[torch.optim.Optimizer],
         held: Mapping[str, Tensor],
@@ -69,8 +72,7 @@ class StepInputs:
         self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
 
         def getter_of(name: str, entry: Input) -> Callable[[], Tensor]:
-            values, key = (held, name) if name in held else (captured.constants, entry.target)
-            return functools.partial(values.__getitem__, key)
+            return functools.partial(held.__getitem__, name) if name in held else tensor_getter(model, captured, entry)
 
         self.getters: Getters = {
             name: getter

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_compiler.fx.capture.export import captured_from_program, export_module
-from amp_compiler.fx.captured import Captured, Source
+from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes.pipeline import CAPTURE
@@ -26,9 +26,9 @@ class Lambda(nn.Module):
 
 
 def run(model: nn.Module, captured: Captured, *args: torch.Tensor):
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **captured.constants}
     inputs = [
-        args[entry.index] if entry.source is Source.USER else named.get(entry.target) for entry in captured.inputs
+        args[entry.index] if entry.source is Source.USER else tensor_getter(model, captured, entry)()
+        for entry in captured.inputs
     ]
     return captured.graph_module(*inputs)
 
