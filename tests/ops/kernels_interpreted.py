@@ -349,7 +349,7 @@ def step_by_kernels(monkeypatch):
     monkeypatch.setattr(fused_update.reference, "update", lambda optimizer, args, sqrt: kernels.update(optimizer, args))
     monkeypatch.setattr(stale_copies.CopyWatch, "look", lambda self, turn=0: [])  # what it misses
 
-    def made(dtype="bf16", half=False, **options):
+    def build(dtype="bf16", half=False, **options):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 4))
         model = model.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]) if half else model
@@ -359,7 +359,7 @@ def step_by_kernels(monkeypatch):
         step._hidden._late = LateFlag(Here())
         return model, optimizer, step
 
-    return made
+    return build
 
 
 def names(caplog):
