@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -82,45 +82,29 @@ class CopyWatch:
             stale += [place for place, one in turns if not _agree(*self._pairs[place], one)]
         return stale
 
-    @property
-    def looks_elsewhere(self) -> bool:
-        """Whether there are pairs on other devices than a CPU."""
-        return bool(self._elsewhere)
-
-    def unread(self) -> Callable[[], list[int]]:
-        """A function that gives the places of the pairs on a CUDA device that ever differed, and waits for the device.
-
-        It holds none of the tensors, and so may outlive this.
-        """
-        flags = [one for elsewhere in self._elsewhere for one in elsewhere.flags()]
-        return lambda: [own[place] for seen, own in flags for place in seen()]
-
 
 class _Elsewhere:
     """Pairs on a device that nobody waits for. Without Triton all of them are cast anew at every look."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], places: Sequence[int], take: bool) -> None:
         self._take = take
-        self._by_device: list[tuple[DeviceCopies, list[int]]] = []
+        self._by_device: list[DeviceCopies] = []
         native = [place for place in places if pairs[place][0].is_cuda and _is_taken(*pairs[place])]
         if kernels() is None or (native and torch.cuda.is_current_stream_capturing()):
             native = []
         for device in dict.fromkeys(pairs[place][0].device for place in native):
-            own = [place for place in native if pairs[place][0].device == device]
-            self._by_device.append((DeviceCopies([pairs[place] for place in own], take), own))
+            own = [pairs[place] for place in native if pairs[place][0].device == device]
+            self._by_device.append(DeviceCopies(own, take))
         self._rest = [pairs[place] for place in sorted({*places} - {*native})]
 
     def follow(self, turn: int) -> None:
-        for copies, _ in self._by_device:
+        for copies in self._by_device:
             copies.follow(turn)
         with torch.no_grad():
             if self._rest and not self._take:
                 torch._foreach_copy_([copy for _, copy in self._rest], [tensor for tensor, _ in self._rest])
             for tensor, copy in self._rest if self._take else ():
                 tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
-
-    def flags(self) -> list[tuple[Callable[[], list[int]], list[int]]]:
-        return [(copies.unread(), own) for copies, own in self._by_device]
 
 
 def _is_plain(tensor: Tensor) -> bool:

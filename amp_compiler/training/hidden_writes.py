@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_wri
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.loss_module import LossModule
-from amp_compiler.training.optimizers.fused import BoundGroup
+from amp_compiler.training.optimizers.fused import KINDS, BoundGroup
 from amp_compiler.training.optimizers.traced import TracedGroup
 from amp_compiler.training.reporting.scale_watch import LateFlag
 from amp_compiler.training.state import StepState
 from amp_compiler.training.weights import MASTER
-
-_MOST_UNREAD = 64  # watches whose flags wait on a device to be read
 
 
 class HiddenWrites:
@@ -40,7 +37,6 @@ class HiddenWrites:
         self._at: tuple[int, int] | None = None
         self._key: list[tuple[Any, ...]] = []
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
-        self._unread: list[tuple[Callable[[], list[int]], list[ref[Tensor]]]] = []  # of watches that were before
         self._turn = 0
         self._groups: Sequence[BoundGroup | TracedGroup] = ()  # of the last update
         self._flags: list[tuple[BoundGroup | TracedGroup, Any]] = []  # on a CPU, with what their updates have found
@@ -90,19 +86,11 @@ class HiddenWrites:
                 self._say(group.parameters[int(flags.argmax())])
         if self._tables and not self._said:
             if self._late.arrived():
-                self._tell_of_updates()
+                self.tell()
             self._late.note(lambda: torch.cat([flags for _, flags, _ in self._tables]).any())
 
     def tell(self) -> None:
         """Name what a GPU has found, where the caller waits for it anyway."""
-        self._unread.append((self._watch.unread(), list(map(ref, self._weights))))
-        for places, weights in self._unread if not self._said else ():
-            for place in places()[:1]:
-                self._say(weights[place]())
-        self._unread.clear()
-        self._tell_of_updates()
-
-    def _tell_of_updates(self) -> None:
         for group, flags, _ in self._tables if not self._said else ():
             for place in flags.nonzero()[:1].flatten().tolist():
                 self._say(group.parameters[place])
@@ -119,8 +107,6 @@ class HiddenWrites:
         key = [(id(weight), *((one.data_ptr(), one.stride()) for one in pair)) for weight, pair in pairs]
         if key == self._key:  # the weights and the watch are held, so that no other tensor has these
             return
-        if not self._said and self._watch.looks_elsewhere:
-            self._unread = [*self._unread[1 - _MOST_UNREAD :], (self._watch.unread(), list(map(ref, self._weights)))]
         self._key = key
         self._weights = [weight for weight, _ in pairs]
         takes = {place for place, weight in enumerate(self._weights) if weight.dtype in LOW_TYPES}
@@ -147,12 +133,12 @@ class HiddenWrites:
 
     def _master(self, weight: Tensor) -> Tensor | None:
         for one in self._optimizers:
-            own = one.state.get(weight)
+            own = None if weight.is_cuda and type(one) in KINDS else one.state.get(weight)  # whose update compares all
             if own is not None and MASTER in own:
                 return own[MASTER]  # type: ignore[no-any-return]
         return None
 
-    def _say(self, weight: Tensor | None) -> None:
+    def _say(self, weight: Tensor) -> None:
         if not self._said:
             self._said = True
             names = (name for name, one in self._model.named_parameters() if one is weight)

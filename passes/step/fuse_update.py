@@ -15,8 +15,9 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import source_of
 from amp_compiler.fx.graph import add_placeholder, call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.cuda.update import new_stale
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, new_stale, overflow
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
 from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE, TOTAL

@@ -148,7 +148,7 @@ DRAWS = {
     "normal": lambda y: y + torch.normal(0.0, y.detach().abs()),
     "choice": lambda y: y[:, torch.multinomial(torch.softmax(y.detach()[0], 0), 8).repeat(4)],
     "closed": lambda y: sum(y * torch.empty_like(y).bernoulli_(0.5) * (i + 1) for i in range(12)),
-    "of both kinds": lambda y: F.dropout(y, 0.5) + (y * torch.empty_like(y).bernoulli_(0.5))[:, torch.randperm(32)],
+    "of both kinds": lambda y: F.dropout(y * torch.empty_like(y).bernoulli_(0.5), 0.5) + y * torch.randn_like(y),
     "unread": lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.3))[0],
     "nothing": lambda y: F.dropout(F.dropout(y, 1.0) + attention(y), 0.0),
 }

@@ -125,41 +125,6 @@ def test_an_error_of_rounding_that_belongs_to_another_weight_is_left_out(backend
     assert model.weight.tolist() == [[1.5 + 2.0**-6, 258.0]]
 
 
-class Watch:
-    """A `CopyWatch` of a device that nobody waits for."""
-
-    looks_elsewhere = True
-
-    def __init__(self, pairs, takes=(), parts=()):
-        self.places = [len(pairs) - 1] if pairs else []
-        watches.append(self)
-
-    def look(self, turn):
-        return []
-
-    def unread(self):
-        places = self.places
-        return lambda: places
-
-
-watches = []
-
-
-def test_what_a_device_has_seen_is_named_though_its_watch_was_replaced(monkeypatch, caplog):
-    monkeypatch.setattr(hidden_writes, "CopyWatch", Watch)
-    model = small()
-    step = step_of(model, "bf16")
-    step(X, Y), step(X, Y)
-    watch = watches[-1]
-    model[0].weight.data = model[0].weight.data.clone()
-    step(X, Y)
-    assert watches[-1] is not watch
-    watches[-1].places.clear()
-    with caplog.at_level(logging.WARNING, "amp_compiler"):
-        step.state_dict()
-    assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.bias"]
-
-
 def test_a_watch_lasts_as_long_as_what_it_watches(monkeypatch):
     model, watches = small().bfloat16(), []
 

@@ -6,7 +6,7 @@ interpreter (environment variable `TRITON_INTERPRET=1`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -44,9 +44,7 @@ class DeviceCopies:
         columns = [[], [wide for wide, _ in pairs], [low for _, low in pairs]]
         with _on(self._device):
             self._groups = TABLES.groups(columns, self._device, _BLOCK)
-            self._flags = [
-                torch.zeros(2, len(one.rows), dtype=torch.int32, device=self._device) for one in self._groups
-            ]
+            self._flags = [torch.zeros(len(one.rows), dtype=torch.int32, device=self._device) for one in self._groups]
 
     def follow(self, turn: int) -> None:
         """Look as `CopyWatch.look` does, and bring together what differs.
@@ -57,14 +55,7 @@ class DeviceCopies:
         with _on(self._device):
             for group, flags in zip(self._groups, self._flags, strict=True):
                 how = {"LOW_TYPE": _triton_type(group.types[_LOW]), **_OPTIONS}
-                kernels().stale_kernel[(len(group.rows),)](
-                    group.rows, flags[0], flags[1], turn, RUN=_RUN, RUNS=_RUNS, **how
-                )
+                kernels().stale_kernel[(len(group.rows),)](group.rows, flags, turn, RUN=_RUN, RUNS=_RUNS, **how)
                 kernels().follow_kernel[(len(group.blocks),)](
-                    group.rows, group.blocks, flags[0], TAKES=self._takes, BLOCK=_BLOCK, **how
+                    group.rows, group.blocks, flags, TAKES=self._takes, BLOCK=_BLOCK, **how
                 )
-
-    def unread(self) -> Callable[[], list[int]]:
-        """A function that gives the places of the pairs that ever differed, and waits for the device."""
-        pairs = [(group.rows, flags) for group, flags in zip(self._groups, self._flags, strict=True)]
-        return lambda: sorted(place for rows, flags in pairs for place in rows[flags[1] != 0, 1].tolist())

@@ -21,8 +21,8 @@ def _pointers(row, places, LOW_TYPE: tl.constexpr):
 
 
 @triton.jit
-def stale_kernel(rows, flags, seen, turn, LOW_TYPE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
-    """One program a pair: `flags` says whether it differs where this turn looks, `seen` whether it ever did."""
+def stale_kernel(rows, flags, turn, LOW_TYPE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
+    """One program a pair: `flags` says whether it differs where this turn looks."""
     number = tl.program_id(0)
     row = rows + number * COLUMNS
     size = tl.load(row + SIZE)
@@ -33,9 +33,7 @@ def stale_kernel(rows, flags, seen, turn, LOW_TYPE: tl.constexpr, RUN: tl.conste
     wide, low = _pointers(row, places, LOW_TYPE)
     inside = places < size
     differs = differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
-    stale = tl.max(differs.to(tl.int32), 0)
-    tl.store(flags + number, stale)
-    tl.store(seen + number, 1, mask=stale != 0)
+    tl.store(flags + number, tl.max(differs.to(tl.int32), 0))
 
 
 @triton.jit

@@ -164,9 +164,9 @@ def load_weight(
             low = read(address(row, EXTRA, EXTRA_TYPE, start, ALIGNED), offsets, inside, FULL)
             differing = differ(weight, low.to(EXTRA_TYPE)) & inside
             weight = tl.where(differing, low, weight)
-            found = tl.max(differing.to(tl.int32), axis=0) != 0
+            changed = tl.max(differing.to(tl.int32), axis=0) != 0
         else:
             before = tl.load(kept_sum(row, start, stale, BLOCK))
-            found = (before != 0) & (before != bit_sum(weight, offsets, inside))
-        tl.store(stale + 2 * tl.load(row + PLACE), 1, mask=found)
+            changed = (before != 0) & (before != bit_sum(weight, offsets, inside))
+        tl.store(stale + 2 * tl.load(row + PLACE), 1, mask=changed)
     return weight

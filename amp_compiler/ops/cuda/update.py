@@ -93,15 +93,20 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return partials.sum().sqrt(), flags.any().float(), flags
 
 
-def stale_table(sizes: Sequence[int]) -> Tensor:
-    """What `Update.stale` is here, int64: of each tensor a flag and where its sums begin; then the sums.
+def new_stale(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """What `Update.stale` is before the first update, on the host: on a GPU int64, else flags.
+
+    For these kernels it is of each tensor a flag and where its sums begin; then the sums.
 
     Of each block of masters the sum of the bits that an update wrote is kept, and is zero where others may have written
     them since. The next update compares it with the sum of what it reads, for which it reads nothing more.
 
     Args:
         sizes: elements of each master; 0 of one that takes what its copy has, which is read and compared.
+        device: where the update runs.
     """
+    if device.type != "cuda":
+        return torch.zeros(len(sizes), dtype=torch.uint8)
     places = [*accumulate((-(-size // BLOCK) for size in sizes), initial=2 * len(sizes))]
     table = torch.zeros(places[-1], dtype=torch.int64)
     table[1 : 2 * len(sizes) : 2] = torch.tensor(places[:-1])

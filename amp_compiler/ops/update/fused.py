@@ -48,7 +48,7 @@ class Update(NamedTuple):
         mode: a `Storage`.
         flags: by name; among them always `maximize`: whether the objective is to grow.
         stale: uint8 [n]: set to 1 where a tensor of `low_weights` was not its master rounded, because one of the two
-            was written since the last step; for CUDA kernels a `stale_table`; `None` where nobody looks.
+            was written since the last step; for CUDA kernels see `new_stale`; `None` where nobody looks.
         takes: whether a master takes what its tensor of `low_weights` has otherwise, before the step.
     """
 

@@ -36,16 +36,6 @@ for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
 
 
-def new_stale(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """What `Update.stale` is before the first update, on the host.
-
-    Args:
-        sizes: elements of each master; 0 of one that takes what its copy has, which is read and compared.
-        device: where the update runs.
-    """
-    return kernels.stale_table(sizes) if device.type == "cuda" else torch.zeros(len(sizes), dtype=torch.uint8)
-
-
 def add_rows(dense: Tensor, rows: Tensor, places: Tensor, skipped: int) -> Tensor:
     """A gradient with the rows of a lookup added to it: what a table that is looked up in and multiplied with gets.
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.ops.cuda.update import new_stale
 from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
-from amp_compiler.ops.update.operators import FUSED, FUSED_NAMES, new_stale
+from amp_compiler.ops.update.operators import FUSED, FUSED_NAMES
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.ranks.parts import UNSPLIT, Parts
@@ -82,7 +83,7 @@ class BoundGroup:
         hyper: FP64 vector of hyperparameters on the device.
         started: FP32 flag on the device: whether an update was applied before.
         stale: UINT8 flag of each parameter on the device: whether an update found that it, or its 16-bit copy, was
-            written past its version counter; on a GPU a `stale_table`.
+            written past its version counter; on a GPU more, see `new_stale`.
         parts: makes this rank's part of a state, where each rank has one; `None` where the state is whole.
     """
 
