@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.forward.first_calls import end_watch, watch_call
 from amp_compiler.forward.kinds import derived_class
 from amp_compiler.forward.low_weights import refuse_training
 from amp_compiler.forward.notices import tell_of_missing_masters
@@ -37,8 +38,8 @@ class CompiledModule(StandIn):
 
     It is an instance of the original's class too, has the name of that class, and its `forward` the same signature, as
     tools ask for all of them. Its other methods are those of the original, and `self(…)` in them (`generate` of
-    transformers) runs what was compiled; layers that one of them runs itself run as they are. What is assigned to it
-    goes to the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
+    transformers) runs what was compiled; one that runs layers past that is told of once. What is assigned to it goes to
+    the original, but for what tools write that put themselves around a model: `forward`, `__class__` and hooks.
 
     Any number of threads may call it. While one compiles, calls that have their code go on.
 
@@ -94,6 +95,8 @@ class CompiledModule(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""
         # While any thread traces, torch puts a wrapper in the place of `nn.Module.__call__` for the whole process.
+        if "forward" in self.__dict__ and "forward" not in self._warned and not captured_within():
+            return watch_call(self, "forward", self._wrapped_call_impl, *args, **kwargs)
         return self._wrapped_call_impl(*args, **kwargs)
 
     def __dir__(self) -> list[str]:
@@ -127,6 +130,7 @@ class CompiledModule(StandIn):
 
     @skipped_by_dynamo
     def _run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        end_watch()
         if captures_here():
             return self.original._wrapped_call_impl(*args, **kwargs)
         if traced := traced_elsewhere(lambda: [args, *pytree.tree_leaves((args, kwargs))]):

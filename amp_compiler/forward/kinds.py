@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.first_calls import told_at_first
 
 _OF_STATES = ("_version", "_save_to_state_dict", "_load_from_state_dict")  # members of a class that decide on its state
 
@@ -74,7 +75,8 @@ class _Member:
 
     def __init__(self, kind: type, name: str, value: Any) -> None:
         self._kind, self._name = kind, name
-        self._function = value if isinstance(value, types.FunctionType) else None
+        is_method = isinstance(value, types.FunctionType)
+        self._function = value if is_method and name.startswith("_") else told_at_first(value) if is_method else None
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:

@@ -1,10 +1,11 @@
-"""A compiled module is one of its original's class: its methods run what was compiled."""
+"""A compiled module is one of its original's class: its methods run what was compiled, or tell what does not."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
+import types
 import weakref
 from typing import ClassVar
 
@@ -47,6 +48,9 @@ class Net(Base):
     def encode(self, x):
         return self.encoder(x)
 
+    def head(self, x):
+        return self.heads[0](x)
+
     def scale_by(self, factor):
         self._factor = factor
         return self
@@ -61,6 +65,10 @@ class Net(Base):
     @classmethod
     def of_width(cls, width):
         return cls(width)
+
+    def half_encoded(self, x):
+        y = self(x)
+        return self.encoder(x), y
 
 
 def doubled(module, args, result):
@@ -80,12 +88,27 @@ def test_methods_run_what_was_compiled(caplog):
     before = model(X)
     assert model.scale_by(2.0) is model and model.original._factor == 2.0
     assert torch.equal(model(X), 2 * before)
-    assert not caplog.records
+    model.half_encoded(X)
+    Net().encode(X)  # layers of another model
+    assert not caplog.records and not torch.nn.modules.module._global_forward_pre_hooks
 
 
-def test_layers_that_a_method_runs_itself_run_as_they_are(caplog):
+def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
     model = compiled()
-    assert torch.equal(model.encode(X), model.encoder(X)) and not caplog.records
+    for _ in range(2):
+        assert torch.equal(model.encode(X), model.encoder(X))
+        model.head(X)
+    model.forward = types.MethodType(lambda self, x: self.encode(x), model)
+    model(X), model(X)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Net.{name} runs `{path}` as it is, not compiled and in its own types: to compile that, write"
+        f" model.{place} = amp.compile(model.{place})"
+        for name, path, place in (
+            ("encode", "encoder", "encoder"),
+            ("head", "heads.0", "heads[0]"),
+            ("forward", "encoder", "encoder"),
+        )
+    ]
     model.encoder = amp.compile(model.encoder, dtype="bf16", backend="eager")
     expected = model.original.encoder.original(X)
     assert torch.allclose(model.encode(X), expected, atol=2e-2) and not torch.equal(model.encode(X), expected)
