@@ -126,9 +126,11 @@ def draws(target: Any) -> bool:
 
 def ordered_draws(graph: fx.Graph) -> None:
     """Let what draws of the random state run in the order of a graph that Inductor is about to lower, seeds first."""
+    drawing = [node for node in graph.nodes if draws(node.target)]
+    if len(drawing) < 2:
+        return
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 
-    drawing = [node for node in graph.nodes if draws(node.target)]
     seeds = [node for node in drawing if node.target is torch.ops.prims.inductor_seeds.default]
     for node in seeds:
         next(iter(graph.nodes)).prepend(node)

@@ -123,7 +123,7 @@ def update(optimizer: FusedOptimizer, args: Update) -> None:
             kernel = getattr(code, f"{optimizer.name}_kernel")
             # The kernels of an optimizer that counts no steps make its numbers themselves.
             numbers = step_numbers(optimizer, args.steps, args.hyper) if optimizer.counts else args.hyper
-            options = {flag.upper(): value for flag, value in args.flags.items()}
+            options: dict[str, Any] = {flag.upper(): value for flag, value in args.flags.items()}
             options |= _OPTIONS if args.stale is None else _WATCHING
             # Beside a weight stands the copy of a master, or the rounding error of a weight without one.
             beside = args.low_weights or (args.compensations if args.mode == Storage.KAHAN else [])
