@@ -98,6 +98,8 @@ def test_inference_makes_them_once_and_where_a_weight_was_written(preset: str, m
                 elif number == 4:
                     model.layers[1].weight.mul_(2)
                 seen.append((float(compiled(x, y)), sum(made)))
+        exported = amp.export(model, (x, y), rules=preset, dtype="bf16").module()
+        assert backend == "inductor" or float(exported(x, y)) == seen[-1][0]
     values, counts = zip(*seen, strict=True)
     assert values[:5] == values[5:] and len({*values[:5]}) == 3
     assert counts == (2, 2, 4, 4, 6, *[6] * 5)
