@@ -84,7 +84,7 @@ def test_scales_of_fp8_are_of_the_largest_magnitudes_of_all_ranks_and_weights_ar
     assert first["kept"] == second["kept"]
     assert first["kept"][0][:2] == [1.0, 2.0]  # the second rank's
     first, second = of(two, "fp8_weights")
-    assert all(equal(kept, made) and equal(kept, second[way][0]) for way, (kept, made) in first.items())
+    assert all(equal(kept, anew) and equal(kept, second[way][0]) for way, (kept, anew) in first.items())
 
 
 @pytest.mark.parametrize(("model", "norms"), [("rows", 2), ("images", 2)])
