@@ -20,13 +20,15 @@ from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import CAST, results_of, torch_dtype
 from amp_compiler.ir.dtypes import DTypeArgument
+from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.passes.pipeline import Pipeline
+from amp_compiler.passes.step.place_operands import open_call
 from amp_compiler.passes.step.place_weights import PlaceWeights
 from amp_compiler.policy.unused import warn_of_unused
 
 EXPORT = Pipeline(  # INFERENCE without operators of this package, and without forms for its own compilation
     "EXPORT",
-    ("apply_plan", "widen_math", "legalize"),
+    ("apply_plan", "scale_products", "widen_math", "legalize"),
     "The plan carried out for a program of torch.export.",
 )
 
@@ -77,6 +79,8 @@ def export(
         refuse_mixed_types(captured.graph_module)
         plan = plan_captured(captured, settings, low)
         EXPORT.run(captured.graph_module, {"plan": plan, "ops": settings.ops, "differentiable": False})
+        for node in captured.graph_module.graph.find_nodes(op="call_function", target=fp8_product):
+            open_call(node, fp8_product, "")
         warn_of_unused(plan.unused_rules, type(model).__name__)
         stored = dict.fromkeys(_read_low(captured, torch_dtype(low)), torch_dtype(low))
         PlaceWeights(stored, ()).run(captured.graph_module)

@@ -49,14 +49,14 @@ class KeptWeights:
         known = self._known
         if known is None or known[0] != seen or None in seen[2]:
             return self._keep(seen, self._made(weights))
-        _, made, watches = known
-        copies = made[: len(weights)]
+        _, kept, watches = known
+        copies = kept[: len(weights)]
         self._turn += 1
         if not watches:
             watches.append(CopyWatch([*zip(weights, copies, strict=True)]))
         stale = watches[0].look(self._turn)
         if not stale:
-            return made
+            return kept
         # A write is seldom of one weight alone, and sampling may see it in one alone.
         self.written = self.written or self._casts[stale[0]][1]
         return self._keep(seen, self._made(weights))
@@ -66,9 +66,9 @@ class KeptWeights:
         return [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
 
     def _keep(self, seen: _Seen, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        made = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
-        self._known = seen, made, []
-        return made
+        kept = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
+        self._known = seen, kept, []
+        return kept
 
     def drop(self) -> None:
         """Forget the copies; the next call makes them again."""
@@ -92,5 +92,5 @@ def kept_weights(captured: Captured) -> KeptWeights:
     names = {entry.name: entry.target for entry in captured.inputs}
     casts = [(index[name], names[name], dtype) for name, dtype in (node.meta[Key.LOW] for node in copies)]
     states = [node.meta[Key.STATE] for node in added[len(copies) :]]
-    operands = [(index[made.weight] - index[copies[0].name], made) for _, made, number in states if not number]
+    operands = [(index[recipe.weight] - index[copies[0].name], recipe) for _, recipe, number in states if not number]
     return KeptWeights(casts, operands)

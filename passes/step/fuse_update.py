@@ -302,11 +302,10 @@ class _Builder:
         return self._placeholder((column, group, 0), node_tensor(like).new_empty(shape, dtype=dtype))  # type: ignore[union-attr]
 
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
-        if key in self.added:
-            return self.added[key]
-        meta = {"val": value, Key.STATE: key}
-        self.last = self.added[key] = node = add_placeholder(self.last, "_".join(map(str, key)), meta)
-        return node
+        if key not in self.added:
+            meta = {"val": value, Key.STATE: key}
+            self.last = self.added[key] = add_placeholder(self.last, "_".join(map(str, key)), meta)
+        return self.added[key]
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]

@@ -85,8 +85,8 @@ def test_weights_in_fp8_are_what_a_step_would_make(preset: str, options: dict[st
 @pytest.mark.parametrize("preset", ["fp8", "fp8-rowwise", pytest.param("mxfp8", marks=pytest.mark.compiles)])
 def test_inference_makes_them_once_and_where_a_weight_was_written(preset: str, monkeypatch: Any) -> None:
     backend = "inductor" if preset == "mxfp8" else "eager"
-    made, make, seen = [0], Operands.__call__, list[Any]()
-    monkeypatch.setattr(Operands, "__call__", lambda self, weight: made.append(1) or make(self, weight))
+    calls, make, seen = [0], Operands.__call__, list[Any]()
+    monkeypatch.setattr(Operands, "__call__", lambda self, weight: calls.append(1) or make(self, weight))
     x, y = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)), torch.ones(64, 32)
     for passes in ((), amp.pipelines.INFERENCE.skip("place_operands")):
         model = Net().eval()
@@ -97,7 +97,9 @@ def test_inference_makes_them_once_and_where_a_weight_was_written(preset: str, m
                     model.layers[0].weight.data.mul_(2)  # past its version counter
                 elif number == 4:
                     model.layers[1].weight.mul_(2)
-                seen.append((float(compiled(x, y)), sum(made)))
+                seen.append((float(compiled(x, y)), sum(calls)))
+        exported = amp.export(model, (x, y), rules=preset, dtype="bf16").module()
+        assert backend == "inductor" or float(exported(x, y)) == seen[-1][0]
     values, counts = zip(*seen, strict=True)
     assert values[:5] == values[5:] and len({*values[:5]}) == 3
     assert counts == (2, 2, 4, 4, 6, *[6] * 5)
