@@ -88,7 +88,7 @@ def _before_steep(proto: onnx.ModelProto) -> set[str]:
 
 def _distances(proto: onnx.ModelProto, values: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
     """By value that a norm or softmax reads, nodes that take the mean away from it, over all axes from its first on."""
-    version, found = opset_of(proto), dict[str, list[onnx.NodeProto]]()
+    version, result = opset_of(proto), dict[str, list[onnx.NodeProto]]()
     for node in proto.graph.node if version >= _FIRST_NEGATIVE else ():
         usual = CENTRING.get(f"onnx.{node.op_type}") if node.domain in DEFAULT else None
         if usual is not None and (name := node.input[0]) in values:
@@ -103,5 +103,5 @@ def _distances(proto: onnx.ModelProto, values: Collection[str]) -> dict[str, lis
                 ),
                 helper.make_node("Sub", [rows, mean], [rest]),
             ]
-            found[name] = nodes[in_attribute:]
-    return found
+            result[name] = nodes[in_attribute:]
+    return result
