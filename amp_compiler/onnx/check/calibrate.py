@@ -88,17 +88,20 @@ def _before_steep(proto: onnx.ModelProto) -> set[str]:
 
 def _distances(proto: onnx.ModelProto, values: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
     """By value that a norm or softmax reads, nodes that take the mean away from it, over all axes from its first on."""
-    version, found = opset_of(proto), dict[str, list[onnx.NodeProto]]()
+    version, result = opset_of(proto), dict[str, list[onnx.NodeProto]]()
     for node in proto.graph.node if version >= _FIRST_NEGATIVE else ():
         usual = CENTRING.get(f"onnx.{node.op_type}") if node.domain in DEFAULT else None
         if usual is not None and (name := node.input[0]) in values:
             axis = next((entry.i for entry in node.attribute if entry.name == "axis"), usual)
             rows, one, mean, rest = (f"{name}/amp_{what}" for what in ("rows", "one", "mean", "distances"))
-            operands, attrs = ([rows, one], {}) if version >= _FIRST_AXES else ([rows], {"axes": [1]})
-            found[name] = [
-                *([helper.make_node("Constant", [], [one], value_ints=[1])] if one in operands else ()),
+            in_attribute = version < _FIRST_AXES
+            nodes = [
+                helper.make_node("Constant", [], [one], value_ints=[1]),
                 helper.make_node("Flatten", [name], [rows], axis=axis),
-                helper.make_node("ReduceMean", operands, [mean], **attrs),
+                helper.make_node(
+                    "ReduceMean", [rows] if in_attribute else [rows, one], [mean], axes=[1] if in_attribute else None
+                ),
                 helper.make_node("Sub", [rows, mean], [rest]),
             ]
-    return found
+            result[name] = nodes[in_attribute:]
+    return result
