@@ -99,8 +99,8 @@ class _Cut:
         operands = operand_nodes(self.step.graph)
         readers = _readers(nodes, updates) - operands
         # What writes a `Product`, or another form of one.
-        made = Product, Product.zeros
-        products = [node for node in nodes if node.target in made or node.op == "call_method"]
+        kinds = Product, Product.zeros
+        products = [node for node in nodes if node.target in kinds or node.op == "call_method"]
         items = [node for check in self.checks for node in check.users if node.target is operator.getitem]
         own = {*self.checks, *products, *items, *last, *readers, *operands}
         for node in self.step.graph.find_nodes(op="placeholder"):
