@@ -119,7 +119,7 @@ $(FRAMEWORKS)/.installed: $(STAMP)
 	$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
 	  lightning==2.6.6 pytorch-lightning==2.6.6 lightning-utilities torchmetrics accelerate==1.15.0 peft==0.21.2 trl==1.16.0 \
 	  diffusers==0.42.1 sentence-transformers==6.2.0 torch-geometric==2.8.1 monai==1.6.1 skorch==1.4.0 pytorch-ignite==0.5.5 \
-	  torchao==0.18.0 importlib_metadata zipp datasets multiprocess dill xxhash pyarrow pandas python-dateutil six aiohttp httpx
+	  torchao==0.18.0 importlib_metadata zipp datasets multiprocess dill xxhash pyarrow pandas python-dateutil six aiohttp httpx tabulate
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed ## the integrations and docs/frameworks.md beside Lightning, diffusers and others, which are installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.forward.first_calls import end_watch, watch_call
+from amp_compiler.forward.first_calls import end_watch, told_once, watch_call
 from amp_compiler.forward.kinds import derived_class
 from amp_compiler.forward.low_weights import refuse_training
 from amp_compiler.forward.notices import tell_of_missing_masters
@@ -31,6 +32,16 @@ from amp_compiler.policy.unused import warn_of_unused
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
 _OWN = ("forward", "_original_forward", "__class__", "__dict__")  # the second is where Accelerate keeps the first
 _OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: there once it was called
+
+
+class _OfOurs(property):
+    """A property that the model's own member of that name goes before, which its methods mean."""
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        model, name = getattr(module, "original", None), self.fget.__name__  # type: ignore[union-attr]
+        if model is not None and any(name in names for names in (vars(model), model._modules, dir(type(model)))):
+            return module.__getattr__(name)
+        return super().__get__(module, owner)
 
 
 class CompiledModule(StandIn):
@@ -54,8 +65,7 @@ class CompiledModule(StandIn):
 
     def __new__(cls, model: nn.Module, settings: Settings) -> CompiledModule:
         """An object of the class for this kind of model."""
-        module = object.__new__(_class_for(model) if cls is CompiledModule else cls)
-        return module  # type: ignore[return-value]
+        return object.__new__(_class_for(model) if cls is CompiledModule else cls)  # type: ignore[return-value]
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         nn.Module.__init__(self)  # a class that only stands among the bases is none to begin
@@ -74,7 +84,8 @@ class CompiledModule(StandIn):
         return f"amp.compile({self.original!r}, dtype={self.settings.dtype!r})"
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["original"], name)  # parameters, buffers and submodules are the same
+        value = getattr(self.__dict__["original"], name)  # parameters, buffers and submodules are the same
+        return told_once(self, name, value) if isinstance(value, MethodType) else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
@@ -159,7 +170,7 @@ class CompiledModule(StandIn):
             self._warned.add("unused")
             warn_of_unused(plan_of(ran).unused_rules, name_of(self.original))
 
-    @property
+    @_OfOurs
     def plan(self) -> PrecisionPlan:
         """The plan of the last forward that ran a graph; where that broke, of all its subgraphs together.
 
@@ -168,22 +179,22 @@ class CompiledModule(StandIn):
         """
         return plan_of(self._called())
 
-    @property
+    @_OfOurs
     def graph_module(self) -> fx.GraphModule:
         """The rewritten graph of the last forward; of the last of its subgraphs, where its graph broke."""
         return self._called()[-1].graph_module
 
-    @property
+    @_OfOurs
     def stages(self) -> Stages:
         """The text of the last forward's graph behind each pass: `model.stages["apply_plan"].text`."""
         return stages_of(self._called())
 
-    @property
+    @_OfOurs
     def execution(self) -> str:
         """How the last forward ran: as one graph, or as subgraphs, with what broke the first one and what to do."""
         return self._without_graph() or execution_of(self._called())
 
-    @property
+    @_OfOurs
     def compilations(self) -> int:
         """How many graphs were compiled so far."""
         return len(self._subgraphs.graphs)

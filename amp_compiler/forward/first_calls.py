@@ -19,16 +19,11 @@ logger = logging.getLogger("amp_compiler")
 _THREAD = threading.local()  # its `handle` is the hook of the method that is watched
 
 
-def told_at_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of which the user is told once where it runs layers of the original past what was compiled."""
-
-    @functools.wraps(function)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or function.__name__ in self.__dict__["_warned"]:
-            return function(self, *args, **kwargs)
-        return watch_call(self, function.__name__, functools.partial(function, self), *args, **kwargs)
-
-    return method
+def told_once(module: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method; of a public one the user is told once where it runs layers past what was compiled."""
+    if name.startswith("_") or torch.compiler.is_compiling() or name in module.__dict__["_warned"]:
+        return function
+    return functools.wraps(function)(functools.partial(watch_call, module, name, function))
 
 
 def watch_call(module: Any, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

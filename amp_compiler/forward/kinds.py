@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.first_calls import told_at_first
+from amp_compiler.forward.first_calls import told_once
 
 _OF_STATES = ("_version", "_save_to_state_dict", "_load_from_state_dict")  # members of a class that decide on its state
 
@@ -75,8 +75,7 @@ class _Member:
 
     def __init__(self, kind: type, name: str, value: Any) -> None:
         self._kind, self._name = kind, name
-        is_method = isinstance(value, types.FunctionType)
-        self._function = value if is_method and name.startswith("_") else told_at_first(value) if is_method else None
+        self._function = value if isinstance(value, types.FunctionType) else None
 
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
@@ -84,7 +83,7 @@ class _Member:
         original = module.__dict__["original"]
         if self._function is None or self._name in original.__dict__:
             return getattr(original, self._name)
-        return types.MethodType(self._function, module)
+        return told_once(module, self._name, types.MethodType(self._function, module))
 
 
 def _like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +70,9 @@ class LowWeights:
         for parameter, data in self._kept.values():
             parameter.data = data
         self._kept = {}
+        # What weights in FP32 had taken, and then what was compiled, glibc keeps for itself: half of the model.
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+            trim(0)
 
     def store(
         self, captured: Captured, inputs: Sequence[Any], plan: PrecisionPlan, low: torch.dtype

@@ -137,16 +137,13 @@ def build_subgraph(
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
         wanted = [getattr(one, "requires_grad", False) for one in inputs] + [False] * (len(nodes) - len(inputs))
-        examples = [_example(node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True)]
+        # A trace does not note whether an input requires a gradient.
+        pairs = ((node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True))
+        examples = [one.detach().requires_grad_() if needs else one for one, needs in pairs]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
             run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))
         return Subgraph(captured, plan, run, weights, stages, break_before(graph_module))
-
-
-def _example(captured: Any, needs: bool) -> Any:
-    """The stand-in of an input, requiring a gradient where the real one does: a trace does not note that."""
-    return captured.detach().requires_grad_() if needs else captured
 
 
 class Subgraphs:
@@ -264,9 +261,8 @@ class Subgraphs:
         alone = self._breaks or not self.graphs or self._low_weights is not None
         turn = BUILDING if alone else contextlib.nullcontext()
         try:
-            skips = self._settings.rules.buffers == "skip_nonfinite"
-            written = self._model.buffers() if skips else ()  # which are found by going through all modules
-            buffers = [(one, one.detach().clone()) for one in written if _has_where(one)]
+            held = self._model.buffers() if self._settings.rules.buffers == "skip_nonfinite" else ()
+            buffers = [(one, one.detach().clone()) for one in held if _has_where(one)]
             with turn, compiled_checkpoints(self._checkpointed), autocast_off():
                 result = frontend(*args, **kwargs)
             if buffers and len(graphs) != 1:  # of one graph the pass `protect_buffers` does so

@@ -106,14 +106,10 @@ def _blocks(graph_module: fx.GraphModule, path: str, written: Callable[[fx.Node]
     yield "\n".join(lines) + "\n"
     named = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op in ("get_attr", "call_module"))
     for name in named:
-        inner = graph_module.get_submodule(name) if _has_module(graph_module, name) else None
+        inner = graph_module.get_submodule(name) if name in dict(graph_module.named_modules()) else None
         if isinstance(inner, fx.GraphModule):
             yield f"graph {path}{name}\n"
             yield from _blocks(inner, f"{path}{name}.", written)
-
-
-def _has_module(module: torch.nn.Module, name: str) -> bool:
-    return name in {path for path, _ in module.named_modules()}
 
 
 def _line(node: fx.Node) -> str:

@@ -44,7 +44,8 @@ class CopyWatch:
     ) -> None:
         pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
         self._pairs, self._whole = pairs, whole
-        plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
+        # Of a tensor that has the type already the copy is itself.
+        plain = [at for at, (one, copy) in enumerate(pairs) if _is_plain(one) and one.data_ptr() != copy.data_ptr()]
         here = [place for place in plain if pairs[place][0].is_cpu]
         compiled = library() if here else None
         taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]

@@ -95,7 +95,8 @@ def _inline_all(graph_module: fx.GraphModule, low: torch.dtype | None) -> tuple[
                 _inline(graph_module, node, body, operands, detach=not enabled)
                 inlined = True
         modified |= inlined
-    modified |= bool(graph.eliminate_dead_code(is_impure_node=_keeps))
+    # Only the get_attr of an inlined body may go: dead code of the model is none of our business here.
+    modified |= bool(graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr"))
     graph_module.delete_all_unused_submodules()
     return modified, retype
 
@@ -122,11 +123,6 @@ def _detach_switched(region: fx.GraphModule) -> None:
         while switches := inner.graph.find_nodes(op="call_function", target=switch):
             enabled, body, *operands = switches[0].args
             _inline(inner, switches[0], body, operands, detach=not enabled)
-
-
-def _keeps(node: fx.Node) -> bool:
-    # Only the get_attr of an inlined body may go: dead code of the model is none of our business here.
-    return node.op != "get_attr"
 
 
 def _device_type(graph: fx.Graph) -> str:

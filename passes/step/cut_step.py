@@ -97,7 +97,9 @@ class _Cut:
         updates = [node for node in last if node.target is not COMMIT]
         operands = operand_nodes(self.step.graph)
         readers = _readers(nodes, updates) - operands
-        products = [node for node in nodes if _is_product(node)]
+        # What writes a `Product`, or another form of one.
+        kinds = Product, Product.zeros
+        products = [node for node in nodes if node.target in kinds or node.op == "call_method"]
         items = [node for check in self.checks for node in check.users if node.target is operator.getitem]
         own = {*self.checks, *products, *items, *last, *readers, *operands}
         for node in self.step.graph.find_nodes(op="placeholder"):
@@ -159,11 +161,6 @@ def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Nod
             readers.add(node)
             written.update(written_operands(node))
     return readers
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether a node writes a `Product`, or another form of one."""
-    return node.target in (Product, Product.zeros) or node.op == "call_method"
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:

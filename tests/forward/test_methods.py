@@ -95,9 +95,10 @@ def test_methods_run_what_was_compiled(caplog):
 
 def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
     model = compiled()
+    model.other = model.original.encode  # found on the object, or by a `__getattr__` of its class
     for _ in range(2):
         assert torch.equal(model.encode(X), model.encoder(X))
-        model.head(X)
+        model.head(X), model.other(X)
     model.forward = types.MethodType(lambda self, x: self.encode(x), model)
     model(X), model(X)
     assert [record.getMessage() for record in caplog.records] == [
@@ -106,6 +107,7 @@ def test_a_method_that_runs_layers_past_it_is_told_once(caplog):
         for name, path, place in (
             ("encode", "encoder", "encoder"),
             ("head", "heads.0", "heads[0]"),
+            ("other", "encoder", "encoder"),
             ("forward", "encoder", "encoder"),
         )
     ]
@@ -122,7 +124,8 @@ def test_it_is_one_of_its_originals_class():
     for result in (model.twin(), model.of_width(8), type(model)(width=8)):
         assert type(result) is Net
     assert model.device.type == "cpu"
-    model.original.encode = lambda x: "the object's own"
+    model.original.encode, model.stages = lambda x: "the object's own", nn.ReLU()
+    assert model.stages is model.original.stages  # and not ours, as ConvNeXt has some that its methods call
     assert model.encode(X) == "the object's own"
     (hooked := compiled()).register_forward_hook(doubled)
     for twin in (copy.deepcopy(hooked), pickle.loads(pickle.dumps(hooked))):

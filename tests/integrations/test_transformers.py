@@ -57,9 +57,9 @@ def test_it_trains_as_the_trainers_own_mixed_precision(tmp_path, steps, others, 
     assert not [one for one in recwarn if "lr_scheduler" in str(one.message)]
 
 
-def test_it_resumes_bit_for_bit(tmp_path):
-    """With its loss scale."""
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "amp_options": {"dtype": "fp16"}, **EVEN}
+@pytest.mark.parametrize("others", [EVEN, {}])  # with gathered batches too, of which an epoch ends in one alone
+def test_it_resumes_bit_for_bit_with_its_loss_scale(tmp_path, others):
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "amp_options": {"dtype": "fp16"}, **others}
     whole = trainer(tmp_path / "whole", **options)
     whole.train()
     resumed = trainer(tmp_path / "resumed", **options)

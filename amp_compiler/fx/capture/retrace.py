@@ -173,6 +173,9 @@ def _lifted(traced: fx.GraphModule, fake_mode: Any) -> dict[str, Tensor]:
         value = getattr(traced, node.target)
         if not isinstance(value, Tensor):
             continue
+        if isinstance(value, FakeTensor):
+            what = "a weight is a tensor of a class of its own, such as those that torchao quantizes"
+            raise ValuesReadError(what, hint="torch.compile(model) under torch.autocast takes such a model")
         name = f"c_{node.target.strip('_')}"
         if name not in constants:
             with traced.graph.inserting_after(last) if last is not None else traced.graph.inserting_before():

@@ -59,10 +59,6 @@ def _flags(kind: FusedOptimizer, optimizer: torch.optim.Optimizer, group: Mappin
     return tuple(read(optimizer, group) for read in kind.flags.values())
 
 
-def _hyper(kind: FusedOptimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(read(group) for read in kind.hyper.values())
-
-
 def _columns(kind: FusedOptimizer, group: Mapping[str, Any], storage: int | None) -> tuple[tuple[str, bool], ...]:
     """State lists of the operator; without masters the list of 16-bit copies gives way to the compensations."""
     states = ((one.name, one.used(group)) for one in kind.states)
@@ -102,7 +98,8 @@ class BoundGroup:
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
-        values = _hyper(self.kind, self.optimizer.param_groups[self.index])
+        group = self.optimizer.param_groups[self.index]
+        values = tuple(read(group) for read in self.kind.hyper.values())
         self._written = send_numbers(self.hyper, values, self._written)
         if self.spec.started:
             self._find_started()
