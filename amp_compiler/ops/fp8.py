@@ -281,7 +281,7 @@ class _Convolution(torch.autograd.Function):
         way, (x, weight, amaxes) = ways[0], tensors
         ctx.delayed = Delayed(amaxes, ways)
         operands = ctx.delayed.scaled(0, x, _E4M3, way, None), ctx.delayed.scaled(1, weight, _E4M3, way, None)
-        ctx.ways, ctx.op, ctx.rest = ways, op, rest
+        ctx.ways, ctx.op, ctx.rest, ctx.types = ways, op, rest, (x.dtype, weight.dtype)
         ctx.save_for_backward(x, weight)
         return op(*(one.numbers() for one in operands), None, *rest).to(x.dtype)  # type: ignore[no-any-return]
 
@@ -318,5 +318,4 @@ def _convolution_slopes(
         leaves = [one.detach().requires_grad_(wants) for one, wants in zip((x, weight), wanted, strict=True)]
         result = ctx.op(*leaves, None, *ctx.rest)
         slopes = iter(torch.autograd.grad(result, [one for one in leaves if one.requires_grad], gradient))
-    types = [one.dtype for one in ctx.saved_tensors]
-    return [next(slopes).to(dtype) if wants else None for wants, dtype in zip(wanted, types, strict=True)]
+    return [next(slopes).to(dtype) if wants else None for wants, dtype in zip(wanted, ctx.types, strict=True)]

@@ -216,8 +216,10 @@ class StepProgram:
         finally:
             SET_GRAD_ENABLED(recorded)
         note_writes(seen.written)
-        for group in self.compiled.groups:
-            group.publish()
+        published = [group.publish() for group in self.compiled.groups]
+        if any(published) and detector is not None:
+            with TENSORS:  # so that a state that is taken away again is seen
+                detector.read()
         seen.let_go()
         if copied is None:
             return self._output(flat, self._beside(flat[self.compiled.results :]))

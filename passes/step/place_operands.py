@@ -121,7 +121,7 @@ class PlaceOperands(RewritePass):
         weight_of: dict[Any, Any] = {}
         for node in graph.find_nodes(op="placeholder"):
             stored_low = self.masters and node.name in self.trained and node.meta["val"].dtype in LOW_TYPES
-            if stored_low or Key.LOW in node.meta:
+            if stored_low or (Key.LOW in node.meta if self.trained else _is_copy_on_cpu(node)):
                 weight_of[node] = node
         for node in graph.nodes:
             target, weights = node.target, {weight_of.get(one) for one in node.all_input_nodes}

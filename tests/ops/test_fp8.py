@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toys import mean_square, sgd_step
 
 import amp_compiler as amp
@@ -238,6 +239,14 @@ def test_a_gradient_that_is_differentiated_is_refused(model: Any) -> None:
     loss = compiled(x).square().sum()
     with pytest.raises(amp.AmpError, match=r"FP8 products.*precision: low"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_a_convolution_may_be_checkpointed() -> None:
+    compiled = amp.compile(nn.Conv1d(64, 16, 1), rules=rules("fp8"), dtype="bf16", backend="eager")
+    x, slopes = torch.randn(2, 64, 5, requires_grad=True), []
+    for result in (compiled(x), checkpoint(compiled, x, use_reentrant=False)):
+        slopes.append(torch.autograd.grad(result.square().sum(), [x, *compiled.parameters()]))
+    assert all(map(torch.equal, *slopes))
 
 
 def test_what_beta_leaves_out_is_not_read() -> None:

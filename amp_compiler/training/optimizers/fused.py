@@ -131,12 +131,15 @@ class BoundGroup:
         started = self.kind.started
         return started is not None and started(self.optimizer.param_groups[self.index])
 
-    def publish(self) -> None:
-        """Behind a call: give the optimizer the states that were made for its first update, once that was applied."""
-        if self._waiting and bool(self.started):
-            for parameter, state in self._waiting.items():
-                self.optimizer.state[parameter].update(state)
-            self._waiting.clear()
+    def publish(self) -> bool:
+        """Behind a call: give the optimizer the states that were made for its first update, if that was applied now."""
+        if not self._waiting or not bool(self.started):
+            return False
+        for parameter, state in self._waiting.items():
+            self.optimizer.state[parameter].update(state)
+        self._waiting.clear()
+        self._begun = {True}  # as the update has set the flag
+        return True
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""

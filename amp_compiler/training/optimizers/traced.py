@@ -79,8 +79,9 @@ class TracedGroup:
         values = tuple(group.get("lr", 0.0) for group in self.optimizer.param_groups)
         self._written = send_numbers(self.rates, values, self._written)
 
-    def publish(self) -> None:
+    def publish(self) -> bool:
         """As of a `BoundGroup`; all state is made before the first update."""
+        return False
 
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""
