@@ -68,7 +68,7 @@ class Pass(ABC, Generic[Subject]):
     Its fields are its options. A pipeline fills them in by name, see `passes.pipeline.Pipeline.run`.
 
     Attributes:
-        name: by which pipelines, stages and errors call it; by default that of its class: `fold_masks` of `FoldMasks`.
+        name: by which pipelines, stages and errors call it; by default that of its class, `fold_masks` of `FoldMasks`.
         exact: whether the graph computes the same numbers after it, bit for bit.
         skippable: whether a pipeline may leave it out.
         idempotent: whether it changes nothing when it runs again.
@@ -81,8 +81,9 @@ class Pass(ABC, Generic[Subject]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "name" not in cls.__dict__:
-            cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        named = (one for one in cls.__mro__ if "name" in vars(one) and not getattr(one, "__abstractmethods__", None))
+        written = next((str(vars(one)["name"]) for one in named), "")
+        cls.name = written or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def requires(self, subject: Subject) -> str | None:
         """What is wrong with the input, as a sentence; `None` where the pass accepts it."""

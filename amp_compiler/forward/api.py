@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -25,7 +28,9 @@ from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, check
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
+from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.capture.frontend import as_backend
+from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private.runtime import has_native_bf16
@@ -36,6 +41,7 @@ from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, SUBGRAPH
 from amp_compiler.policy.targets import Target
 
+logger = logging.getLogger("amp_compiler")
 DEVICES = ("cpu", "cuda")  # that can be planned for without being there
 PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
@@ -192,9 +198,10 @@ def explain(
     """Plan the precision of a model without compiling or running it.
 
     Args:
-        model: an `nn.Module`, or an ONNX path or `ModelProto`.
+        model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
         example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor. An
-            ONNX model needs none; with them its open dimensions have their sizes.
+            ONNX model needs none; with them its open dimensions have their sizes, and the plan has the totals of
+            `torch.autocast` over what `onnx_to_fx` makes of it.
         rules: as for `compile`.
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
@@ -231,6 +238,11 @@ def explain(
         raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
+    if isinstance(model, fx.GraphModule) and example_args is None:
+        captured = captured_from_graph_module(copy.deepcopy(model))
+        tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
+        low = settings.low(device_of(tensors))
+        return plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
     if is_onnx(model):
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")
@@ -239,7 +251,7 @@ def explain(
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",
-            hint="pass an nn.Module, or an ONNX path or ModelProto",
+            hint="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
         )
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
@@ -255,10 +267,20 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     from amp_compiler.onnx.model.model import open_model
     from amp_compiler.onnx.plan import explain_onnx
 
-    if example_args is not None:
-        model = open_model(model)
-        options["sizes"] = sizes_of(model, *split_example(example_args))
-    return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
+    if example_args is None:
+        return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
+    opened = open_model(model)
+    example = split_example(example_args)
+    sizes = sizes_of(opened, *example)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
+    try:
+        args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, example)
+        captured = captured_from_program(export_module(module_of(model), args, kwargs))
+        plan_captured(captured, settings, low)  # by which it is in normal form
+    except (AmpError, TypeError, ValueError) as cause:  # of texts, the import or its own plan: the file's plan stands
+        logger.warning("what torch.autocast casts is not counted: %s", cause)
+        return plan
+    return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
 
 
 def is_onnx(model: object) -> bool:

@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,12 @@ def told_once(module: Any, name: str, function: Callable[..., Any]) -> Callable[
     """A bound method; of a public one the user is told once where it runs layers past what was compiled."""
     if name.startswith("_") or torch.compiler.is_compiling() or name in module.__dict__["_warned"]:
         return function
-    return functools.wraps(function)(functools.partial(watch_call, module, name, function))
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return watch_call(module, name, function, *args, **kwargs)
+
+    return types.MethodType(method, function.__self__)  # type: ignore[attr-defined]
 
 
 def watch_call(module: Any, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

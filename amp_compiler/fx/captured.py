@@ -54,6 +54,30 @@ class Captured:
     constants: dict[str, torch.Tensor]
 
 
+def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
+    """The captured form of an FX graph in ATen IR whose placeholders are all inputs (`get_attr` tensors are lifted).
+
+    Raises:
+        CaptureError: where the graph holds calls that are not ATen ops, or lacks the `val` of its nodes.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            raise CaptureError(
+                f"node '{node.name}' is a {node.op}, not an ATen op",
+                hint="pass the nn.Module itself, or torch.export.export(...).graph_module",
+            )
+        if node.op == "placeholder" and "val" not in node.meta:
+            raise CaptureError(
+                f"placeholder '{node.name}' carries no example value in its meta",
+                hint="pass the graph of torch.export.export(...), which does",
+            )
+    inputs = tuple(
+        Input(node.name, Source.USER, index=index)
+        for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+    )
+    return Captured(graph_module, inputs, {})
+
+
 def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callable[[], torch.Tensor]:
     """A quick way to today's tensor of a parameter, buffer or constant, which follows `module.weight = ...`.
 

@@ -239,7 +239,8 @@ class StepContents:
         name = self._names[id(parameter)]
         state: dict[str, Any] = {}
         saved = dict(self._files[0]["state"].get(name, {}))
-        if not saved.pop("begun", True):  # as checkpoints had it once of a momentum that waits for its first update
+        # As checkpoints had it once of a momentum that waits for its first update.
+        if "momentum_buffer" in saved and not saved.pop("begun", True):
             return {}
         for key in saved:
             value = self._joined(name, [one["state"].get(name, {}).get(key) for one in self._files])

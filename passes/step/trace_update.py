@@ -13,6 +13,7 @@ from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private.tracing import traced_graph
+from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.ops.update.reference import follow
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
@@ -122,8 +123,7 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
             reason = str(cause).partition("\n")[0]
             raise OptimizerError(
                 f"the update of {update.name} cannot be traced: {type(cause).__name__}: {reason}",
-                hint="use one whose step() is made of tensor operations alone and takes no closure, or train"
-                " amp.compile(model) with it in a loop of your own",
+                hint=f"use an optimizer whose step() is made of tensor operations alone, or {FUSED_NAMES}",
             ) from cause
     _tidy(traced, values[-1], update.name)
     _commit(traced, update)

@@ -13,7 +13,7 @@ from amp_compiler.backends import inductor
 from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.passes import PASSES, find_pass
-from amp_compiler.passes.base import LatePass
+from amp_compiler.passes.base import LatePass, Pass
 from amp_compiler.passes.pipeline import LATE
 
 
@@ -54,7 +54,14 @@ def late(monkeypatch):
             changed.append(run.name)
 
     def graph_pass(identity, work, before):
-        return theirs(identity, [functools.partial(checked, one.__self__) for one in work], before)
+        return theirs(
+            identity,
+            [
+                functools.partial(checked, owner) if isinstance(owner := getattr(one, "__self__", None), Pass) else one
+                for one in work
+            ],
+            before,
+        )
 
     monkeypatch.setattr(torch_inductor, "inductor_graph_pass", graph_pass)
     return changed

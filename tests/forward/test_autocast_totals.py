@@ -2,6 +2,8 @@
 
 import json
 
+import onnx
+import onnx.parser
 import pytest
 import torch
 from torch import nn
@@ -43,6 +45,29 @@ class FrozenTwice(nn.Module):
 
     def forward(self, x):
         return self.frozen(self.trained(self.frozen(self.trained(x))))
+
+
+def test_an_onnx_file_has_the_totals_of_its_model(tmp_path):
+    torch.manual_seed(0)
+    model, x = Pictures().eval(), torch.randn(2, 3, 16, 16)
+    path = str(tmp_path / "m.onnx")
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(model, (x,), path, dynamic_shapes=({0: batch},), verbose=False)
+    result = amp.explain(path, (x.numpy(),), dtype="bf16").autocast
+    expected = amp.explain(model, (x,), dtype="bf16").autocast
+    assert (result.casts, result.cast_bytes) == (expected.casts, expected.cast_bytes)
+    assert result.low_nodes == expected.low_nodes - 1  # the exporter folds the normalisation
+    assert amp.explain(path, dtype="bf16").autocast is None
+
+
+def test_an_onnx_file_that_is_not_imported_is_planned_all_the_same(caplog):
+    result = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20, "mine": 1]> g (float[n, 8] x) => (float[n, 8] y)'
+        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = mine.Unknown(a) }"
+    )
+    plan = amp.explain(result, (torch.ones(4, 8),), dtype="bf16")
+    assert plan.autocast is None and plan.nodes[0].precision == "low"
+    assert "what torch.autocast casts is not counted" in caplog.text and "Unknown" in caplog.text
 
 
 CASES = {

@@ -23,7 +23,7 @@ from passing import run_checked
 from planning import FP16, draft_of, finish
 from ruamel.yaml import YAML
 
-from amp_compiler.fx.captured import Captured
+from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ir.dtypes import DType
@@ -62,7 +62,7 @@ def running_mean(masters: Any, grads: Any, states: Any, rates: Any) -> Any:
 
 
 def planned(text: str) -> PrecisionPlan:
-    return make_plan(lower(Captured(parse_fx(text), (), {})), RULES, DType.BFLOAT16)
+    return make_plan(lower(captured_from_graph_module(parse_fx(text))), RULES, DType.BFLOAT16)
 
 
 def backward(name: str, gradient: str) -> PrecisionPlan:

@@ -19,7 +19,7 @@ from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.optimizers.state import send_numbers
 from amp_compiler.training.optimizers.traced_calls import StepCalls, compiling, selecting
-from amp_compiler.training.optimizers.traced_state import State, initialise, own_step, view_of
+from amp_compiler.training.optimizers.traced_state import State, initialise, needs_closure, own_step, view_of
 from amp_compiler.training.weights import MASTER
 
 # Keys of a group that no step reads: schedulers keep their notes there.
@@ -37,11 +37,7 @@ def check_traceable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptimizerError(
-            f"{name} needs a closure that computes the loss again, and a training step computes it once",
-            hint="compile the model alone, model = amp.compile(model), and call optimizer.step(closure) in your own"
-            " loop",
-        )
+        raise needs_closure(optimizer)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", hint="use Adam or AdamW")
     for group in optimizer.param_groups:

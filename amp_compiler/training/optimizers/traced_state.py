@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import UserDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +47,37 @@ def own_step(view: Optimizer) -> None:
         view: as `view_of` gives it.
     """
     step: Callable[..., Any] = type(view).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(view)  # type: ignore[attr-defined]
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    try:
+        step(view)
+    except Exception as cause:
+        if _needs_closure(step, view, cause):
+            raise needs_closure(view) from cause
+        raise
+
+
+def _needs_closure(step: Callable[..., Any], view: Optimizer, failure: Exception) -> bool:
+    """Whether a step that fails without a closure calls the one that it is given, and then fails otherwise or not."""
+    calls: list[None] = []
+
+    def closure() -> Tensor:
+        calls.append(None)
+        return torch.zeros(())
+
+    try:
+        step(view, closure)
+    except Exception as second:  # noqa: BLE001  # of the user's own code
+        return bool(calls) and (type(second), str(second)) != (type(failure), str(failure))
+    return bool(calls)
+
+
+def needs_closure(optimizer: Optimizer) -> OptimizerError:
+    """The error of an optimizer that runs forward and backward itself, as LBFGS and sharpness-aware ones (SAM) do."""
+    return OptimizerError(
+        f"{type(optimizer).__name__} needs a closure that computes the loss again,"
+        " and a training step computes it once",
+        hint="compile the model alone, model = amp.compile(model), and call optimizer.step(closure) in your own loop",
+    )
 
 
 def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -120,18 +150,26 @@ def _init_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Sta
     return [state[stand_in] for group in stand_ins for stand_in in group["params"]]
 
 
-class _FirstValues(UserDict[str, Any]):
+class _FirstValues(dict[str, Any]):
     """A parameter's state that notes the first value of every key."""
 
-    def __init__(self, present: State | None = None) -> None:
-        super().__init__()
-        self.data.update(present or {})
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.first: State = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self and key not in self.first:
             self.first[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **more: Any) -> None:
+        for key, value in dict(*args, **more).items():
+            self[key] = value
 
 
 def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[State]:

@@ -49,7 +49,8 @@ _TRAINED = (
     "its gradients are finite, so no update is skipped for it; amp.find_nonfinite(step, batch) tells of any batch what"
     " made it"
 )
-_AGAIN = NonfiniteReport(cure="run again it is finite: it draws random numbers, or its batch was overwritten")
+_AGAIN = "run again it is finite: it draws random numbers, or its batch was overwritten"
+_ELSEWHERE = "run again on this rank alone it is finite: ask the other ranks, by whose batches it was made"
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,8 @@ class StepReadings:
             batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
             try:
                 again = self._trials(batch).report(scale, looks=False, cure=cure)
-                report = replace(again if again else _AGAIN, parameters=report.parameters, results=())
+                why = "" if again else _AGAIN if self._setup.coordinator is None else _ELSEWHERE
+                report = replace(again, parameters=report.parameters, results=(), cure=again.cure or why)
             except (AmpError, RuntimeError) as error:  # memory may not do; the parameters are known
                 report = replace(report, cure=f"it was not run again: {first_line(error)}")
         if report and not report.nodes and (self._without_batch or skips) and self._setup.accumulate > 1:
