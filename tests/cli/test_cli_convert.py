@@ -117,15 +117,6 @@ def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, wo
     assert not Path("out.onnx").exists()
 
 
-def test_an_older_output_survives_an_error(run, benign, tmp_path):
-    out = tmp_path / "out.onnx"
-    out.write_bytes(b"older")
-    np.savez(tmp_path / "wrong.npz", y=np.zeros(2))
-    assert run(benign, out, "--calibrate", tmp_path / "wrong.npz")[0] == 1
-    assert out.read_bytes() == b"older"
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
-
-
 def test_a_target_is_planned_for_and_what_it_saves_is_noted(run, shell, benign, tmp_path):
     out = tmp_path / "out.onnx"
     code, text, err = run(benign, out, "--target", "cpu", "--json")

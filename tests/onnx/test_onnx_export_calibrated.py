@@ -67,8 +67,6 @@ def test_batches_that_do_not_fit_are_refused(calibration, message):
         amp.export_onnx(Growing().eval(), batch(1.0), calibration=calibration)
 
 
-pytestmark = pytest.mark.long  # an export each
-
 EYE = torch.eye(16)
 LARGE = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * 100 + 3000
 NEAR = (LARGE / 100).round()
