@@ -71,7 +71,7 @@ def plan_svg(plan: PrecisionPlan) -> str:
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<title>Precision plan: {plan.dtype}, rules {_text(plan.rules)}, {many(len(plan.nodes), 'node')}</title>",
+        f"<title>Precision plan: {_text(f'{plan.dtype}, rules {plan.rules}')}, {many(len(plan.nodes), 'node')}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<g transform="translate({left} {_MARGIN})">',
