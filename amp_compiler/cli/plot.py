@@ -34,7 +34,7 @@ def plot(
     target = runs[0].with_suffix(".png") if output is None else output
     check_place("--output", target, {str(source): source for source in runs})
     draw_runs(records, target)
-    typer.echo(f"{target}: {', '.join(f'{name} ({len(known)} records)' for name, known in records.items())}")
+    typer.echo(f"{target}, records drawn: {', '.join(f'{name} {len(known)}' for name, known in records.items())}")
 
 
 def _names(sources: Sequence[Path]) -> list[str]:

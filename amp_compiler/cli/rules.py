@@ -50,7 +50,7 @@ def rules_check(files: Annotated[list[Path], typer.Argument(help="Rule files.")]
             broken += 1
             print_error(error)
         else:
-            typer.echo(f"{file}: good, {len(rules.rules)} rules with those that it extends")
+            typer.echo(f"{file}: good; rules with those that it extends: {len(rules.rules)}")
     if broken:
         raise typer.Exit(1)
 

@@ -53,18 +53,14 @@ class Summary:
         """Whether there was a verification and it failed."""
         return self.verification is not None and not self.verification.ok(self.tolerance)
 
-    @property
-    def precisions(self) -> Counter[str]:
-        """Number of nodes by precision."""
-        return Counter(node.precision for node in self.plan.nodes)
-
     def to_json(self) -> str:
         """The summary as JSON, for scripts."""
+        counts = Counter(self.plan.labels.values())
         data: dict[str, Any] = {
             "output": str(self.output),
             "dtype": self.plan.dtype,
             "rules": self.plan.rules,
-            "nodes": {name: self.precisions[name] for name in ("low", "fp32", "keep")},
+            "nodes": {name: counts[name] for name in ("low", "fp32", "keep")},
             "casts": self.run_time_casts,
             "cast_bytes": self.cast_bytes,
             "input_bytes": self.input_bytes,
@@ -88,7 +84,7 @@ class Summary:
         table = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        counts = self.precisions
+        counts = Counter(self.plan.labels.values())
         nodes = f"{counts['low']} {self.plan.dtype}, {counts['fp32']} fp32, {counts['keep']} kept as they were"
         table.add_row("nodes", nodes)
         table.add_row("casts", f"{self.run_time_casts}, {human_bytes(self.cast_bytes)} a run")

@@ -61,7 +61,7 @@ def tune(
     check_data_files(model, {"OUT.yaml": output})
     if loss_fn is not None:
         if not isinstance(batches[0], tuple):
-            raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
+            raise UsageError("a loss is called by position", where="--args", hint="leave the names out")
         subject = loss_step(subject, make_settings(rules, dtype, "eager"), loss_fn, "rules", by_name=False)
     result = api.tune(
         subject, batches, rules=rules, dtype=dtype, tolerance=tolerance, output=output, budget=budget,

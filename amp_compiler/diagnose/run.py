@@ -84,8 +84,8 @@ def profile(
         The counts, a row for each tensor, with `loss_scale`, `worst` and `updates` to ask them.
 
     Raises:
-        AmpError: `subject` or `batches` is none of these, there is no batch, the subject is no one graph, or `every` is
-            no number from 1 on.
+        AmpError: `subject` or `batches` is none of these, there is no batch, the subject is not one graph, or `every`
+            is no number from 1 on.
 
     Source: the histograms of Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 

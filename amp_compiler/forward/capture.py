@@ -61,7 +61,7 @@ def capture_model(
         dynamic: whether all sizes are symbolic.
 
     Raises:
-        CaptureError: the forward is no one graph.
+        CaptureError: the forward is not one graph.
     """
     refuse_spread(model)
 

@@ -58,7 +58,7 @@ def export(
 
     Raises:
         AmpError: it is no module.
-        CaptureError: the model is no one graph, or its rewritten one none that torch.export has.
+        CaptureError: the model is not one graph, or its rewritten one none that torch.export has.
 
     Example:
         >>> import torch, amp_compiler as amp

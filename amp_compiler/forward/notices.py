@@ -26,7 +26,7 @@ from torch import nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private.inductor import LATE, cached_graphs
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import PrecisionPlan, many
 from amp_compiler.passes.pipeline import PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
@@ -142,15 +142,15 @@ class Course:
             plan: what was decided.
             stages: those that were made.
         """
-        nodes, low = len(plan.nodes), sum(node.precision == "low" for node in plan.nodes)
+        nodes, casts = many(len(plan.nodes), "node"), many(plan.cast_count, "cast")
         hits, misses = (now - then for now, then in zip(cached_graphs(), self.cached, strict=True))
         cache = f", {hits} from Inductor's cache and {misses} anew" if hits or misses else ""
         captured = self.captured + max(0.0, stages.captured - self.began)
         planned = max(0.0, stages.compiling - stages.captured)
         return (
-            f"compiled {self.name} in {self.seconds():.1f} s: captured {nodes} nodes ({captured:.1f} s), planned {low}"
-            f" of them in {plan.dtype} with {plan.cast_count} casts ({planned:.1f} s), compiled them"
-            f" ({self.seconds() - captured - planned:.1f} s{cache})"
+            f"compiled {self.name} in {self.seconds():.1f} s: captured {nodes} ({captured:.1f} s)"
+            f", planned {plan.low_nodes} of them in {plan.dtype} with {casts} ({planned:.1f} s),"
+            f" compiled them ({self.seconds() - captured - planned:.1f} s{cache})"
         )
 
 

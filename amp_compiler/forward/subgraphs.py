@@ -236,7 +236,7 @@ class Subgraphs:
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
         reason = self.given_up or why_not_captured() or cut
         if reason and self._settings.fullgraph:
-            raise CaptureError(f"{self._name} is no one graph: {reason}", hint="leave out fullgraph=True")
+            raise CaptureError(f"{self._name} is not one graph: {reason}", hint="leave out fullgraph=True")
         if reason:
             return self._under_autocast(reason, args, kwargs)
         graphs: list[Subgraph] = []

@@ -162,6 +162,11 @@ class AutocastTotals:
 RETURN = "return"
 
 
+def many(count: int, word: str) -> str:
+    """A number with its noun: `1 cast`, `2 batches`."""
+    return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}"
+
+
 @dataclass(frozen=True)
 class PrecisionPlan:
     """The outcome of planning. Compare two with `==`; print what differs with `diff`.
@@ -173,7 +178,7 @@ class PrecisionPlan:
         rules: name of the rule set.
         device: device type that was planned for.
         nodes: verdicts in execution order.
-        casts: casts in execution order.
+        casts: in execution order, beside casts the upcasts that are read past; `cast_count` is the number of casts.
         inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
         outputs: names of the values that the graph returns; before casts.
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
@@ -294,7 +299,7 @@ class PrecisionPlan:
         return self.to_text()
 
     def __repr__(self) -> str:
-        counts = f"{len(self.nodes)} nodes, {self.cast_count} casts"
+        counts = f"{many(len(self.nodes), 'node')}, {many(self.cast_count, 'cast')}"
         return f"PrecisionPlan(dtype={self.dtype!r}, rules={self.rules!r}, device={self.device!r}, {counts})"
 
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:

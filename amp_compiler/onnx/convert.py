@@ -16,7 +16,7 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import PrecisionPlan, many
 from amp_compiler.onnx import needs_onnx
 from amp_compiler.onnx.check.batches import noting_sizes
 from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
@@ -221,20 +221,20 @@ def _calibrated(plan: PrecisionPlan) -> Iterator[str]:
     counts = {cause: sum(words in reason for reason in reasons) for cause, words in _SEEN.items()}
     causes = ", ".join(f"{count} {cause}" for cause, count in counts.items() if count)
     if causes:
-        yield f"by calibration {len(reasons)} of {len(plan.nodes)} nodes are FP32: {causes}"
+        yield f"by calibration {len(reasons)} of {many(len(plan.nodes), 'node')} in FP32: {causes}"
 
 
 def _unconverted(plan: PrecisionPlan) -> Iterator[str]:
     """How much is converted, and why not more, where unknown types or ops of custom domains are the cause."""
     unknown = [node for node in plan.nodes if node.reason.endswith(UNKNOWN_TYPE)]
     unnamed = Counter(node.op for node in plan.nodes if node.reason == UNNAMED_OP)
-    much = f"{plan.low_nodes} of {len(plan.nodes)} nodes are {plan.dtype}"
+    much = f"{plan.low_nodes} of {many(len(plan.nodes), 'node')} in {plan.dtype}"
     if unknown:
         first = unknown[0]
-        yield f"{much}: for {len(unknown)} types of values {UNKNOWN_TYPE}, from node '{first.name}' ({first.op}) on"
+        yield f"{much}: {many(len(unknown), 'type')} of values not inferred, from node '{first.name}' ({first.op}) on"
     if unnamed:
         listed = ", ".join(f"{count} {op}" for op, count in sorted(unnamed.items()))
-        yield f"{much}: {listed} stay as they are, for neither the op table nor a rule names them"
+        yield f"{much}: neither the op table nor a rule names {listed}"
 
 
 def _in_fp8(plan: PrecisionPlan) -> Iterator[str]:

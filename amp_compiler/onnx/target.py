@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.plan import many
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.types import canonical_domain
 from amp_compiler.planner.typing import KEEP, TypingRules
@@ -37,9 +38,9 @@ def note_of(providers: Providers, after: tuple[Counter[str], int], before: tuple
     """What ONNX Runtime adds to a model, beside what it would add to the one that is planned for no target."""
     missing, casts = after
     ops = ", ".join(f"{count} {op.removeprefix('onnx.')}" for op, count in sorted(missing.items()))
-    lacking = f"{missing.total()} nodes without a kernel in their type" + (f" ({ops})" if ops else "")
+    lacking = f"{many(missing.total(), 'node')} without a kernel in their type" + (f" ({ops})" if ops else "")
     return (
-        f"target {providers.name}: {lacking}, {casts} casts that ONNX Runtime inserts; without a target"
+        f"target {providers.name}: {lacking}, {many(casts, 'cast')} that ONNX Runtime inserts; without a target"
         f" {before[0].total()} and {before[1]}"
     )
 

@@ -132,7 +132,7 @@ def _loss_scale(model: RuleFileModel, source: Source, base: RuleSet | None) -> d
         inherited = {}
     merged = {**inherited, **own}
     if {"min", "max"} <= set(merged) and merged["min"] > merged["max"]:
-        raise source.mark(("loss_scale",)).error("the loss scale's 'min' is above its 'max'", "exchange them")
+        raise source.mark(("loss_scale",)).error("the loss scale's 'min' is above its 'max'", "swap them")
     return merged
 
 

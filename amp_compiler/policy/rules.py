@@ -351,7 +351,7 @@ class RuleSet:
     buffers: str = "always"
 
     def __repr__(self) -> str:
-        return f"RuleSet({self.name!r}, {len(self.rules)} rules)"
+        return f"RuleSet({self.name!r}, {len(self.rules)} rule{'s' * (len(self.rules) != 1)})"
 
     @property
     def in_fp8(self) -> bool:

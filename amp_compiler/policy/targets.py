@@ -139,7 +139,7 @@ def parse_table(text: str, file: str) -> KernelTable:
         ops[op] = tuple(_kernels(text, entry.keys[text], tree, file, shorts) for text, tree in entry.value.items())
         for before, after in zip(ops[op], ops[op][1:], strict=False):
             if after.first <= before.last:
-                raise tree_error(f"a range of '{op}' begins before the one in front of it ends", file, key, "part them")
+                raise tree_error(f"a range of '{op}' begins before the one above it ends", file, key, "separate them")
     return KernelTable(file, str(source.value), frozenset(known), ops)
 
 

@@ -185,5 +185,5 @@ class _Reader:
         if key.value in parent.value:
             first = parent.keys[key.value].line
             what = f"the key '{key.value}' stands here a second time"
-            raise tree_error(what, self.file, key, f"it was given at line {first}")
+            raise tree_error(what, self.file, key, f"remove it: the first is at line {first}")
         parent.value[key.value], parent.keys[key.value] = value, key

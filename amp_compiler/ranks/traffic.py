@@ -60,7 +60,7 @@ class Traffic:
         reduced = 4 * (self.ranks - 1) / self.ranks
         notes: tuple[str, ...] = (
             f"{self.ranks} ranks: each sends {self.sent / per:.2f} bytes a parameter and step in {self.messages}"
-            f" messages, {self.sent:.0f} in all; an all-reduce in 16 bits sends {reduced:.2f}",
+            f" message{'s' * (self.messages != 1)}, {self.sent:.0f} in all; a 16-bit all-reduce sends {reduced:.2f}",
             f"{self.ranks} ranks: each holds {self.weights / per:.2f} bytes a parameter of weights and"
             f" {self.state / per:.2f} of masters and moments, {self.weights + self.state} in all",
         )

@@ -15,7 +15,7 @@ import jinja2
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import PrecisionPlan, many
 from amp_compiler.ir.step_graph import StepGraph
 from amp_compiler.report.names import for_people
 from amp_compiler.report.page_data import PRECISIONS, page_data
@@ -109,7 +109,7 @@ def render(name: str, **values: Any) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(bytes=human_bytes, short=_short, share=_share)
+    environment.filters.update(bytes=human_bytes, short=_short, share=_share, many=many)
     return environment.from_string(part(name)).render(**values)
 
 

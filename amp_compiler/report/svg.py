@@ -14,7 +14,7 @@ from pathlib import PurePath
 from rich.cells import cell_len, set_cell_size
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.plan import RETURN, PrecisionPlan
+from amp_compiler.ir.plan import RETURN, PrecisionPlan, many
 from amp_compiler.report.html import part
 from amp_compiler.report.names import for_people, type_of
 from amp_compiler.report.page_data import precision_of
@@ -71,7 +71,7 @@ def plan_svg(plan: PrecisionPlan) -> str:
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<title>Precision plan: {_text(plan.dtype)}, rules {_text(plan.rules)}, {len(plan.nodes):,} nodes</title>",
+        f"<title>Precision plan: {_text(f'{plan.dtype}, rules {plan.rules}')}, {many(len(plan.nodes), 'node')}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<g transform="translate({left} {_MARGIN})">',

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan, many
 from amp_compiler.report.names import for_people, type_of
 
 _WIDE = 140  # characters of a line in which reasons have room
@@ -40,10 +40,10 @@ def summary_line(plan: PrecisionPlan) -> str:
     counts = Counter(node.precision for node in plan.nodes)
     nodes = ", ".join(f"{counts[one]} {type_of(one, plan.dtype)}" for one in ("low", "fp32", "keep") if counts[one])
     own = sum(cast.explicit for cast in plan.casts)
-    casts = f"{plan.cast_count} casts" + (f" ({own} the model's own)" if own else "")
+    casts = many(plan.cast_count, "cast") + (f" ({own} the model's own)" if own else "")
     return (
-        f"dtype {plan.dtype} · rules {plan.rules} · device {plan.device} · {len(plan.nodes)} nodes"
-        f"{f' ({nodes})' if nodes else ''} · {casts} move {human_bytes(plan.cast_bytes)} a forward"
+        f"dtype {plan.dtype} · rules {plan.rules} · device {plan.device} · {many(len(plan.nodes), 'node')}"
+        f"{f' ({nodes})' if nodes else ''} · {casts}, {human_bytes(plan.cast_bytes)} a forward"
     )
 
 

@@ -109,7 +109,7 @@ def begin_gradients(
         whole: with the update.
 
     Raises:
-        CaptureError: the loss is no one graph.
+        CaptureError: the loss is not one graph.
     """
     setup = options.setup
     model = setup.module

@@ -228,7 +228,7 @@ def capture_once(model: LossModule, batch: Sequence[Any], low: torch.dtype | Non
         low: the low type that is planned for; `None` in plain FP32.
 
     Raises:
-        CaptureError: it is no one graph.
+        CaptureError: it is not one graph.
     """
 
     def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> CapturedLoss:

@@ -45,7 +45,7 @@ class ProgramChoice:
 
     Attributes:
         programs: what was built so far.
-        subgraph_step: runs the step from now on, where a loss that is no one graph has run in subgraphs.
+        subgraph_step: runs the step from now on, where a loss that is not one graph has run in subgraphs.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
@@ -166,7 +166,7 @@ class ProgramChoice:
         return self._apart[cause.what]
 
     def note(self, step: SubgraphStep) -> bool:
-        """A call has run in subgraphs: those of a loss that is no one graph run the step from now on.
+        """A call has run in subgraphs: those of a loss that is not one graph run the step from now on.
 
         Returns:
             Whether it is the first such call, of which people are told.
@@ -292,7 +292,7 @@ class ProgramChoice:
         if norms := joins_ranks(self._setup.module):
             raise CaptureError(
                 f"a step in subgraphs cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}'"
-                f" over the ranks, and this one is no one graph: {step.cause}",
+                f" over the ranks, and this one is not one graph: {step.cause}",
                 hint="do what that says, or use BatchNorm with broadcast_buffers=",
             ) from step.cause
 
@@ -304,7 +304,7 @@ class ProgramChoice:
         setup = self._setup
         if setup.reduction is not None and setup.reduction.shards:
             raise CaptureError(
-                f"a step in subgraphs cannot split its update over the ranks, and this one is no one graph: {cause}",
+                f"a step in subgraphs cannot split its update over the ranks, and this one is not one graph: {cause}",
                 hint=UNSPLIT,
             ) from cause
         return SubgraphStep(setup, cause)

@@ -70,7 +70,7 @@ class StepTrials:
             cure: look for what fixes it.
 
         Raises:
-            AmpError: the loss is no one graph.
+            AmpError: the loss is not one graph.
         """
         graph = self._build(self._options.settings.rules)
         seen = graph.run(scale)

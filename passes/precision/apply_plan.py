@@ -175,5 +175,5 @@ def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:
                     f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(value.dtype).short},"
                     f" the plan says {promised}",
                     where=planned.source,
-                    hint=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",
+                    hint=f"correct the entry of {planned.op} in rules/ops.yaml, which gives its result another type",
                 )

@@ -146,9 +146,9 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
                 raise
             except Exception as cause:  # autograd and the operators raise many types
                 raise LoweringError(
-                    f"the backward is no one graph: {type(cause).__name__}: {first_line(cause)}",
+                    f"the backward is not one graph: {type(cause).__name__}: {first_line(cause)}",
                     where=user_frame(cause),
-                    hint="keep what decides about sizes by values out of the loss",
+                    hint="keep sizes that depend on values out of the loss",
                 ) from cause
         sources = trace.tag(traced.graph)
         for placeholder, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):

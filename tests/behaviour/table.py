@@ -41,7 +41,7 @@ class Row:
         around_both: whether eager's calls have it too.
         doors: through which it goes.
         builds: most graphs that are built, in all or by door.
-        broken: doors through which it is no one graph.
+        broken: doors through which it is not one graph.
         refused: by door, what the `AmpError` says that refuses it.
         today: by door, what falls short.
         inside: calls of the model in one `use`.
@@ -101,7 +101,7 @@ def row(
         name: of the row.
         has: attributes of the model, each model with its own.
         breaks: most graphs that are built, by door or in all, where it is one graph through no door that trains.
-        step_breaks: the same where it is no one graph in a step alone.
+        step_breaks: the same where it is not one graph in a step alone.
         fields: of `Row`.
 
     Returns:

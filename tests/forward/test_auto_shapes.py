@@ -179,7 +179,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
         return
     assert said[:-1] == ([] if draws else ["compiling Model, for 1e-09 s now: capturing it"])
     assert re.fullmatch(
-        r"compiled Model in \d+\.\d s: captured 1 nodes \(\d\.\d s\), planned 1 of them in bf16 with \d casts"
+        r"compiled Model in \d+\.\d s: captured 1 node \(\d\.\d s\), planned 1 of them in bf16 with \d casts"
         r" \(\d\.\d s\), compiled them \(\d\.\d s\)",
         said[-1],
     )

@@ -128,10 +128,10 @@ def broken(x: Tensor) -> Tensor:
 def test_with_fullgraph_what_is_no_one_graph_is_an_error(caplog):
     assert in_bf16(broken)(X).shape == (3, 3)
     whole = in_bf16(broken, fullgraph=True)
-    with pytest.raises(amp.CaptureError, match=r"broken is no one graph"):
+    with pytest.raises(amp.CaptureError, match=r"broken is not one graph"):
         whole(X)
     layer = in_bf16(nn.Linear(4, 2), fullgraph=True)
     assert layer(X).shape == (3, 2)
-    with caplog.at_level(logging.WARNING), pytest.raises(amp.CaptureError, match=r"Linear is no one graph: .*func"):
+    with caplog.at_level(logging.WARNING), pytest.raises(amp.CaptureError, match=r"Linear is not one graph: .*func"):
         torch.func.vmap(layer)(X)
     assert not caplog.records

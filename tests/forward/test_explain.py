@@ -1,4 +1,4 @@
-"""`amp.explain` of a model plans it and changes nothing; what is no one graph is refused with the user's line."""
+"""`amp.explain` of a model plans it and changes nothing; what is not one graph is refused with the user's line."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def fitted(tmp_path, epochs=10, resume=None, module=None, **options):
 def plugin(dtype="bf16"):
     from amp_compiler.integrations.lightning import AmpPrecision
 
-    return AmpPrecision(dtype, backend="eager")
+    return AmpPrecision(dtype, rules="default", backend="eager")
 
 
 def test_it_trains_as_lightnings_own_mixed_precision(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.report.table import summary_line
 
 NODE = PlannedNode(
     "y",
@@ -44,6 +45,9 @@ PLAN = PrecisionPlan(
 def test_sums() -> None:
     assert (PLAN.cast_bytes, PLAN.cast_count, PLAN.low_nodes) == (108, 2, 1)
     assert (PLAN.to_dict()["cast_bytes"], PLAN.to_dict()["cast_count"]) == (108, 2) and "2 casts" in repr(PLAN)
+    one = PrecisionPlan("fp16", "default", "cpu", PLAN.nodes[:1], PLAN.casts[:1])
+    assert repr(one).endswith("1 node, 1 cast)")
+    assert summary_line(one).endswith("1 node (1 fp16) · 1 cast, 96 B a forward")
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_what_becomes_subnormal_or_zero_stays_fp32_and_a_note_tells_it(size):
     done = convert_onnx(source, dtype="fp16", calibration=[feeds])
     assert {node.name for node in done.plan.nodes if node.precision == "low"} == {"first"}
     assert verify(source, done.model, [feeds]).ok(2e-3)
-    assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 beside values that become subnormal or zero"
+    assert done.notes[0] == "by calibration 3 of 4 nodes in FP32: 3 beside values that become subnormal or zero"
     plain = {**feeds, "gate": np.array(1e-3, np.float32)}
     assert not convert_onnx(source, dtype="fp16", calibration=[plain]).notes
     assert not convert_onnx(source, dtype="bf16", calibration=[feeds]).notes

@@ -294,7 +294,7 @@ def test_calibration_finds_what_cancels(op, third, dtype):
     done = amp.convert_onnx(source, dtype=dtype, calibration=[feeds])
     assert low_nodes(done) == {"last"}
     assert error(source, done.model, feeds) < NEAR[dtype]
-    assert done.notes[0] == "by calibration 3 of 4 nodes are FP32: 3 for sums and differences that cancel"
+    assert done.notes[0] == "by calibration 3 of 4 nodes in FP32: 3 for sums and differences that cancel"
 
 
 NORMS = {

@@ -142,7 +142,7 @@ def test_what_nothing_names_stays_and_is_told():
                    extra=[h.make_opsetid("com.microsoft", 1)])  # fmt: skip
     done = check(source, "fp16", full=False)
     assert [entry.precision for entry in done.plan.nodes] == ["keep", "low"]
-    assert done.notes[0].startswith("1 of 2 nodes are fp16: 1 com.microsoft.CDist stay as they are")
+    assert done.notes[0].startswith("1 of 2 nodes in fp16: neither the op table nor a rule names 1 com.microsoft.CDist")
 
 
 def test_where_types_end_a_note_says_it():
@@ -152,7 +152,7 @@ def test_where_types_end_a_note_says_it():
     source.graph.node[2].ClearField("attribute")
     source.opset_import.append(h.make_opsetid("my.ops", 1))
     done = convert_onnx(source)
-    assert done.notes[0].startswith("2 of 8 nodes are fp16: for 6 types of values cannot be inferred")
+    assert done.notes[0].startswith("2 of 8 nodes in fp16: 6 types of values not inferred")
     assert "'norm' (my.ops.Norm)" in done.notes[0]
 
 

@@ -198,7 +198,7 @@ def test_extends_stands_below(tmp_path):
         (HALF + TWICE, r":4:.*'a'.*at line 3"),
         ('base_lr: 1\nnet_param { }\nnet: "a"', r":3:.*net_param at line 2.*name one net"),
         ("global_grad_scale_adaptive: yes", "write true or false"),
-        ("default_forward_type: FLOAT\ndefault_forward_type: FLOAT16", r":2:.*a second time.*line 1"),
+        ("default_forward_type: FLOAT\ndefault_forward_type: FLOAT16", r":2:.*given twice.*line 1"),
         ("layer {\n", r":1:8.*ends before '}'"),
         ("name = 3", r":1:6.*no text format"),
     ],

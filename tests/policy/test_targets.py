@@ -86,7 +86,7 @@ HEAD = "source: by hand\ntypes: fp32 fp16\nkernels:\n"
         (HEAD + "  onnx.MatMul: [fp32]\n", "types by range of opsets", 4),
         (HEAD + "  onnx.MatMul: {'1': fp32}\n", "'1' is no range of opsets", 4),
         (HEAD + "  onnx.MatMul:\n    1-: fp32 bf16\n", "'bf16' is none of the types above", 5),
-        (HEAD + "  onnx.MatMul: {1-13: fp32, 13-: fp16}\n", "begins before the one in front of it ends", 4),
+        (HEAD + "  onnx.MatMul: {1-13: fp32, 13-: fp16}\n", "begins before the one above it ends", 4),
     ],
 )
 def test_a_damaged_table_is_refused_at_its_place(text, what, line):

@@ -150,7 +150,7 @@ class Twice(nn.Module):
 
 @scenario
 def synchronized_and_refused(place: Place) -> dict[str, Any]:
-    """Ranks that would wait for one another, and a loss that is no one graph."""
+    """Ranks that would wait for one another, and a loss that is not one graph."""
     batch = list(map(place.part, rows(1)[0]))
 
     def said(model: nn.Module) -> str:

@@ -56,7 +56,7 @@ def test_bytes_are_those_of_the_formula(two):
         assert one["again"] and one["stages"].count("all_reduce.default(") == 1
         counted = re.search(r"each sends (.*) bytes a parameter and step in \d+ messages, (\d+) in all", one["plan"])
         assert float(counted[2]) == sum(sent.values()) and float(counted[1]) == round(sum(sent.values()) / elements, 2)
-        assert "an all-reduce in 16 bits sends 2.00" in one["plan"]
+        assert "a 16-bit all-reduce sends 2.00" in one["plan"]
         assert "each holds 2.00 bytes a parameter of weights and 6.00 of masters and moments" in one["plan"]
 
 

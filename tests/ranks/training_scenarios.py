@@ -492,7 +492,7 @@ def low_weights(place: Place) -> dict[str, Any]:
 
 
 class Judging(nn.Module):
-    """A value decides which head runs, so that it is no one graph."""
+    """A value decides which head runs, so that it is not one graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -505,7 +505,7 @@ class Judging(nn.Module):
 
 @scenario
 def in_subgraphs(place: Place) -> dict[str, Any]:
-    """A loss that is no one graph, whose ranks run other heads at other steps."""
+    """A loss that is not one graph, whose ranks run other heads at other steps."""
     case = Case(Judging, squares, lambda: rows(4), sgd, {"clip_norm": 0.5})
     model, step = trained_together(place, case, dtype="bf16")
     result = {"same": same_everywhere(step, model), "execution": step.execution}

@@ -297,11 +297,11 @@ def test_a_step_in_subgraphs_and_a_step_before_its_first_call_are_refused(tmp_pa
 
     def loss(model, x):
         result = model(x).square().mean()
-        return result * 2 if result.item() > 1e9 else result  # decided by a number: no one graph
+        return result * 2 if result.item() > 1e9 else result  # decided by a number: not one graph
 
     step = sgd_step(model, loss, loss_scale=None)
     step(torch.ones(2, 4))
-    with pytest.raises(AmpError, match=r"subgraphs is no one graph to draw.*step\.plan\.to_html"):
+    with pytest.raises(AmpError, match=r"subgraphs is not one graph to draw.*step\.plan\.to_html"):
         step.to_html(tmp_path / "step.html")
 
 

@@ -285,7 +285,7 @@ def test_a_read_past_an_upcast_is_one_of_the_value_itself_and_the_models_cast_is
     )
     assert [(row[0], row[1], row[2], row[-1]) for row in browser.run(rows)] == [("y", "bf16", "fp32", "the model")]
     cards = browser.run("return [...document.querySelectorAll('.cards div')].map((card) => card.textContent)")
-    assert "casts, 1 the model's own1" in cards and plan.cast_count == 1 and "· 1 casts (" in summary_line(plan)
+    assert "casts, 1 the model's own1" in cards and plan.cast_count == 1 and "· 1 cast (" in summary_line(plan)
 
 
 def test_two_plans_stand_side_by_side(browser, pages):

@@ -107,7 +107,7 @@ def test_the_command_draws_several_runs(tmp_path: Path) -> None:
     files = [str(tmp_path / name / "run.jsonl") for name in "ab"]
     done = CliRunner().invoke(app, ["plot", *files, "-o", str(tmp_path / "both.svg")])
     assert done.exit_code == 0, done.output
-    assert "(9 records)" in done.output and "note: " in done.output and "line 10 is no record" in done.output
+    assert "a/run.jsonl 9" in done.output and "note: " in done.output and "line 10 is no record" in done.output
     assert set(files) <= set(texts(tmp_path / "both.svg"))  # the names of the files alone are the same
     done = CliRunner().invoke(app, ["plot", files[0]])
     assert (tmp_path / "a" / "run.png").exists()

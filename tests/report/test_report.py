@@ -84,8 +84,8 @@ def test_the_cast_table_tells_the_models_own_casts():
 def test_the_summary_counts():
     line = summary_line(MIXED)
     assert "4 nodes (2 bf16, 1 fp32, 1 keep)" in line
-    assert "2 casts (1 the model's own) move 6.6 KiB" in line
-    assert "0 nodes · 0 casts move 0 B" in table_of(plan())
+    assert "2 casts (1 the model's own), 6.6 KiB" in line
+    assert "0 nodes · 0 casts, 0 B a forward" in table_of(plan())
 
 
 def test_names_are_not_read_as_markup(capsys):

@@ -61,7 +61,7 @@ def tune(
 
     Raises:
         AmpError: what FP32 gives is not finite; the tolerance is not met even with all in FP32; `subject` is none of
-            these, is no one graph, or its batches do not fit; the journal is of another model, rules or batches.
+            these, is not one graph, or its batches do not fit; the journal is of another model, rules or batches.
 
     Source: delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Signs for
     the length of a vector: Hutchinson, 1990.

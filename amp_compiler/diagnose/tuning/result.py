@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.plan import many
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,11 @@ class TuneResult:
     def summary(self) -> str:
         """In a few lines, without the nodes."""
         place = f" ({self.worst_before})" if self.worst_before else ""
-        batches = f"{self.batches} batch{'es' * (self.batches != 1)}"
         lines = [
             f"{self.what} against FP32: error {_shown(self.before)}{place} before, {_shown(self.error)} with these"
             f" rules; tolerance {self.tolerance:g} in {self.dtype}",
             f"{len(self.nodes)} of {self.searched} {'FP8 products stay in 16 bits' if self.in_fp8 else _IN_FP32};"
-            f" {self.runs} runs of {batches} (at most {self.limit})",
+            f" {many(self.runs, 'run')} of {many(self.batches, 'batch')} (at most {self.limit})",
         ]
         return "\n".join([*lines, f"not searched to the end: {self.stopped}"] if self.stopped else lines)
 

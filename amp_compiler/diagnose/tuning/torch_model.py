@@ -81,7 +81,7 @@ class TorchSubject(Subject):
         root: name of the model in what is captured.
 
     Raises:
-        AmpError: the module is no one graph, or the batches go different ways through it.
+        AmpError: the module is not one graph, or the batches go different ways through it.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         return CaptureError(
             f"torch.export cannot take {name} as one graph: {_said(cause)}",
             where=where,
-            hint="write that part otherwise, or put it under torch.compiler.disable",
+            hint="write that part in another way, or put it under torch.compiler.disable",
         )
     return CaptureError(f"{name} raises {_said(cause)}", where=where, hint=BY_ITSELF)
 

@@ -197,7 +197,7 @@ class Frontend:
             return known
         if said.of_model or said.raised:
             return ModelError(f"{self._subject} raises {said.raised or said.what}", where=where, hint=BY_ITSELF)
-        return CaptureError(f"{self._subject} is no one graph: {words_of(said)}", where=where, hint=said.hint)
+        return CaptureError(f"{self._subject} is not one graph: {words_of(said)}", where=where, hint=said.hint)
 
 
 class _Stop(Exception):  # no error: Dynamo is told to stop
@@ -234,7 +234,7 @@ def capture_once(
         What `make` has made.
 
     Raises:
-        CaptureError: it is no one graph; names the line of the user's.
+        CaptureError: it is not one graph; names the line of the user's.
         AmpError: what `make` raises.
     """
 

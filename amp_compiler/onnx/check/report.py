@@ -141,7 +141,7 @@ class VerifyReport:
             bad = self.first_bad
             lines.append(
                 f"not finite first at {bad.op} '{bad.node}' ({bad.value}; the original's largest is "
-                f"{bad.original:.3g}); {self.bad} values in all"
+                f"{bad.original:.3g}); {self.bad} value{'s' * (self.bad != 1)} in all"
             )
         if self.worst is not None:
             lines.append(str(self.worst))

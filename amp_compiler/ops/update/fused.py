@@ -145,7 +145,7 @@ class FusedOptimizer:
         if len(names) > MOST_STATES or _RESERVED.intersection(names) or "maximize" not in self.flags:
             raise LoweringError(
                 f"the fused optimizer '{self.name}' keeps {names} and has the flags {list(self.flags)}",
-                hint=f"at most {MOST_STATES} states, none called {', '.join(sorted(_RESERVED))}; a flag 'maximize'",
+                hint=f"keep at most {MOST_STATES} states, none called {', '.join(sorted(_RESERVED))}; add 'maximize'",
             )
 
     def operator(self, low: bool) -> str:

@@ -114,7 +114,7 @@ class Message:
         """
         fields = named(self.fields, name)
         if len(fields) > 1:
-            raise self.place(fields[1]).error("it stands there a second time", f"it was given at line {fields[0].line}")
+            raise self.place(fields[1]).error("it is given twice", f"remove it: line {fields[0].line} has it")
         return fields[0] if fields else None
 
     def word(self, name: str, otherwise: str = "") -> str:

@@ -193,7 +193,7 @@ class StepReadings:
         """
         if not isinstance(self._seen()[0], StepProgram):
             raise AmpError(
-                "a step in subgraphs is no one graph to draw", hint="write its plan: step.plan.to_html(path)"
+                "a step in subgraphs is not one graph to draw", hint="write its plan: step.plan.to_html(path)"
             )
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         plan = replace(self.plan, autocast=self._autocast(batch))

@@ -37,7 +37,7 @@ Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGra
 
 
 class SubgraphStep:
-    """Runs a loss that is no one graph; behind a call, it tells of it what a `StepProgram` tells of itself.
+    """Runs a loss that is not one graph; behind a call, it tells of it what a `StepProgram` tells of itself.
 
     Forward and backward run in the subgraphs that Dynamo gives, each planned and rewritten, with autograd between them.
     Then one graph checks the gradients and updates the weights, as in a step that is one graph.
