@@ -1,6 +1,5 @@
 """What the Inductor backend asks of Inductor."""
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from amp_compiler.backends import inductor
 from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
 from amp_compiler.fx.torch_private import inductor as torch_inductor
 from amp_compiler.passes import PASSES, find_pass
-from amp_compiler.passes.base import LatePass, Pass
+from amp_compiler.passes.base import LatePass
 from amp_compiler.passes.pipeline import LATE
 
 
@@ -49,19 +48,15 @@ def late(monkeypatch):
     """Late passes run with their contract checked, on what Inductor has really opened; those that changed something."""
     theirs, changed = torch_inductor.inductor_graph_pass, []
 
-    def checked(run, graph):
-        if run(graph.owning_module).modified:
-            changed.append(run.name)
+    def checked(one):
+        def run(graph):
+            if one.__self__(graph.owning_module).modified:
+                changed.append(one.__self__.name)
+
+        return run if isinstance(getattr(one, "__self__", None), LatePass) else one
 
     def graph_pass(identity, work, before):
-        return theirs(
-            identity,
-            [
-                functools.partial(checked, owner) if isinstance(owner := getattr(one, "__self__", None), Pass) else one
-                for one in work
-            ],
-            before,
-        )
+        return theirs(identity, [*map(checked, work)], before)
 
     monkeypatch.setattr(torch_inductor, "inductor_graph_pass", graph_pass)
     return changed
