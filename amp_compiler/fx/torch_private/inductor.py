@@ -67,7 +67,7 @@ def compile_with_inductor(
         if _GIVES_TABLE in kwargs:
             kwargs[_GIVES_TABLE] = _Giving(changed)
         try:
-            with late() if finished else contextlib.nullcontext(), generators_kept():
+            with late() if finished else contextlib.nullcontext(), generators_kept(), _reads_after_writes():
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
             raise as_error(cause) from cause
@@ -77,6 +77,22 @@ def compile_with_inductor(
     )
     finished = True  # what comes now is a backward that is compiled when it first runs
     return compiled  # type: ignore[no-any-return]
+
+
+def _reads_after_writes() -> contextlib.AbstractContextManager[None]:
+    """Let a loop that reads what was written in place run after that, also where Inductor has changed its ranges.
+
+    Torch 2.13 then names what was there before the write, but for loops that have dependencies of other kinds.
+    """
+    from torch._inductor.scheduler import SchedulerNode
+
+    recompute = SchedulerNode.recompute_size_and_body
+
+    def renamed(node: Any, *args: Any, **kwargs: Any) -> None:
+        recompute(node, *args, **kwargs)
+        node.set_read_writes(node.read_writes.rename(node.mutation_renames))
+
+    return exchanged(SchedulerNode, "recompute_size_and_body", renamed)
 
 
 def rounds_each_cast() -> bool:
