@@ -164,7 +164,7 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
 
 @functools.cache
 def _identity() -> str:
-    """Another text whenever a graph may be compiled otherwise: by operators, decompositions, late passes, changes to torch."""
+    """Another text whenever a graph may be compiled otherwise: operators, decompositions, passes, changes to torch."""
     modules = [__name__, torch_inductor.__name__, *(find_pass(name).__module__ for name in LATE.names)]
     own = b"".join(Path(str(sys.modules[one].__file__)).read_bytes() for one in modules)
     return f"{sources()}, {IDENTITY}, {hashlib.sha256(own).hexdigest()}"
