@@ -55,7 +55,7 @@ def find_nonfinite(
 
     Returns:
         A report that is false where all is finite; print it. Of a step it also names parameters whose gradient
-        becomes zero in 16 bits alone, with what loses it.
+        becomes zero in 16 bits alone, with what loses it, and FP8 operands that saturate.
 
     Raises:
         AmpError: `subject` is none of these, or its batch does not fit.

@@ -169,11 +169,7 @@ def results_of(graph: fx.Graph) -> list[Any]:
 
 def replace_other_uses(old: fx.Node, new: fx.Node) -> None:
     """Let every reader of `old` but `new` itself read `new`."""
-
-    def is_other(user: fx.Node) -> bool:
-        return user is not new
-
-    old.replace_all_uses_with(new, delete_user_cb=is_other)
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
 def replace_operand(node: fx.Node, path: tuple[Any, ...], new: fx.Node) -> None:

@@ -98,6 +98,7 @@ class Pin:
 
 
 LOSS_FUNCTION = "<loss_fn>"  # the module of a node of a step's loss function, which stands in no module of the model
+PIN_PRECISIONS = ("fp32", "keep", "cast")
 RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
 """What a node may be a part of (`Node.part`)."""
 CARRIED = "carried"
@@ -252,13 +253,37 @@ class PrecisionGraph:
             yield operand, self.values[operand.value]
 
     def verify(self) -> None:
-        """Check what `add_value` and `add_node` cannot: the outputs.
+        """Check the invariants that `add_value` and `add_node` cannot hold alone: `nodes` and `values` can be edited.
 
         Raises:
-            GraphError: an output is no value.
+            GraphError: an output is no value, a pin is unknown, a size is negative, a value has two kinds of origin, or
+                nodes stand in an order in which they cannot run.
         """
         for name in self.outputs:
             if name not in self.values:
                 raise GraphError(
                     f"the graph returns '{name}', which is not a value of it", hint="add the node that makes it"
                 )
+        for value in self.values.values():
+            has_producer = value.name in self._producer
+            if has_producer != (value.kind is ValueKind.RESULT):
+                raise GraphError(
+                    f"value '{value.name}' is a {value.kind.value} but {'has' if has_producer else 'lacks'} a producer",
+                    hint="give results a node that makes them, and inputs and parameters none",
+                )
+            if value.numel < 0:
+                raise GraphError(f"value '{value.name}' has {value.numel} elements", hint="give 0 or more")
+        ready = self.values.keys() - self._producer.keys()
+        for node in self.nodes.values():
+            if node.pin is not None and node.pin.precision not in PIN_PRECISIONS:
+                raise GraphError(
+                    f"node '{node.name}' has the unknown pin '{node.pin.precision}'",
+                    hint=f"use one of {', '.join(sorted(PIN_PRECISIONS))}",
+                )
+            for operand in node.inputs:
+                if operand.value not in ready:
+                    raise GraphError(
+                        f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
+                        hint="put nodes in execution order, each behind those that make what it reads",
+                    )
+            ready.update(node.outputs)
