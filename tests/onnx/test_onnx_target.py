@@ -50,7 +50,7 @@ def inserted(model: onnx.ModelProto, folder: Path) -> int:
 def counted(done: Conversion) -> tuple[int, ...]:
     """What the note says: nodes without a kernel and casts, with the target and without."""
     (note,) = (note for note in done.notes if note.startswith("target "))
-    match = re.search(r": (\d+) nodes .*?, (\d+) casts .* without a target (\d+) and (\d+)$", note)
+    match = re.search(r": (\d+) nodes? .*?, (\d+) casts? .* without a target (\d+) and (\d+)$", note)
     assert match is not None, note
     return tuple(map(int, match.groups()))
 
