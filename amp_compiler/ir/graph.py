@@ -60,10 +60,6 @@ class Value:
         """Number of dimensions, `None` where unknown."""
         return None if self.shape is None else len(self.shape)
 
-    def nbytes(self, dtype: DType | None = None) -> int:
-        """Bytes that the value takes, in its own type or in `dtype`."""
-        return self.numel * (dtype or self.dtype).itemsize
-
 
 @value_class
 class Operand:

@@ -76,13 +76,16 @@ class _CutBuilder:
     def add_value(self, value: str) -> None:
         """The casts of one value, and that nobody sees it rounded who must not."""
         owner, low = self.owner, self.typing.low
-        origin = cast_origin(self.typing, value) if self.typing.cast_results else None
-        if origin is not None:
-            self._add_origin(value, origin.dtype)
-            return
+        maker = above = owner.maker(value)
+        source = value
+        if value in self.typing.cast_results:
+            origin = cast_origin(self.typing, value)
+            if origin is not None:
+                self._add_origin(value, origin.dtype)
+                return
+            source = upcast_source(self.typing, value) or value
+            above = owner.maker(source)
         cost = owner.cast_cost(value, low, DType.FLOAT32)
-        maker, source = owner.maker(value), upcast_source(self.typing, value) or value
-        above = maker if source == value else owner.maker(source)
         for demand in owner.demands(value).values():
             self._down(cost, demand, source, above)
             if maker is None:

@@ -107,10 +107,10 @@ class FollowProblem:
         if value in self.returned:
             demand = demands.setdefault("", Demand())
             self._fixed_need(demand, self.graph.values[value].dtype)
-        typings, free = self.typing.nodes, self.free
-        for user, index in self.graph.users(value):
+        typings, free, nodes = self.typing.nodes, self.free, self.graph.nodes
+        for name, index in self.graph.readers(value):
+            user, typing = nodes[name], typings[name]
             demand = demands.get(user.region) or demands.setdefault(user.region, Demand())
-            typing = typings[user.name]
             role = typing.roles[index]
             if role is Role.ANY:
                 dtype = self.graph.values[user.outputs[0]].dtype if user.outputs else None
@@ -118,7 +118,7 @@ class FollowProblem:
                     demand.casts.append(dtype)
                 else:
                     demand.bits = True
-            elif role is Role.DATA and user.name in free:
+            elif role is Role.DATA and name in free:
                 self._free_need(demand, user, index, typing)
             else:
                 self._settled_need(demand, user, index, typing)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.passes.onnx_plan.pinning import PinPass
-from amp_compiler.passes.onnx_plan.summed_squares import REACH, SUMS, Squares
+from amp_compiler.passes.onnx_plan.summed_squares import REACH, SQUARING, SUMS, Squares
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
 
@@ -77,7 +77,7 @@ class PinDifferences(PinPass):
             return {}
         finder = _Finder(draft.graph, draft.context.low)
         for node in draft.graph.nodes.values():
-            if finder.squares(node) or finder.is_moment(node):
+            if node.op in SQUARING and (finder.squares(node) or finder.is_moment(node)):
                 finder.expanded(node)
             if node.op in _ADDING and len(node.inputs) > 1 and draft.ranges:
                 finder.cancelled(node, draft.ranges)
@@ -92,7 +92,8 @@ class PinDifferences(PinPass):
                 finder.near_one(node)
             if finder.info(node).periodic:
                 finder.phases(node)
-        finder.spectra()
+        if any(node.op == "onnx.Log" for node in draft.graph.nodes.values()):
+            finder.spectra()
         for name, value in draft.graph.values.items():
             if value.kind is ValueKind.INPUT and value.dtype.is_float:
                 finder.centred(name)
@@ -287,10 +288,10 @@ class _Finder(Squares):
 
     def places(self, node: Node) -> None:
         """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
-        makers = [self._maker(operand.value) for operand in node.inputs]
-        if node.op == "onnx.Sub" and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
+        makers = [self._maker(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
+        if makers and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
             self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
-        if node.op == "onnx.Sub" and all(maker is not None and maker.op in _TAKING for maker in makers):
+        if makers and all(maker is not None and maker.op in _TAKING for maker in makers):
             one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
             for part in (*makers, node) if one & other else ():
                 if part is not None:

@@ -11,8 +11,9 @@ SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx
 _GROWING = SUMS | {f"onnx.{op}" for op in ("Add", "Sub", "Max", "Min", "Clip", "Sum", "Relu", "Abs", "Neg")}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
-_SQUARING = ("onnx.Mul", "onnx.Pow")
 PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum", "onnx.Gemm"})
+SQUARING = PRODUCTS | {"onnx.Mul", "onnx.Pow", "onnx.ReduceSumSquare"}
+"""The ops that may make squares, or sums of them."""
 _MANY = 256  # a divisor that brings back what overflows, and no scale of scores
 REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
@@ -22,7 +23,7 @@ class Squares(Walker):
 
     def sums_of_squares(self) -> Iterator[tuple[str, ...]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
-        for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
+        for node in [node for node in self.graph.nodes.values() if node.op in ("onnx.Mul", "onnx.Pow")]:
             if self.squares(node) and self.is_summed(node):
                 yield (node.name, *self.to_end(node))
 
@@ -40,9 +41,9 @@ class Squares(Walker):
             return False
         factors = [operand.value for operand in node.inputs]
         if node.op in PRODUCTS and len(factors) >= 2:  # of rows with themselves: squares, and their sum
-            one, other = self.behind(node, 0), self.behind(node, 1)
+            other = self.behind(node, 1)
             is_power = node.op == "onnx.MatMul" and factors[0] == factors[1]  # of a matrix: rows times columns
-            return one is not None and one is other and not is_power
+            return other is not None and other is self.behind(node, 0) and not is_power
         return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:

@@ -92,7 +92,8 @@ class _Verdicts:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.typing, self.types = draft, draft.typing.nodes, draft.types
-        self.shorts = {dtype: dtype.short for dtype in DType}
+        self.shorts, self.sizes = ({dtype: getattr(dtype, what) for dtype in DType} for what in ("short", "itemsize"))
+        self.values = draft.graph.values
         self.said: dict[tuple[int, str, str], tuple[str, ...]] = {}
 
     def nodes(self) -> tuple[PlannedNode, ...]:
@@ -107,7 +108,7 @@ class _Verdicts:
         if said is None:
             said = self.said[key] = _said(decision, label, note)
         reason, requested, math, backward, backward_math, math_rule = said
-        types, shorts, info = self.types, self.shorts, self.typing[name].info
+        types, shorts, sizes, values, info = self.types, self.shorts, self.sizes, self.values, self.typing[name].info
         return PlannedNode(
             name,
             node.op,
@@ -124,7 +125,7 @@ class _Verdicts:
             backward_math,
             tuple([operand.value for operand in node.inputs]),
             math_rule,
-            0 if info.family == "view" else sum([draft.graph.values[one].nbytes(types[one]) for one in node.outputs]),
+            0 if info.family == "view" else sum([values[one].numel * sizes[types[one]] for one in node.outputs]),
             flops(draft.graph, node, info),
         )
 

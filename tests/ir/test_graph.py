@@ -21,10 +21,8 @@ def small() -> PrecisionGraph:
     return graph
 
 
-def test_values_know_their_size() -> None:
+def test_values_know_their_rank() -> None:
     graph = small()
-    assert graph.values["y"].nbytes() == 24
-    assert graph.values["y"].nbytes(DType.BFLOAT16) == 12
     assert (graph.values["x"].rank, graph.values["z"].rank) == (2, None)
 
 

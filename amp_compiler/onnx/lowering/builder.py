@@ -81,7 +81,7 @@ class Builder:
         operands = self._operands(node, name, demands, inner)
         outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
         props, pin = node.metadata_props, demands.pin
-        if pin is None and any(value.dtype.is_float for value in outputs):
+        if pin is None and self.pins and any(value.dtype.is_float for value in outputs):
             pin = self.pins.get(node.name or "")
         self.graph.add_node(
             Node(
@@ -105,8 +105,7 @@ class Builder:
         key: list[object] = [node.op_identifier(), node.version, named, quantized, inner, len(inputs)]
         key += node.attributes.data
         for value in (*inputs, *node.outputs):
-            known = types.get(value, UNKNOWN) if value is not None and value.name else None
-            key.append(None if known is None else (known.dtype, known.tensor, known.item))
+            key.append(types.get(value, UNKNOWN).kind if value is not None and value.name else None)
         alike = tuple(key)
         demands = self._demands.get(alike)
         if demands is None:

@@ -91,9 +91,9 @@ def names_of(graphs: Iterable[ir.Graph]) -> tuple[set[str], set[str]]:
     values, nodes = {""}, {""}
     for graph in graphs:
         values.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
-        for node in graph:
-            nodes.add(node.name or "")
-            values.update(value.name or "" for value in node.outputs)
+        held = list(graph)
+        nodes.update([node.name or "" for node in held])
+        values.update([value.name or "" for node in held for value in node.outputs])
     return values, nodes
 
 

@@ -44,6 +44,7 @@ class ValueType:
 
     Attributes:
         numel: elements; a dimension without a number counts as `SIZE_HINT`.
+        kind: all but the shape.
     """
 
     dtype: DType | None
@@ -52,11 +53,13 @@ class ValueType:
     item: DType | None = None
 
     numel: int = field(init=False, repr=False, compare=False)
+    kind: tuple[DType | None, bool, DType | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = (SIZE_HINT, SIZE_HINT) if self.shape is None else self.shape
         numel = math.prod(size if isinstance(size, int) else SIZE_HINT for size in shape)
         object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "kind", (self.dtype, self.tensor, self.item))
 
 
 UNKNOWN = ValueType(None)
@@ -190,15 +193,19 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     return opened
 
 
-def to_ir(model: OnnxFile) -> onnx_ir.Model:
+def to_ir(model: OnnxFile, *, outside: bool = True) -> onnx_ir.Model:
     """The model on `onnx_ir`, its external data not loaded.
+
+    Args:
+        model: the model.
+        outside: whether it may have external data.
 
     Raises:
         OnnxError: its graph is malformed.
     """
     with raised_as_onnx(model.name, "its graph is malformed"):
         result = onnx_ir.serde.deserialize_model(without_maps(model.proto))
-    if model.folder is not None:
+    if outside and model.folder is not None:
         onnx_ir.external_data.set_base_dir(result.graph, model.folder)
     return result
 
@@ -253,7 +260,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
                 raise
             light = light_of(proto, folder)
             inferred = infer_checked(light)
-        model = to_ir(replace(opened, proto=proto))
+        model = to_ir(replace(opened, proto=proto), outside=light is not proto)
         result = OnnxModel(proto, model, folder=folder, reshaped=tuple(reshaped))
         if sizes:
             inferred = infer_sized(light, inferred, sizes)

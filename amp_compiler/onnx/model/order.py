@@ -30,12 +30,18 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
     """The places of nodes in order; none where they are, or read one another in a circle."""
-    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-    reads = [[makers[name] for name in _read(node) if name in makers] for node in nodes]
-    if all(max(behind, default=-1) < index for index, behind in enumerate(reads)):
+    read: set[str] = set()
+    for node in nodes:
+        read |= _read(node)
+        read.discard("")
+        if not read.isdisjoint(node.output):
+            break
+    else:
         return []
+    makers = {name: index for index, node in enumerate(nodes) for name in node.output if name}
+    behind = {index: {makers[name] for name in _read(node) if name in makers} for index, node in enumerate(nodes)}
     try:
-        return list(TopologicalSorter({index: set(behind) for index, behind in enumerate(reads)}).static_order())
+        return list(TopologicalSorter(behind).static_order())
     except CycleError:
         return []
 
