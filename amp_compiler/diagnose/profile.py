@@ -14,7 +14,7 @@ from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.ranges import RANGES, Range
+from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ops.exponents import BINS, LOWEST
 
 ACTIVATION, ACTIVATION_GRADIENT = "activation", "activation gradient"
@@ -197,8 +197,8 @@ class Profile:
         Args:
             dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`, or torch's 16-bit types and their names.
         """
-        limits = _range(dtype)
-        name = limits.name
+        name = _named(dtype)
+        limits = RANGES[name]
         gradients = [row for row in self.rows if row.kind in GRADIENTS]
         # What the step makes in FP32, such as the gradients within the loss, is in no danger and sets no bound.
         gradients = [row for row in gradients if row.dtype not in _WIDE] or gradients
@@ -250,10 +250,10 @@ class Profile:
             dtype: `"fp16"`, `"bf16"`, another name of `RANGES`, or a `torch.dtype`.
             most: how many rows at most.
         """
-        limits = _range(dtype).name
+        name = _named(dtype)
 
         def lost(row: Row) -> float:
-            fractions = row.stored.fractions(limits)
+            fractions = row.stored.fractions(name)
             return math.inf if row.vanished else fractions.lost + fractions.subnormal / 2
 
         return sorted((row for row in self.rows if lost(row) > 0), key=lost, reverse=True)[:most]
@@ -321,12 +321,12 @@ class Profile:
         write_atomically(path, json.dumps(self.to_dict(), indent=1))
 
 
-def _range(dtype: object) -> Range:
+def _named(dtype: object) -> str:
     known = element_type(dtype)
     name = known.short if known else str(dtype)
     if name not in RANGES:
         raise AmpError(f"dtype={dtype!r}", hint=f"pass one of {', '.join(RANGES)}")
-    return RANGES[name]
+    return name
 
 
 def _sparse(histogram: Histogram) -> dict[str, int]:

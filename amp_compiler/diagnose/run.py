@@ -105,11 +105,11 @@ def profile(
     run: _Run
     if isinstance(subject, TrainingStep):
         run = _StepRun(subject)
-    elif isinstance(subject, CompiledModule):
-        run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
-        model = imported(subject)
-        run = _of_model(model, make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
+        compiled = isinstance(subject, CompiledModule)
+        model = subject.original if compiled else imported(subject)
+        settings = subject.settings if compiled else make_settings(rules, dtype, EAGER)
+        run = _ModelRun(model, settings) if loss_fn is None else _LossRun(model, settings, loss_fn, loss_scale)
         if is_onnx(subject):
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
 
@@ -300,14 +300,9 @@ class _StepRun(_Run):
     def keep_weights(self) -> None:
         """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""
         for name, parameter in self.parameters():
-            kept = self.before.get(name)
-            if kept is None or (kept.shape, kept.dtype, kept.device) != (
-                parameter.shape,
-                parameter.dtype,
-                parameter.device,
-            ):
-                kept = self.before[name] = torch.empty_like(parameter, requires_grad=False)
-            kept.copy_(parameter.detach())
+            if name not in self.before:
+                self.before[name] = torch.empty_like(parameter, requires_grad=False)
+            self.before[name].copy_(parameter.detach())
 
     def update(self, name: str, ratios: Counts, numbers: Counts) -> None:
         """Take in what was done to a parameter."""
@@ -345,14 +340,6 @@ class _LossRun(_Run):
         shift = _exponent_of(step.loss_scale)
         with _told_of("the loss"):
             self.count((args, {}), lambda: step._counting(args, with_weights=True), shift)
-
-
-def _of_model(
-    model: nn.Module, settings: Settings, loss_fn: Callable[..., Any] | None, loss_scale: float
-) -> _ModelRun | _LossRun:
-    if loss_fn is not None:
-        return _LossRun(model, settings, loss_fn, loss_scale)
-    return _ModelRun(model, settings)
 
 
 def _is_zero(counts: Counts) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import math
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 from amp_compiler.errors import AmpError
@@ -75,26 +74,8 @@ class DType(enum.Enum):
 
     @property
     def format(self) -> FloatFormat:
-        """Range and precision of a floating-point type.
-
-        Raises:
-            AmpError: for a type that is not a real floating-point type.
-        """
-        if self not in _FORMATS:
-            raise AmpError(f"{self.value} has no floating-point format", hint="ask `is_float` first")
+        """Range and precision of a real floating-point type."""
         return _FORMATS[self]
-
-    def holds(self, number: float) -> bool:
-        """True where `number` is neither turned into an infinity nor flushed to zero.
-
-        Example:
-            >>> DType.FLOAT16.holds(65504.0), DType.FLOAT16.holds(-3.4e38), DType.FLOAT16.holds(0.0)
-            (True, False, True)
-        """
-        if number == 0 or not math.isfinite(number):
-            return True
-        fmt = self.format
-        return fmt.smallest_subnormal <= abs(number) <= fmt.max
 
 
 FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})

@@ -7,6 +7,7 @@ killed run has left behind is removed by the next run beside it, which sees that
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import stat
@@ -17,14 +18,8 @@ from pathlib import Path
 
 from amp_compiler.errors import AmpError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 PREFIX = ".amp_compiler-"
 """What the name of every folder that files are made in begins with."""
-_OLD = 24 * 3600.0  # seconds from which a folder counts as left behind where locks are not known
 _PATIENCE = 10.0  # seconds to wait for another run that is putting its files in place
 
 
@@ -106,8 +101,6 @@ def _locked(folder: Path) -> tuple[Path, int | None]:
     """A new folder and the handle that locks it; another run may have swept it away before it was locked."""
     while True:
         created = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
-        if fcntl is None:
-            return created, None
         handle = os.open(created, os.O_RDONLY)
         locked = _lock(handle)
         with contextlib.suppress(FileNotFoundError):
@@ -139,10 +132,6 @@ def sweep(folder: Path) -> None:
         if left.is_symlink() or not left.is_dir():
             continue
         with contextlib.suppress(OSError):
-            if fcntl is None:
-                if time.time() - left.stat().st_mtime > _OLD:
-                    shutil.rmtree(left, ignore_errors=True)
-                continue
             handle = os.open(left, os.O_RDONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever works in it holds this lock
@@ -157,9 +146,6 @@ def alone(folder: Path) -> Iterator[bool]:
 
     False where the file system knows no locks, or another run takes longer than ten seconds.
     """
-    if fcntl is None:
-        yield False
-        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         until = time.monotonic() + _PATIENCE

@@ -73,15 +73,8 @@ def _node(graph: PrecisionGraph, node: Node) -> str:
     facts = []
     if not node.outputs or node.name != node.outputs[0]:
         facts.append(f"name={_word(node.name)}")
-    facts += [
-        f"{key}={_word(value)}"
-        for key, value in (("module", node.module), ("type", node.module_type), ("source", node.source))
-        if value
-    ]
-    if node.region:
-        facts.append(f"region={_word(node.region)}")
-    if node.part:
-        facts.append(f"part={_word(node.part)}")
+    names = {"module": "module", "type": "module_type", "source": "source", "region": "region", "part": "part"}
+    facts += [f"{key}={_word(value)}" for key, name in names.items() if (value := getattr(node, name))]
     if node.pin is not None:
         facts.append(f"pin={_word(node.pin.precision)} {_string(node.pin.reason)}")
     return text + ("  " + " ".join(facts) if facts else "")

@@ -233,11 +233,7 @@ class PrecisionPlan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
         data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes, "cast_count": self.cast_count}
-        if self.autocast is None:
-            del data["autocast"]
-        if not self.notes:
-            del data["notes"]
-        return data
+        return {name: value for name, value in data.items() if value or name not in ("autocast", "notes")}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PrecisionPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -81,11 +82,6 @@ def _built(compiler: list[str], sources: dict[str, str]) -> Path:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes out; where the system has no such locks, two may compile, and none sees half a file."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     opened = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # as NFS has no such lock on a folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -49,7 +48,7 @@ _INTEGERS = {"bad_steps": torch.int32, "skipped_steps": torch.int64, "floor_step
 
 
 @dataclass(frozen=True)
-class LossScale(ABC):
+class LossScale:
     """Settings of a loss scale: hashable, comparable, free of tensors.
 
     Args:
@@ -64,9 +63,9 @@ class LossScale(ABC):
         self._check_count("patience")
 
     @property
-    @abstractmethod
     def first(self) -> float:
-        """The scale of the first step."""
+        """The scale of the first step: 1 where a class says no other."""
+        return 1.0
 
     @property
     def constant(self) -> float | None:
