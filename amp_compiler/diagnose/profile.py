@@ -198,14 +198,14 @@ class Profile:
             dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`, or torch's 16-bit types and their names.
         """
         name = _named(dtype)
-        limits = RANGES[name]
+        _, normal, greatest = RANGES[name].exponents
         gradients = [row for row in self.rows if row.kind in GRADIENTS]
         # What the step makes in FP32, such as the gradients within the loss, is in no danger and sets no bound.
         gradients = [row for row in gradients if row.dtype not in _WIDE] or gradients
         highest = max((row.histogram.highest for row in gradients if row.histogram.highest is not None), default=0)
         lowest = min((row.histogram.lowest for row in gradients if row.histogram.lowest is not None), default=0)
-        needed = max(limits.normal - lowest, 0)  # more helps nobody
-        exponent = min(limits.greatest - _HEADROOM - highest, _MOST_SCALE, needed)
+        needed = max(normal - lowest, 0)  # more helps nobody
+        exponent = min(greatest - _HEADROOM - highest, _MOST_SCALE, needed)
         scale = 2.0**exponent
         hopeless = [row.name for row in gradients if row.histogram.fractions(name, scale).lost > _TOLERATED]
         hopeless += [row.name for row in self.of(ACTIVATION) if row.histogram.fractions(name).infinite > 0]
@@ -241,7 +241,7 @@ class Profile:
         histogram = self.rows[place].histogram
         if histogram.highest is None:
             return 0.0
-        return histogram.fractions(dtype, 2.0 ** (RANGES[dtype].greatest - histogram.highest)).zero
+        return histogram.fractions(dtype, 2.0 ** (RANGES[dtype].exponents[2] - histogram.highest)).zero
 
     def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
         """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead.

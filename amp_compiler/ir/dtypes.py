@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 from amp_compiler.errors import AmpError
@@ -26,6 +27,12 @@ class FloatFormat(NamedTuple):
     smallest_normal: float
     smallest_subnormal: float
     eps: float
+
+    @property
+    def exponents(self) -> tuple[int, int, int]:
+        """The binary exponents of the least subnormal number, the least normal one and the largest."""
+        least, normal, largest = (math.frexp(one)[1] - 1 for one in (self.smallest_subnormal, *self[1::-1]))
+        return least, normal, largest
 
 
 class DType(enum.Enum):

@@ -1,32 +1,15 @@
-"""The binary exponents that the floating-point types of a graph have."""
+"""What the small floating-point types hold of numbers of which the binary exponents are known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from amp_compiler.ir.dtypes import LOW_TYPES, FloatFormat
 
-@dataclass(frozen=True)
-class Range:
-    """The binary exponents that a floating-point type has.
-
-    Args:
-        normal: the least exponent of its normal numbers.
-        least: that of its least subnormal number.
-        greatest: the greatest. Not all numbers of that exponent may be there: E4M3 ends at 448.
-    """
-
-    normal: int
-    least: int
-    greatest: int
-
-
-# IEEE 754 for FP16; BF16 is the upper half of FP32; FP8: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
-RANGES = {
-    "fp16": Range(-14, -24, 15),
-    "bf16": Range(-126, -133, 127),
-    "fp8_e4m3": Range(-6, -9, 8),
-    "fp8_e5m2": Range(-14, -16, 15),
+# FP8: Micikevicius et al., FP8 Formats for Deep Learning, 2022. Not all numbers of the greatest exponent are there.
+RANGES = {short: dtype.format for short, dtype in LOW_TYPES.items()} | {
+    "fp8_e4m3": FloatFormat(448.0, 2.0**-6, 2.0**-9, 2.0**-3),
+    "fp8_e5m2": FloatFormat(57344.0, 2.0**-14, 2.0**-16, 2.0**-2),
 }
 
 
@@ -45,10 +28,10 @@ def lost_in(dtype: str, counts: Sequence[float], lowest: int) -> tuple[float, fl
         >>> lost_in("fp16", [3, 5, 7], -26)  # 2**-26 becomes zero, half of the least number and more does not
         (3, 12, 0)
     """
-    limits = RANGES[dtype]
+    least, normal, greatest = RANGES[dtype].exponents
 
     def below(exponent: int) -> int:
         return min(max(exponent - lowest, 0), len(counts))
 
-    least, normal, beyond = below(limits.least - 1), below(limits.normal), below(limits.greatest + 1)
+    least, normal, beyond = below(least - 1), below(normal), below(greatest + 1)
     return sum(counts[:least]), sum(counts[least:normal]), sum(counts[beyond:])

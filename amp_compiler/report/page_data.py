@@ -48,7 +48,7 @@ def page_data(
         "graphs": graphs,
         "code": {place: line for place in dict.fromkeys(places) if (line := line_of(place))},
         "profile": None if profile is None else _of_profile(profile),
-        "ranges": {name: [RANGES[name].least, RANGES[name].normal, RANGES[name].greatest] for name in LOW_TYPES},
+        "ranges": {name: RANGES[name].exponents for name in LOW_TYPES},
     }
 
 
