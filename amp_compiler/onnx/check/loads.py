@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from onnx import TensorProto, helper
+import onnx.parser
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import Engine, check_providers, session_options
@@ -158,12 +158,8 @@ def latest_opset() -> int | None:
     if not is_installed():
         return None
     for version in range(onnx.defs.onnx_opset_version(), 6, -1):
-        if _load(_smallest(version), None, None) is None:
+        head = f'<ir_version: 8, opset_import: ["" : {version}]>'
+        smallest = onnx.parser.parse_model(f"{head} g (float[1] x) => (float[1] y) {{ y = Identity (x) }}")
+        if _load(smallest, None, None) is None:
             return version
     return None
-
-
-def _smallest(opset: int) -> onnx.ModelProto:
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ends[:1], ends[1:])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)

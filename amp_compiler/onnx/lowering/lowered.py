@@ -60,8 +60,6 @@ class Lowered:
     held: frozenset[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
-        """Where the operands of a neutral node stand; none for a name that no node has."""
-        known, node = self.sites.get(name), self.nodes.get(name)
-        if known is None and node is not None:
-            known = [Site(node, index) for index in range(len(node.inputs))]
-        return known or []
+        """Where the operands of a neutral node stand."""
+        known, node = self.sites.get(name), self.nodes[name]
+        return [Site(node, index) for index in range(len(node.inputs))] if known is None else known

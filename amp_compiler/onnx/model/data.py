@@ -103,8 +103,6 @@ def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float 
             array = np.where(np.isfinite(array) & (array < floor), np.float32(floor), array)
         with np.errstate(over="ignore", invalid="ignore"):
             result = array.astype(ir_type(dtype).numpy())
-        if result is array or np.shares_memory(result, array):
-            result = result.copy()
         return ir.Tensor(result, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)
 
     shape = ir.Shape(tuple(tensor.shape.numpy()))
