@@ -18,24 +18,24 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 180,
-    "ir": 1_780,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
-    "policy": 3_470,  # to come to 3,400: tables of execution providers came
+    "ir": 1_712,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
+    "policy": 3_390,
     "planner": 1_940,
     "fx": 5_390,  # to come to 3,900: compiled code for other machines, memory that forward exchanges came
     "forward": 3_150,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
     "training": 6_720,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,
-    "ops": 7_420,
-    "onnx": 11_720,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
-    "diagnose": 3_610,
+    "ops": 7_400,
+    "onnx": 11_706,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "diagnose": 3_600,
     "report": 2_870,
     "cli": 1_900,
     "integrations": 290,
     "passes": 9_500,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_720  # of all rooms together; to come to 59,400
+SOURCES = 62_550  # of all rooms together; to come to 59,400
 TESTS = 50_100  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py

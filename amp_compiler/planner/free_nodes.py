@@ -57,9 +57,7 @@ class FollowProblem:
     def keeps_bits(self, name: str) -> bool:
         """True for a node that may run low only where nobody could tell: an exact op on semantically FP32 data."""
         typing = self.typing[name]
-        if not typing.info.exact:
-            return False
-        return self.semantics.widest(self.graph.nodes[name], typing.data) is not None
+        return typing.info.exact and self.semantics.widest(self.graph.nodes[name], typing.data) is not None
 
     def demands(self, value: str) -> dict[str, Demand]:
         """By region, what the users of `value` ask of it. Fixed labels must be known; the answer is kept."""

@@ -21,13 +21,9 @@ def small() -> PrecisionGraph:
     return graph
 
 
-def test_values_know_their_rank() -> None:
+def test_ranks_producers_users_and_operands() -> None:
     graph = small()
     assert (graph.values["x"].rank, graph.values["z"].rank) == (2, None)
-
-
-def test_producers_users_and_operands() -> None:
-    graph = small()
     assert graph.producer("x") is None
     result = graph.producer("z")
     assert result is not None and result.name == "z"

@@ -231,8 +231,7 @@ def test_every_field_has_its_type_and_its_words():
             value = getattr(info, field.name)
             assert type(value) is type(field.default), (info.name, field.name)
             assert not isinstance(value, frozenset) or all(type(word) is str for word in value), (info.name, field.name)
-            assert field.name not in WORDS or value in WORDS[field.name], (info.name, field.name)
-    assert all(type(about) is str and about for about in TABLE.families.values())
+            assert value in WORDS.get(field.name, [value]), (info.name, field.name)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +240,8 @@ def test_every_field_has_its_type_and_its_words():
         ("version: 1\n", "damaged: 'families'"),
         ("families: {a: {aten: [x]}}\n", "in the family 'a': 'about'"),
         ("families: {a: {about: text, aten: [x], exakt: true}}\n", "'exakt'"),
-        (
-            "families: {a: {about: text, aten: [x]}, b: {about: text, aten: [x]}}\n",
-            "'b'.*'aten.x' is in 'a' too",
-        ),
+        ("families: {a: {about: text, aten: [x]}, b: {about: text, aten: [x]}}\n", "'b'.*'aten.x' is in 'a' too"),
         ("families: {a: {about: text, aten: [x], special: {aten.y: {}}}}\n", "which is none of its ops"),
-        ("families: {a: {about: text, aten: [x], special: {aten.x: {foo: true}}}}\n", "'foo'"),
     ],
 )
 def test_wrong_tables(text, message):

@@ -308,7 +308,7 @@ def _drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
         plan: the plan.
     """
     own = [neutral for neutral in lowered.graph.nodes.values() if neutral.op in _CASTS]
-    planned_types = plan.types
+    planned_types = plan.types if own else {}
     for neutral in own:
         node = lowered.nodes[neutral.name]
         source, result = neutral.inputs[0].value, neutral.outputs[0]
