@@ -81,7 +81,7 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
     for name in special:
         if name not in mine:
             raise tree_error(
-                f"'special' names '{name}', which '{family}' does not hold", file, special[name], "move it"
+                f"'special' names '{name}', which '{family}' does not hold", file, special[name], "list it there"
             )
 
 
