@@ -78,13 +78,13 @@ ELSEWHERE = {
     "ranks.md": "tests/ranks/checkpoint_scenarios.py",
 }
 HERE = {
-    "tutorial.md": "1 of 3 nodes that round stay in FP32",
+    "tutorial.md": "1 of 3 nodes that round stays in FP32",
     "keep_fp32.md": "low head",
     "loss_scale.md": "lost",
     "find_nan.md": "1 node in FP32 fixes it",
     "onnx.md": "nodes in FP16",
     "onnx_reference.md": "target cuda: 0 nodes without a kernel",
-    "tune.md": "1 of 5 nodes that round stay in FP32",
+    "tune.md": "1 of 5 nodes that round stays in FP32",
     "cut.md": "relu",
     "fp8.md": "[False, True, False]",
     "api.md": "",

@@ -197,7 +197,7 @@ def test_the_readme_has_every_word_of_the_language():
         "why",
         "extends",
         "allow",
-        "whitelist",
         "deny",
+        "whitelist",
     ):
         assert f"`{key}`" in readme or f"{key}:" in readme, key
