@@ -19,7 +19,7 @@ from amp_compiler.passes.base import Pass, Texts
 class Stage(NamedTuple):
     """The text of a graph behind one pass.
 
-    Args:
+    Attributes:
         name: of the pass; `capture` is what came in.
         text: see `fx.text.format_fx`; decisions, labels and casts behind the neutral passes.
     """
