@@ -54,6 +54,7 @@ step = amp.training_step(
     lambda model, x, labels: torch.nn.functional.cross_entropy(model(x), labels),
     torch.optim.AdamW(model.parameters()),
     dtype="bf16",
+    backend="eager",
     callbacks=[amp.callbacks.JSONLines("run.jsonl")],
 )
 for _ in range(5):
