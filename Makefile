@@ -139,7 +139,7 @@ test-torch211: ## the same with the oldest torch that is supported
 # NO_MKDOCS_2_WARNING: a notice of the theme's about its successor.
 docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
 	$(BIN)/python docs/tools/generate.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 search: docs browser ## look whether the search of the site finds a page, opened as a file and from a server
 	$(BIN)/python docs/tools/try_search.py

@@ -144,7 +144,9 @@ class Pass(ABC, Generic[Subject]):
                     where=f"in pass '{self.name}'",
                     hint="keep such sizes out of the graph",
                 ) from cause
-            raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", hint=_BUG) from cause
+            raise PassError(
+                f"it raised {type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", hint=_BUG
+            ) from cause
 
     def _run_checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         wrong = self.requires(subject)

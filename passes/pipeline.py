@@ -19,7 +19,7 @@ from amp_compiler.passes.base import Pass, Texts
 class Stage(NamedTuple):
     """The text of a graph behind one pass.
 
-    Args:
+    Attributes:
         name: of the pass; `capture` is what came in.
         text: see `fx.text.format_fx`; decisions, labels and casts behind the neutral passes.
     """
@@ -442,6 +442,8 @@ def pipelines_with(argument: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipe
             raise PassError(f"the pipeline {one.name} is not run here", hint=f"those that are: {', '.join(by_name)}")
         for step in by_name[one.name].steps:
             if step not in one.steps and isinstance(step, str) and not find_pass(step).skippable:
-                raise PassError(f"the pipeline {one.name} lacks the pass '{step}'", hint="what follows relies on it")
+                raise PassError(
+                    f"the pipeline {one.name} lacks the pass '{step}'", hint="keep it: those behind it need it"
+                )
         by_name[one.name] = one
     return by_name

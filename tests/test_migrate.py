@@ -1,4 +1,4 @@
-"""The blocks of docs/migrate.md that are ours run, in order; those of systems that are not installed are shown only.
+"""The blocks of docs/migrate.md run, in order; those of systems that are not installed are read as Python alone.
 
 A file of another system gives the rules that stand behind it, to the letter, and what runs behind those reads them.
 """

@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [ROOT / room for room in ("amp_compiler", "passes", "rules", "examples", "benchmarks", "docs", "tools")]
-SUFFIXES = {".py", ".md", ".yaml", ".cpp", ".h", ".js", ".html"}
+SUFFIXES = {".py", ".md", ".yaml", ".cpp", ".h", ".js", ".css", ".html"}
+LONE = [ROOT / name for name in ("Makefile", "mkdocs.yml", "pyproject.toml", "tests/long_tests.txt")]
 
 # Names of variables, parameters and functions: a word, and what says what the thing is.
 NAMES = {
@@ -29,8 +30,9 @@ NAMES = {
 # In code, comments, messages and docs: a pattern, and what stands there instead.
 TEXTS = {
     r"(?<![A-Za-z])mend(s|ed|ing)?(?![a-z])": "hint, fix",
-    r"\b[pP]ieces?\b": "subgraph, graph break",
-    r"\bcapture[sd]? (again|anew)\b": "recompiled",
+    r"(?<![A-Za-z])(?<!usage_)[pP]ieces?(?![a-z])": "subgraph, graph break",  # one is a name of click's
+    r"\bcapture[sd]? ((it|them|one) )?(again|anew)\b": "recompiled",
+    r"`(Standing|Together|Offer)`|(?<![A-Za-z])lows(?![a-z])": "ChangeDetector, RankCoordinator, low_weights",
     r"\bnumbers that are no data\b": "sizes, indices, positions, angles",
     r"\b[lL]ess than 1 is better\b": "lower is better",
 }
@@ -75,7 +77,7 @@ def test_texts_use_the_words_of_the_field(pattern: str, instead: str) -> None:
     tests = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}; say {instead}"
-        for path in [*files(*SUFFIXES), *tests, *sorted(ROOT.glob("*.md")), ROOT / "Makefile"]
+        for path in [*files(*SUFFIXES), *tests, *sorted(ROOT.glob("*.md")), *LONE]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(pattern, line)
     ]

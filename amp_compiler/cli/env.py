@@ -20,6 +20,7 @@ def env() -> None:
     import torch
 
     from amp_compiler.fx.torch_private.runtime import has_bf16_kernels
+    from amp_compiler.ir.plan import many
     from amp_compiler.ops.cache_folder import cache_folder
     from amp_compiler.ops.cpu.build import compiler_command
 
@@ -30,7 +31,7 @@ def env() -> None:
         except metadata.PackageNotFoundError:
             typer.echo(f"{package}: not installed")
     kernels = "with" if has_bf16_kernels() else "without"
-    threads = f"{torch.get_num_threads()} threads, {kernels} BF16 products"
+    threads = f"{many(torch.get_num_threads(), 'thread')}, {kernels} BF16 products"
     typer.echo(f"CPU: {torch.backends.cpu.get_cpu_capability()}, {threads}")
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)

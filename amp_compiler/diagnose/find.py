@@ -91,7 +91,7 @@ def find_nonfinite(
         return ModelTrials(model, args, named, settings).report()
     if not is_onnx(subject):
         raise AmpError(
-            f"nothing can be found in a {type(subject).__name__}",
+            f"amp.find_nonfinite cannot look into a {type(subject).__name__}",
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     if backward or loss_fn is not None:

@@ -109,7 +109,7 @@ class ModelTrials:
             ) from error
         graphs = subgraphs.graphs
         if not graphs:
-            raise CaptureError(f"{name} ran {subgraphs.without}", hint="call it where torch.compile captures it")
+            raise CaptureError(f"{name} ran {subgraphs.without}", hint="call it where torch.compile is on")
         plan = plan_of(graphs)
         replay.several = len(graphs) > 1
         return Observed(

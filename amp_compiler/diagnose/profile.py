@@ -14,6 +14,7 @@ from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.plan import many
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ops.exponents import BINS, LOWEST
 
@@ -263,7 +264,7 @@ class Profile:
         advice = self.loss_scale(dtype)
         sampled = f", counted in {len(self.counted)}: the first of every {self.every}" if self.every > 1 else ""
         lines = [
-            f"{len(self.rows)} tensors over {self.batches} batch{'es' * (self.batches != 1)},"
+            f"{many(len(self.rows), 'tensor')} over {many(self.batches, 'batch')},"
             f" {self.skipped} of them skipped{sampled}; as {dtype}:",
             f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
             f"none {advice.lost_without:.2%}",

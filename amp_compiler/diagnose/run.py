@@ -118,7 +118,7 @@ def profile(
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
         raise AmpError(
-            f"there is no profile of {type(subject).__name__}",
+            f"amp.profile cannot run a {type(subject).__name__}",
             hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     for batch in batches_of(batches):

@@ -235,7 +235,7 @@ def explain(
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
     if (fuse or opset is not None or target is not None) and not is_onnx(model):
         option = "fuse=True" if fuse else f"opset={opset!r}" if opset is not None else f"target={target!r}"
-        raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
+        raise AmpError(f"{option} for a {type(model).__name__}", hint="leave it out: only ONNX models take it")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:

@@ -23,7 +23,7 @@ from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 from amp_compiler.ops.cpu.build import library, processor
 
-_ANEW = "make it anew by amp.save_cache"
+_ANEW = "write it again with amp.save_cache"
 _TORCHS = "artifacts"  # what torch.compiler.save_cache_artifacts gives
 _OURS = re.compile(r"ours/(joint_\w+\.gz|cpu_loops_\w+\.so)")
 _KERNELS = re.compile(r"torch/(\w\w/\w+(\.\w+)?\.so)")

@@ -70,10 +70,10 @@ class PlannedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCast:
-    """One cast, or an upcast of the model that is read past.
+    """One cast, or an upcast of the model's own that is not needed any more.
 
-    Where `src == dst` nothing is cast: `users` read `value` itself, in place of the FP32 copy of it that the model's
-    own upcast makes.
+    Where `src == dst` nothing is cast: `users` read `value` itself, in place of the FP32 copy that the upcast makes.
+    Such entries are not in `plan.cast_count`, so that `len(plan.casts)` may be larger.
 
     Args:
         value: the value that is cast.
@@ -178,7 +178,7 @@ class PrecisionPlan:
         rules: name of the rule set.
         device: device type that was planned for.
         nodes: verdicts in execution order.
-        casts: in execution order, beside casts the upcasts that are read past; `cast_count` is the number of casts.
+        casts: in execution order, with upcasts that are not needed any more: `cast_count` is the number of casts.
         inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
         outputs: names of the values that the graph returns; before casts.
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
@@ -222,7 +222,7 @@ class PrecisionPlan:
 
     @property
     def cast_count(self) -> int:
-        """Number of casts in one forward run, the model's own included; an upcast that is read past is none."""
+        """Number of casts in one forward run, the model's own included; `casts` may have more entries."""
         return sum(cast.src != cast.dst for cast in self.casts)
 
     @property

@@ -137,7 +137,7 @@ def read_run(path: str | Path) -> Run:
         if records and records[-1].step >= record.step:
             kept = bisect.bisect_left(records, record.step, key=lambda one: one.step)
             notes.append(
-                f"line {number} goes on from step {record.step}: {len(records) - kept} records from step "
+                f"line {number} goes on from step {record.step}: the records from step "
                 f"{records[kept].step} to {records[-1].step} before it are left out"
             )
             del records[kept:]

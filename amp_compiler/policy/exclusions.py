@@ -110,12 +110,12 @@ def _parsed(path: Path) -> Any:
         try:
             return json.loads(text)
         except ValueError as cause:
-            raise RuleError(f"it is no JSON: {cause}", file=str(path), hint="correct it") from cause
+            raise RuleError(f"it is no JSON: {cause}", file=str(path), hint="correct the syntax there") from cause
     if path.suffix in (".yaml", ".yml"):
         try:
             return YAML(typ="safe").load(text)
         except YAMLError as cause:
-            raise RuleError(f"it is no YAML: {cause}", file=str(path), hint="correct it") from cause
+            raise RuleError(f"it is no YAML: {cause}", file=str(path), hint="correct the syntax there") from cause
     return text
 
 

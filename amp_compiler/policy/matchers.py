@@ -46,7 +46,7 @@ def _regex(text: str, table: OpTable, mark: Mark) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as cause:
         spot = getattr(cause, "pos", None)
-        hint = "correct it" if spot is None else f"correct it at character {spot + 1}"
+        hint = f"correct it{'' if spot is None else f' at character {spot + 1}'}, or escape its special characters"
         raise mark.error(f"'{text}' is no regular expression: {cause}", hint) from cause
 
 

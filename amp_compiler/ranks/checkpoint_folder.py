@@ -30,7 +30,7 @@ VERSION = 2
 _CHUNK = 2**24  # bytes that are read at once
 _DAMAGED = "copy it anew from where it is whole, or delete the folder: the checkpoint before it is then the newest"
 _ROOM = "see that there is room, and that all ranks may write there"
-_PLAIN = "pass as `extra`, and have as extra state of modules, what can be pickled"
+_PLAIN = "pass as `extra`, and keep as extra state of modules, what pickle takes"
 _SEEN = "give all ranks one folder that all of them see, such as on a network's file system"
 
 
@@ -121,9 +121,9 @@ def _saved(file: Path, own: Any) -> tuple[str, list[int]]:
             os.fsync(opened.fileno())
         return file.name, list(_sum(file))
     except (OSError, RuntimeError) as cause:  # the latter of torch's writer
-        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_ROOM) from cause
+        raise AmpError(f"it cannot be written: {first_line(cause)}", where=str(file), hint=_ROOM) from cause
     except Exception as cause:  # pickling raises whatever it likes
-        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(file), hint=_PLAIN) from cause
+        raise AmpError(f"it cannot be pickled: {first_line(cause)}", where=str(file), hint=_PLAIN) from cause
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,5 +242,5 @@ def _named(path: Path, hint: str = "see that it is there, and that all ranks may
         yield
     except OSError as cause:
         raise AmpError(
-            f"{type(cause).__name__}: {cause.strerror}", where=str(cause.filename or path), hint=hint
+            f"it cannot be read or written: {cause.strerror}", where=str(cause.filename or path), hint=hint
         ) from cause

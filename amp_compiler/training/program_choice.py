@@ -343,7 +343,7 @@ def _why_apart(hooked: bool) -> CaptureError | None:
     """What around the step one graph would lose; `None` where there is nothing."""
     reason = why_not_captured()
     if reason:
-        return CaptureError(f"{reason}, under which Dynamo captures nothing", hint="call the step outside of it")
+        return CaptureError(f"{reason}, under which Dynamo captures nothing", hint="call the step without it")
     if saved_tensor_hooks() is not None:
         return CaptureError(
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"

@@ -150,7 +150,7 @@ class Amaxes:
             held = self._held[key] = no_amaxes(history).to(self._device)
         if held.shape[1] != history + 1:
             raise AmpError(
-                f"the FP8 product '{key}' remembers {held.shape[1] - 1} steps, and was given {history}",
+                f"the FP8 product '{key}' has a history of {held.shape[1] - 1}, and was given one of {history}",
                 hint="use the rules that it was saved with",
             )
         return held

@@ -19,7 +19,79 @@ HEAD = """# Command line
 | 1 | an error, as [errors](errors.md) lists them; `diff`: the plans differ; `rules check`: a file is wrong |
 | 2 | wrong usage |
 | 3 | `convert`: the verification failed; `find-nonfinite`: it found an inf or a NaN; `tune`: it was stopped |
+
+The examples run from an empty folder, in the order of the page. `model.py` holds:
+
+```python
+import torch
+from torch.nn import functional as F
+
+
+def make():
+    layers = torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+    return torch.nn.Sequential(*layers), (torch.randn(8, 64),)
+
+
+def loss(model, x, labels):
+    return F.cross_entropy(model(x), labels)
+```
+
+The ONNX file, a batch of its inputs and the record of a run come from this script:
+
+```python
+import numpy
+import torch
+
+import amp_compiler as amp
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 4))
+torch.onnx.export(model, (torch.randn(8, 64),), "m.onnx", input_names=["x"])
+numpy.savez("data.npz", x=numpy.random.randn(8, 64).astype("float32"))
+
+step = amp.training_step(
+    model,
+    lambda model, x, labels: torch.nn.functional.cross_entropy(model(x), labels),
+    torch.optim.AdamW(model.parameters()),
+    dtype="bf16",
+    backend="eager",
+    callbacks=[amp.callbacks.JSONLines("run.jsonl")],
+)
+for _ in range(5):
+    step(torch.randn(8, 64), torch.randint(0, 4, (8,)))
+step.flush()
+```
 """
+LOSS = "--loss model.py:loss --args 'fp32[8,64]' --args 'i64[8]'"
+EXAMPLES = {
+    "explain": [
+        "model.py:make --dtype fp16",
+        "model.py:make --dtype fp16 --format json -o a.json",
+        "model.py:make --dtype fp16 --rules safe --format json -o b.json",
+        f"model.py:make --print-after fold_loss_scale {LOSS}",
+        "m.onnx --dtype fp16 --html plan.html",
+    ],
+    "diff": ["a.json b.json --html diff.html"],
+    "convert": [
+        "m.onnx m.fp16.onnx --calibrate data.npz --verify",
+        "m.onnx m.bf16.onnx --dtype bf16 --report plan.html",
+    ],
+    "tune": [
+        "m.onnx tuned.yaml --data data.npz --tolerance 1e-3",
+        f"model.py:make my_tuned.yaml --dtype fp16 {LOSS}",
+    ],
+    "profile": ["m.onnx --data data.npz", f"model.py:make --dtype fp16 {LOSS}"],
+    "find-nonfinite": ["m.onnx --data data.npz", f"model.py:make --dtype fp16 {LOSS}"],
+    "passes": ["", "fold_loss_scale"],
+    "plot": ["run.jsonl -o run.svg"],
+    "demo": ["--epochs 1 --backend eager"],
+    "env": [""],
+    "rules list": [""],
+    "rules show": ["fast"],
+    "rules check": ["tuned.yaml"],
+    "rules schema": [""],
+    "rules import": ["exclude.txt --output rules.yaml"],
+}
 
 
 def page() -> str:
@@ -45,8 +117,12 @@ def _section(name: str, command: Any) -> str:
     rows = [row for one in command.params if (row := one.get_help_record(context))]
     table = [f"| `{_cell(word)}` | {_cell(text)} |" for word, text in rows]
     about = (command.help or "").replace("\b", "").strip()
-    text = f"## {name.removeprefix('amp-compiler ')}\n\n{about}\n\n```\n{name} {usage}\n```"
-    return "\n".join([text, "", "| option | meaning |", "|---|---|", *table]) if table else text
+    short = name.removeprefix("amp-compiler ")
+    examples = "\n".join(f"{name} {example}".strip() for example in EXAMPLES[short])
+    file = "`exclude.txt` holds:\n\n```text\n/lm_head/MatMul\n```\n\n" if short == "rules import" else ""
+    parts = [f"## {short}\n\n{about}\n\n```text\n{name} {usage}\n```\n"]
+    parts += ["| option | meaning |", "|---|---|", *table, ""] if table else []
+    return "\n".join([*parts, f"{file}```\n{examples}\n```"])
 
 
 def _cell(text: str) -> str:

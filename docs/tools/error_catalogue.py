@@ -249,7 +249,7 @@ def _called(call: ast.Call, names: dict[str, ast.AST]) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    return re.sub("…+", "…", " ".join(text.replace("|", "\\|").replace("<", "&lt;").split()))
 
 
 def page() -> str:

@@ -55,8 +55,9 @@ class Page:
     @property
     def commands(self) -> list[str]:
         """Lines for the shell that call `amp-compiler`."""
-        blocks = re.findall(r"^```\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)
-        lines = [line for block in blocks for line in block.replace("&& amp-", "\namp-").splitlines()]
+        blocks = re.findall(r"^```(.*?)\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)
+        shell = "\n".join(block for language, block in blocks if not language)
+        lines = shell.replace("&& amp-", "\namp-").splitlines()
         return [line for line in lines if line.startswith("amp-compiler ") and " > " not in line]
 
 

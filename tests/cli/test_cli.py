@@ -251,12 +251,3 @@ def test_rules_check(shell, tmp_path):
     assert "good.yaml: good" in out
     assert "bad.yaml:2" in err
     assert "matmul" in err
-
-
-def test_demo_passes_its_options_on(shell, monkeypatch):
-    import amp_compiler.cli.demo
-
-    seen = {}
-    monkeypatch.setattr(amp_compiler.cli.demo, "run_demo", lambda **options: seen.update(options))
-    assert shell("demo", "--epochs", "2", "--device", "cpu", "--backend", "eager")[0] == 0
-    assert seen == {"epochs": 2, "device": "cpu", "backend": "eager"}

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 from toys import sgd_step
+from typer.testing import CliRunner
 
 import amp_compiler as amp
+from amp_compiler.cli.main import app
 from amp_compiler.diagnose.callbacks import JSONLines, StepRecord, TensorBoard, Terminal, read_run
 
 
@@ -197,14 +200,19 @@ def test_a_record_is_a_line_of_the_terminal(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.usefixtures("node_by_node")
 def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    page = Path(__file__).parents[2] / "docs" / "live.md"
+    text = (Path(__file__).parents[2] / "docs" / "live.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         exec(block, scope)
     assert [one.step for one in read_run("run.jsonl").records] == list(range(10, 101, 10))
     assert capsys.readouterr().out.count("step ") == 10
-    keys = set(re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    for name in ("scaled", "unscaled"):  # which the example writes
+        Path(f"{name}.jsonl").write_bytes(Path("run.jsonl").read_bytes())
+    for line in re.findall(r"^amp-compiler (.*)$", text, flags=re.MULTILINE):
+        assert CliRunner().invoke(app, shlex.split(line, comments=True)).exit_code == 0
+    assert Path("run.png").stat().st_size and Path("runs.svg").stat().st_size
+    keys = set(re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE))
     message = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
     assert message | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
 

@@ -454,5 +454,5 @@ class Mean(nn.Module):
 
 
 def test_other_things_are_refused():
-    with pytest.raises(AmpError, match="nothing can be found in a int"):
+    with pytest.raises(AmpError, match="cannot look into a int"):
         amp.find_nonfinite(3, X)

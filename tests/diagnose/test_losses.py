@@ -14,7 +14,7 @@ X, Y = torch.linspace(-1, 1, 12).view(3, 4), torch.ones(3, 2)
     ("loss_fn", "message"),
     [
         (3, "loss_fn is a int"),
-        (lambda model: model(X), "takes 1 positional argument but|calls a function with other arguments than it takes"),
+        (lambda model: model(X), "takes 1 positional argument but|calls a function with wrong arguments"),
         (lambda model, x: model(x).nope(), "nope"),
         (lambda model, x: x.sum(), "no gradient|no parameter"),
     ],

@@ -360,7 +360,7 @@ def test_a_profile_is_written_as_json(tmp_path: Any) -> None:
 
 def test_wrong_arguments() -> None:
     step = step_of(Net())
-    with pytest.raises(amp.AmpError, match="there is no profile of int"):
+    with pytest.raises(amp.AmpError, match="profile cannot run a int"):
         amp.profile(3, batches(1))
     for every in (0, 2.0, True, "2", None):
         with pytest.raises(amp.AmpError, match="is no number of batches"):

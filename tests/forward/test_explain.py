@@ -104,7 +104,7 @@ def test_arguments_of_an_onnx_model_give_its_sizes_or_are_refused():
     for one in (x, torch.from_numpy(x)):
         assert amp.explain(model, (one,), dtype="bf16").casts[0].bytes == 6 * 32
     for wrong, said in (
-        ((x, x), "2 example_args for 1 inputs; pass x"),
+        ((x, x), "2 example_args, and the model takes 1; pass x"),
         ((x.astype(np.float16),), "takes float32"),
         ((np.array(["x"]),), "<U1"),
         (([1.0],), r"is a list.*numpy\.ndarray"),

@@ -62,7 +62,7 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
         building.result()
 
 
-def test_steps_in_pieces_from_many_threads():
+def test_steps_in_subgraphs_from_many_threads():
     """Each thread has a step of its own; what they change in Dynamo meanwhile is back when they are done."""
     torch.manual_seed(1)
     batches = [torch.randn(4, 4) for _ in range(2)]

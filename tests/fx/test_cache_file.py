@@ -101,7 +101,7 @@ def test_what_is_saved_is_loaded_from_bytes_and_from_a_file(content, tmp_path):
 def test_what_is_no_cache_of_this_installation_is_refused(content, tmp_path, spoil, says):
     file = tmp_path / "model.cache"
     file.write_bytes(spoil(content))
-    with pytest.raises(amp.AmpError, match=rf"model\.cache: .*{says}.*; make it anew"):
+    with pytest.raises(amp.AmpError, match=rf"model\.cache: .*{says}.*; write it again"):
         amp.load_cache(file)
     assert not (tmp_path / "joint_0.gz").exists()
 

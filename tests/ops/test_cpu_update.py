@@ -18,7 +18,7 @@ from amp_compiler.ops.update import reference
 from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
 
-BLOCK = 16384  # kRun in cpu_pieces.h
+BLOCK = 16384  # kRun in ops/cpu/chunks.h
 SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 
 pytestmark = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")

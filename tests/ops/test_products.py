@@ -107,7 +107,7 @@ def test_sides_around_the_sizes_of_tiles_and_panels(inner):
 
 
 @pytest.mark.parametrize("inner", [2, 8, 9, 70])
-def test_rows_that_are_longer_than_pieces_and_panels(inner):
+def test_rows_that_are_longer_than_blocks_and_panels(inner):
     torch.manual_seed(inner)
     for columns, rows in zip(WIDE, itertools.cycle((33, 1, 65)), strict=False):
         assert_made([product(inner, rows, columns)])

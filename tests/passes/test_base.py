@@ -79,7 +79,7 @@ def test_what_a_check_raises_names_the_pass(monkeypatch: pytest.MonkeyPatch, met
         raise KeyError("bias")
 
     monkeypatch.setattr(Append, method, fails)
-    with pytest.raises(PassError, match="in pass 'append': KeyError: 'bias'"):
+    with pytest.raises(PassError, match="in pass 'append': it raised KeyError: 'bias'"):
         Append()(Numbers(()))
 
 
@@ -112,7 +112,7 @@ class Break(InPlacePass):
     [
         ("another object", "returned another graph"),
         ("no result", "returned a NoneType, not a PassResult"),
-        ("raises", "in pass 'break': KeyError: 'bias'"),
+        ("raises", "in pass 'break': it raised KeyError: 'bias'"),
         ("silent", "modified=False, and the text changed"),
         ("order", "the graph is broken"),
     ],

@@ -187,7 +187,7 @@ def test_extends_stands_below(tmp_path):
     ("text", "message"),
     [
         (HALF + "default_forward_math: FLOAT16", r":3:.*arithmetic in 16 bits.*default_forward_math.*write FLOAT"),
-        ("default_forward_type: DOUBLE", r":1:.*no rule asks for DOUBLE.*write FLOAT or FLOAT16"),
+        ("default_forward_type: DOUBLE", r":1:.*no rule can say DOUBLE.*write FLOAT or FLOAT16"),
         ("\ndefault_forward_type: FLOAT61", r":2:.*no type 'FLOAT61'.*did you mean 'FLOAT16'"),
         ('layer {\n name: "a"\n foward_type: FLOAT }', r":3:.*no field 'foward_type' of a layer.*'forward_type'"),
         ("base_lr: 1 solver_datatype: FLOAT", r"of a solver.*'solver_data_type'"),

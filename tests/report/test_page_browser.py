@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import resources
 from itertools import combinations
 from pathlib import Path
 
@@ -332,6 +333,7 @@ def test_a_search_lists_links_that_unfold(browser, pages):
     type_in(browser, "#search", "softmax")
     until(lambda: count(browser, "#hits li") == 61)
     assert text(browser, "#hits li:last-child") == "and 325 more, in the table"
+    assert browser.run("const hits = document.getElementById('hits'); return hits.scrollWidth <= hits.clientWidth")
     link = "[...document.querySelectorAll('#hits .link')].find((one) => one.textContent === 'softmax_602')"
     assert browser.run(f"{link}.click(); return location.hash") == "#node=softmax_602&q=softmax"
     assert count(browser, '.box.chosen[data-node="softmax_602"]') == 1
@@ -351,6 +353,9 @@ def test_tensors_of_zeros_alone_stand_first_and_red(browser, tmp_path):
     dead = [one for one in ranges if one[0] == "only zeros"]
     assert 0 < len(dead) < len(ranges)
     assert ranges == [["only zeros", True]] * len(dead) + [[range, False] for range, _ in ranges[len(dead) :]]
+    script = (resources.files("amp_compiler.report") / "page" / "text.js").read_text(encoding="utf-8")
+    shares = browser.run(f"{script}\nreturn [0, 1e-5, 0.05, 0.993, 0.9961, 0.99999, 1].map(percent)")
+    assert shares == [f"{one} %" for one in ("0", "< 0.01", "5.0", "99.3", "99.6", "99.99", "100")]
 
 
 def test_what_differs_is_shown_beside_the_step(browser, tmp_path):
@@ -410,17 +415,15 @@ def test_the_whole_step_and_its_histograms(browser, pages):
 
 def test_all_of_5000_nodes_can_be_reached(browser, pages):
     browser.open(pages["large"])
-    assert count(browser, ".box, .module") < 30  # folded
+    assert count(browser, ".box, .module") <= 40  # folded
     browser.run("const rest = document.querySelector('#list-nodes .rest'); while (!rest.hidden) rest.click()")
     assert len(set(names(browser))) == 5000
     type_in(browser, "#search", "add_4991")
     press_enter(browser)
     assert count(browser, '.box.chosen[data-node="add_4991"]') == 1
     click(browser, "#unfold")
-    assert (
-        browser.run("return new Set([...document.querySelectorAll('.box')].map((box) => box.dataset.node)).size")
-        == 5000
-    )
+    shown = "new Set([...document.querySelectorAll('.box')].map((box) => box.dataset.node))"
+    assert browser.run(f"return {shown}.size") == 5000
 
 
 def test_many_nodes_of_one_module_are_put_together_by_runs(browser, pages):
@@ -583,6 +586,7 @@ def test_on_paper_all_is_there(browser, pages, name, fragment):
         assert column(browser, 2) == ["aten.layer_norm"] * 2 * LAYERS
         assert [title.split(":")[0] for _, _, title in lists[:2]] == ['"nodes that differ', '"casts that differ']
     assert browser.run(CUT) == []
+    assert browser.run("return [...document.querySelectorAll('.list .badge')].every((one) => one.offsetHeight < 24)")
     outside = (
         "const [pane, layer] = ['.pane', '.layer'].map((one) => document.querySelector(one).getBoundingClientRect());"
         "return layer.left < pane.left || layer.right > pane.right || layer.top < pane.top"

@@ -90,10 +90,11 @@ class TuneResult:
     def summary(self) -> str:
         """In a few lines, without the nodes."""
         place = f" ({self.worst_before})" if self.worst_before else ""
+        what, where = ("FP8 products", "16 bits") if self.in_fp8 else ("nodes that round", "FP32")
         lines = [
             f"{self.what} against FP32: error {_shown(self.before)}{place} before, {_shown(self.error)} with these"
             f" rules; tolerance {self.tolerance:g} in {self.dtype}",
-            f"{len(self.nodes)} of {self.searched} {'FP8 products stay in 16 bits' if self.in_fp8 else _IN_FP32};"
+            f"{len(self.nodes)} of {self.searched} {what} stay{'s' * (len(self.nodes) == 1)} in {where};"
             f" {many(self.runs, 'run')} of {many(self.batches, 'batch')} (at most {self.limit})",
         ]
         return "\n".join([*lines, f"not searched to the end: {self.stopped}"] if self.stopped else lines)
@@ -133,9 +134,6 @@ class TuneResult:
         if path is not None:
             write_atomically(path, text)
         return text
-
-
-_IN_FP32 = "nodes that round stay in FP32"
 
 
 def _shown(error: float) -> str:

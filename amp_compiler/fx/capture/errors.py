@@ -41,7 +41,7 @@ _KINDS = (
         r"^Call to `torch\._dynamo\.graph_break|function `Optimizer\.",
         line=r"\.(step|zero_grad)\(",
     ),
-    _Kind("calls a function with other arguments than it takes", "call it as it is first", "^failed to bind arguments"),
+    _Kind("calls a function with wrong arguments", "call it uncompiled to see which", "^failed to bind arguments"),
     _Kind(
         "takes a derivative itself (torch.autograd.grad, requires_grad_), which breaks its graph",
         "leave it so: a compiled model and a training step run what stands around it as graphs of their own",

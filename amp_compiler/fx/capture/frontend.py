@@ -252,9 +252,7 @@ def capture_once(
             one.__traceback__ = None
         del stop, one
         return captured
-    raise CaptureError(
-        f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"
-    )
+    raise CaptureError(f"nothing of {name} was captured: it computes nothing with tensors", hint="leave it uncompiled")
 
 
 def words_of(broken: Break) -> str:

@@ -86,7 +86,7 @@ def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     names = required_inputs(model.proto)
     if len(args) > len(names):
-        what = f"{len(args)} example_args for {len(names)} inputs"
+        what = f"{len(args)} example_args, and the model takes {len(names)}"
         raise OnnxError(what, where=model.name, hint=f"pass {', '.join(names)}")
     feeds = dict(zip(names, args, strict=False)) | dict(kwargs)
     arrays = {

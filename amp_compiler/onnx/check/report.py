@@ -10,6 +10,8 @@ from typing import Any
 
 import onnx
 
+from amp_compiler.ir.plan import many
+
 
 @dataclass(frozen=True, slots=True)
 class BadNode:
@@ -135,8 +137,8 @@ class VerifyReport:
             table.add_row(output.name, f"{output.relative:.3g}", f"{output.largest:.3g}", f"{output.elements:,}")
         text = io.StringIO()
         Console(file=text, width=120, color_system=None, markup=False).print(table)
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        lines = [text.getvalue().rstrip(), f"largest relative error {self.largest_error:.3g} over {batches}"]
+        over = many(self.batches, "batch")
+        lines = [text.getvalue().rstrip(), f"largest relative error {self.largest_error:.3g} over {over}"]
         if self.first_bad is not None:
             bad = self.first_bad
             lines.append(

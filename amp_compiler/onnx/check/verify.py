@@ -11,6 +11,7 @@ import numpy as np
 from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.ir.plan import many
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
 from amp_compiler.onnx.check.memory import LimitError, Limits
@@ -281,7 +282,7 @@ class _Sum:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
             if len(expected) != len(result):
-                return self._differ(f"the sequence '{name}' has {len(result)} elements, not {len(expected)}")
+                return self._differ(f"the sequence '{name}' has {many(len(result), 'element')}, not {len(expected)}")
             for one, two in zip(expected, result, strict=True):
                 self.add(one, two, name)
             return

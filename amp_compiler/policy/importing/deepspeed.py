@@ -63,7 +63,7 @@ def _parsed(path: Path) -> Tree:
         json.loads(text)
     except (ValueError, RecursionError) as cause:
         line = getattr(cause, "lineno", None)
-        raise Mark(str(path), line).error(f"it is no JSON: {cause}", "correct it") from cause
+        raise Mark(str(path), line).error(f"it is no JSON: {cause}", "correct the syntax there") from cause
     return parse_yaml(text.replace("\t", " "), str(path))  # YAML takes no tabs, and a string of JSON has none
 
 
@@ -144,11 +144,11 @@ class _Config:
             raise place.error("'auto' is for the Trainer of transformers to fill in", hint)
         if isinstance(default, bool):
             if not isinstance(value, bool):
-                raise place.error(f"it is {value!r}, and must be true or false", "correct it")
+                raise place.error(f"it is {value!r}", "write true or false")
         else:
             _number(place, value, math.isfinite, "a number")
             if isinstance(default, int) and value != int(value):
-                raise place.error(f"it is {value!r}, and must be a whole number", "correct it")
+                raise place.error(f"it is {value!r}", "write a whole number")
 
     @property
     def stage(self) -> int:
@@ -278,5 +278,5 @@ class _Config:
 def _number(mark: Mark, value: Any, good: Callable[[float], bool], must: str) -> float:
     """A number that fits, as it was given."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
-        raise mark.error(f"it is {value!r}, and must be {must}", "correct it")
+        raise mark.error(f"it is {value!r}", f"write {must}")
     return value

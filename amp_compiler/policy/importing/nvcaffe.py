@@ -158,7 +158,7 @@ class Message:
         if word not in types:
             raise self.place(field).error(f"there is no type '{word}'", nearest(str(word), types))
         if word not in ("FLOAT", "FLOAT16"):
-            raise self.place(field).error(f"no rule asks for {word}", "write FLOAT or FLOAT16")
+            raise self.place(field).error(f"no rule can say {word}", "write FLOAT or FLOAT16")
         return ("low" if word == "FLOAT16" else "fp32"), field
 
     def check_math(self, name: str) -> None:

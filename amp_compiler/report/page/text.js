@@ -69,11 +69,11 @@ const many = (count, one) => `${count.toLocaleString("en")} ${one}${count === 1 
 const shortPlace = (path) => path.slice(Math.max(path.lastIndexOf("/"), path.lastIndexOf("\\")) + 1);
 const shortOp = (op) => op.slice(op.indexOf(".") + 1) || op;
 
-/** A fraction as percent; what is not nothing never reads as nothing. */
+/** A fraction as percent; what is not nothing never reads as nothing, nor what is not all as all. */
 function percent(fraction) {
-  if (!fraction) return "0 %";
+  if (!fraction || fraction === 1) return fraction ? "100 %" : "0 %";
   if (fraction < 0.0001) return "< 0.01 %";
-  return `${(100 * fraction).toPrecision(fraction > 0.999 ? 4 : 2)} %`;
+  return `${(100 * Math.min(fraction, 0.9999)).toPrecision(fraction > 0.999 ? 4 : fraction > 0.99 ? 3 : 2)} %`;
 }
 
 /** A precision as the type that it is in one of the plans, or in all. */

@@ -2,7 +2,7 @@
 
 const CROWD = 60,
   RUN = 40; // children of one module: more are put together, so many at a time
-const OPEN_AT_FIRST = 30; // boxes that are shown when the page opens, where that can be had
+const OPEN_AT_FIRST = 36; // boxes that are shown when the page opens, where that can be had
 
 class Group {
   constructor(name, parent, label = name) {

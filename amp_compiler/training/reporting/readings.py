@@ -149,7 +149,9 @@ class StepReadings:
         """
         plan = self._seen()[0].plan
         if plan is None and self._setup.enabled:
-            raise AmpError(f"the last step has no plan: it ran {self.execution}", hint="call it where it is captured")
+            raise AmpError(
+                f"the last step has no plan: it ran {self.execution}", hint="call it where torch.compile is on"
+            )
         if plan is None:
             raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
         return plan

@@ -58,7 +58,7 @@ def run_loop(
     step = 0
     while going and (limit is None or step < limit):
         if step >= MOST_STEPS and torch.compiler.is_compiling():
-            raise CaptureError(f"a Loop runs more than {MOST_STEPS} steps", hint="a graph cannot hold it unrolled")
+            raise CaptureError(f"a Loop runs more than {MOST_STEPS} steps", hint="call the module uncompiled")
         going_on, *results = body(as_host(step), as_host(True), *current, *captured)
         current = tuple(_tensor(one, like) for one in results[: len(current)])
         for stack, one in zip(stacks, results[len(current) :], strict=True):

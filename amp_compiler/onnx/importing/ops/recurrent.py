@@ -35,7 +35,7 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
     if name.lower() not in table:
         raise CaptureError(
             f"there is no recurrent op with the activation '{name}'",
-            hint="add it to amp_compiler/onnx/importing/ops/recurrent.py",
+            hint=f"export the model with one of {', '.join(table)}",
         )
     return table[name.lower()]
 

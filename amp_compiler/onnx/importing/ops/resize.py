@@ -167,7 +167,7 @@ def _points(size: int, length: int, scale: float, coordinates: str, region: tupl
     if coordinates not in ("half_pixel", "pytorch_half_pixel"):
         raise CaptureError(
             f"there is no Resize with coordinate_transformation_mode '{coordinates}'",
-            hint="add it to amp_compiler/onnx/importing/ops/resize.py",
+            hint="export the model with one that ONNX defines, such as half_pixel or asymmetric",
         )
     return centred
 
