@@ -170,6 +170,19 @@ def conv() -> nn.Module:
     )  # fmt: skip
 
 
+class Composed(nn.Module):
+    """Modules by name, and what is done with them: `Composed(lambda m, x: m.fc(x), fc=nn.Linear(8, 8))`."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
+
+
 class Tied(nn.Module):
     """An embedding whose table is the head's weight as well."""
 
