@@ -1,7 +1,5 @@
 """Beside the helper modules of the tests, so that pytest finds them; which tests compile; what tests share."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

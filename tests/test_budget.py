@@ -4,8 +4,6 @@ Lines go because a job goes, never because lines get denser. Who needs more rais
 says why in the line beside it.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections import Counter
 from pathlib import Path, PurePosixPath
@@ -36,7 +34,7 @@ BUDGET = {
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
 SOURCES = 62_720  # of all rooms together; to come to 59,400
-TESTS = 50_100  # to come to 45,000; 2,200 are tests/behaviour
+TESTS = 49_770  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
 

@@ -3,8 +3,6 @@
 A `Toy` makes everything that a training step takes. Weights are made from a fixed seed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A `SyncBatchNorm` in the capture of a step: each of its calls is marked with its ranks, or the capture is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

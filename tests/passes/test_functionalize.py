@@ -1,7 +1,5 @@
 """Every in-place operator of ATen: its functional form has the same signature and gives the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx, nn

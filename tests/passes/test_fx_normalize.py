@@ -1,7 +1,5 @@
 """The normal form computes bit for bit what the captured graph does, and has lost what stands in a rewrite's way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Ops that torch has no 16-bit form of, behind a layer that gives 16 bits: they run, whatever a preset makes low."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What may share memory in the graph of a training step, and how it names what is in it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

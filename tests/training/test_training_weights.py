@@ -1,7 +1,5 @@
 """How `amp.training_step` holds the parameters: FP32 masters of 16-bit models, and 16-bit weights without masters."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
