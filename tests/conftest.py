@@ -1,7 +1,5 @@
 """Beside the helper modules of the tests, so that pytest finds them; which tests compile; what tests share."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
@@ -135,11 +133,15 @@ _REGISTRY = "torch.onnx._internal.exporter._registration"
 
 def _keep_registry_of_exporter() -> None:
     """torch.onnx.export parses the sources of all its translations anew at each call, a second: here once a process."""
-    registry: Any = getattr(sys.modules.get(_REGISTRY), "ONNXRegistry", None)
+    registration: Any = sys.modules.get(_REGISTRY)
+    registry: Any = getattr(registration, "ONNXRegistry", None)
     built = getattr(registry, "from_torchlib", None)
     if built is None or hasattr(built, "kept"):
         return
     kept = functools.cache(built)
+    if hasattr(registration, "onnxscript_apis"):  # whose list is the same for every opset
+        apis = registration.onnxscript_apis
+        apis.get_torchlib_ops = functools.cache(apis.get_torchlib_ops)
 
     def again(*version: int, **versions: int) -> Any:
         fresh = copy.copy(kept(*version, **versions))  # a caller may add translations of its own

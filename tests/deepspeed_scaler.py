@@ -4,8 +4,6 @@ Facts of `deepspeed/runtime/fp16/loss_scaler.py` and `fused_optimizer.py`; their
 `tests/rules/lists/deepspeed.yaml`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

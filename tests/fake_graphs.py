@@ -4,8 +4,6 @@ As with a CUDA graph, recording executes nothing (its results are garbage until 
 recorded work on the recorded tensors, whatever the caller holds by then.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Reads the text of an FX graph, as `fx.text` writes it or as it was written by hand."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

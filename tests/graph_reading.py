@@ -1,7 +1,5 @@
 """The graph that `format_graph` wrote, or that a test or a golden file says by hand, read back."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -10,8 +10,6 @@ python tests/opinfo_sweep.py compile linear --ops add,matmul     # prints one li
 SWEEP_DEVICE says on which device; without it on the CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

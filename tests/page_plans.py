@@ -1,7 +1,5 @@
 """Plans of which tests and benchmarks make pages: transformers of any number of layers, made without torch."""
 
-from __future__ import annotations
-
 import random
 
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan

@@ -1,7 +1,5 @@
 """Helpers for tests of the planner: a small op table, drafts from graph text, and a plan carried out on its graph."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

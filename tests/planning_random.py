@@ -1,7 +1,5 @@
 """Random graphs for tests of the planner."""
 
-from __future__ import annotations
-
 import random
 
 from planning import DEFAULT, FP16, FP32

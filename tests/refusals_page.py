@@ -1,7 +1,5 @@
 """`docs/refusals.md`, whose sections are written by the sweeps over torch's own lists."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import defaultdict

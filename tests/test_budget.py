@@ -4,8 +4,6 @@ Lines go because a job goes, never because lines get denser. Who needs more rais
 says why in the line beside it.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections import Counter
 from pathlib import Path, PurePosixPath

@@ -1,7 +1,5 @@
 """What the docs make from the code is current, links lead somewhere, snippets run, pages are short and found."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The docstrings of the public API say what a reader looks for: arguments, what is returned and raised, examples."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A 16-bit type goes by every name that it has, wherever `dtype=` is taken."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import onnx

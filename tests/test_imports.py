@@ -3,8 +3,6 @@
 Imports inside functions count too. Imports for type checking alone do not.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -3,8 +3,6 @@
 A file of another system gives the rules that stand behind it, to the letter, and what runs behind those reads them.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What people try that cannot be: an error of ours, with what to write instead."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import copy
 import io

@@ -1,7 +1,5 @@
 """The names of `amp.*`: each is there, is imported when it is first asked for, and no room hides it."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pkgutil

@@ -3,8 +3,6 @@
 `AMP_REGENERATE=1 pytest tests/test_readme.py` writes what the first example prints anew: read the diff and keep it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The words of the field stand in code, messages and docs, not those that the project once had for the same things."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import re

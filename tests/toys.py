@@ -3,8 +3,6 @@
 A `Toy` makes everything that a training step takes. Weights are made from a fixed seed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -168,6 +166,19 @@ def conv() -> nn.Module:
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(8 * 4 * 4, 4),
     )  # fmt: skip
+
+
+class Composed(nn.Module):
+    """Modules by name, and what is done with them: `Composed(lambda m, x: m.fc(x), fc=nn.Linear(8, 8))`."""
+
+    def __init__(self, function: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self, *inputs)
 
 
 class Tied(nn.Module):

@@ -1,7 +1,5 @@
 """The ways in which training scripts write to weights between two calls, most of them past version counters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """A graph that was compiled before is found in torch's caches, by a later step and by a later process."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The stand-in keeps the state that torch 2.11 keeps: which pools are recorded to,
 whether the generator is in a capture; and where the workspaces of cuBLAS lie. A GPU runs test_training_gpu_state.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The bookkeeping of `GraphedRun`, with `FakeGraphs` in the place of CUDA graphs; a GPU runs test_training_gpu*.py."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import operator

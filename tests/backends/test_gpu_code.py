@@ -1,7 +1,5 @@
 """Kernels that Inductor writes for a GPU from graphs of ours, compiled for one that need not be there."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

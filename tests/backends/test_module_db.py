@@ -1,7 +1,5 @@
 """Gradients of torch's modules and of statistics in BF16, compiled against node by node: they are as exact."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What autograd keeps for the backward where FP16 products are emulated in FP32 on a CPU: the FP16 operands."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What stands around a call or inside of a model: autocast, modes, tracers, threads, compiled and scripted modules."""
 
-from __future__ import annotations
-
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """What concerns gradients: hooks, checkpoints, functions of one's own, no_grad, torch.func inside and around."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Branches, loops, exceptions, generators; inputs and outputs of all forms; sizes that differ."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from typing import Any

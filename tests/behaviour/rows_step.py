@@ -1,7 +1,5 @@
 """What concerns a training loop: loss functions, parameters beside the model, a teacher, nests of models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Python values that a forward reads, which change between calls."""
 
-from __future__ import annotations
-
 import contextvars
 import dataclasses
 import enum

@@ -1,7 +1,5 @@
 """What a forward writes: attributes, lists, counters, buffers, tensors in place, prints, random numbers."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

@@ -4,8 +4,6 @@ A row is a model, changes between calls, and calls. Through every door the calls
 effects, prints, random numbers and exceptions, with at most so many builds, as one graph or not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every row of the table through every door: as eager, in so many builds, as one graph or not."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line, called as a user calls it but in this process."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

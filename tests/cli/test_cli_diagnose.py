@@ -1,7 +1,5 @@
 """`amp-compiler profile`, `find-nonfinite`, `env`, and what all commands have."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

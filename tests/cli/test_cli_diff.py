@@ -1,7 +1,5 @@
 """`amp-compiler diff`, and plans for a device that is not there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

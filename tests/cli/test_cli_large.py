@@ -1,7 +1,5 @@
 """A model that does not fit here is planned on the meta device, for a GPU that is not there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`amp-compiler explain --print-after`: the graph from pass to pass."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Counts of exponents by NumPy, which those of `ops.exponents` are compared with."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -1,7 +1,5 @@
 """Models of about 100 nodes with five planted faults between ordinary layers, for torch and as an ONNX file."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import torch

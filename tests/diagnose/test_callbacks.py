@@ -1,7 +1,5 @@
 """`amp.callbacks`: lines of JSON, TensorBoard, the terminal; and what happens where they cannot write."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Histograms of binary exponents: each element counted once, whatever its type, as NumPy counts it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

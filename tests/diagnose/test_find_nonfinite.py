@@ -1,7 +1,5 @@
 """`amp.find_nonfinite` and the rule of a report: planted faults are named, and the rule fixes them in a new step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

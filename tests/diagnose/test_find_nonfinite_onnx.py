@@ -1,7 +1,5 @@
 """`amp.find_nonfinite` on ONNX models: planted faults are named, and the rule fixes the file."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_models

@@ -1,7 +1,5 @@
 """`amp.profile`: what a step computes, counted in its graph, and the loss scale that follows."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

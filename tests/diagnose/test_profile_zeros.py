@@ -1,7 +1,5 @@
 """A gradient of zeros alone: unknown where FP16 may have lost it, and nothing lost where it is zero anyway."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

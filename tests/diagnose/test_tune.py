@@ -1,7 +1,5 @@
 """`amp.tune` on modules and training steps: what it finds, what its file does, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

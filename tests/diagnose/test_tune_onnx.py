@@ -1,7 +1,5 @@
 """`amp.tune` on ONNX models: the planted nodes are found, and the file fixes the conversion."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The search of `amp.tune` on measurements that are made up: what it finds, and what that costs."""
 
-from __future__ import annotations
-
 import math
 import random
 

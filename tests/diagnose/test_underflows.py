@@ -1,7 +1,5 @@
 """What becomes zero makes nothing infinite: `find_nonfinite`, `profile` and `tune` find it all the same."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

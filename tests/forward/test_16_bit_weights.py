@@ -1,7 +1,5 @@
 """`amp.compile(weights="low")`: 16-bit weights alone, and what a rule keeps in FP32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Real architectures, small: one graph, and no further off FP32 than `torch.autocast` is."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`torch.autocast` regions in a model's own text that name a type; rows of tests/behaviour have the others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

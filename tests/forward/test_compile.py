@@ -1,7 +1,5 @@
 """`amp.compile`: a drop-in module, forward and backward, train and eval, as one graph or with graph breaks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

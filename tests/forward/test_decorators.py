@@ -1,7 +1,5 @@
 """`amp.compile` on functions, methods and classes of modules, and `fullgraph=True`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """A backward that is differentiated (a gradient penalty, a Hessian product) goes through compiled code."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

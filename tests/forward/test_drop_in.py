@@ -1,7 +1,5 @@
 """A compiled module among tools that put themselves around a model: Accelerate, the Trainer of transformers, FSDP2."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import types

@@ -1,7 +1,5 @@
 """`amp.explain` of a model plans it and changes nothing; what is not one graph is refused with the user's line."""
 
-from __future__ import annotations
-
 import array
 
 import numpy as np

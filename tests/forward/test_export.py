@@ -1,7 +1,5 @@
 """`amp.export`: the rewritten forward as a program of torch.export."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is captured lives as long as its model, step or call, and takes no input for a weight."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A compiled module is one of its original's class: its methods run what was compiled, or tell what does not."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

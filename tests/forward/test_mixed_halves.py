@@ -1,7 +1,5 @@
 """Operands that the model itself made of the other 16-bit type: they are cast, as torch.autocast casts them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

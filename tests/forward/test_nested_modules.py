@@ -1,7 +1,5 @@
 """Models and optimizers around which something stands: compiled already, scripted, wrapped by other libraries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

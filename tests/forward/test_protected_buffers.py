@@ -1,7 +1,5 @@
 """`buffers: skip_nonfinite` in a rule file: a batch that is not finite leaves BatchNorm as it was."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

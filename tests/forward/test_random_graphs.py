@@ -1,7 +1,5 @@
 """Random small models under random rules: every rewrite verifies, runs, and keeps the output types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """How often Dynamo compiles a function: each model has a limit of its own, and what passes it runs under autocast."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """In torch models sizes, indices and angles are computed as eager torch does, and probabilities in FP32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Calls from many threads: no wrong value and no error, whatever another thread captures meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Full garbage collections while a graph is built."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Code that is of no module, as `exec`, `runpy.run_path`, doctest and notebooks' magics run it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

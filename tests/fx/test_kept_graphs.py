@@ -1,7 +1,5 @@
 """Joint graphs are kept from process to process: the same graph again, or a new trace."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,11 +1,10 @@
 """A `SyncBatchNorm` in the capture of a step: each of its calls is marked with its ranks, or the capture is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import Composed, mean_square
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.synchronized_norms import GROUPS, marked_norms
@@ -13,18 +12,10 @@ from amp_compiler.training.capture import capture_once
 from amp_compiler.training.loss_module import LossModule
 
 
-class Model(nn.Module):
-    def __init__(self, run) -> None:
-        super().__init__()
-        self.run, self.norm = run, nn.SyncBatchNorm(4)
-
-    def forward(self, x):
-        return self.run(self.norm, x)
-
-
 def marked(run, train=True):
     """How many batch norms are marked."""
-    model = LossModule(Model(run).train(train), lambda model, x: model(x).square().mean())
+    inner = Composed(lambda m, x: run(m.norm, x), norm=nn.SyncBatchNorm(4)).train(train)
+    model = LossModule(inner, mean_square)
     model.__dict__[GROUPS] = lambda norm: ("all", 2)
     return marked_norms(capture_once(model, (torch.randn(6, 4),), None).captured.graph_module)
 

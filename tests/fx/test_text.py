@@ -1,7 +1,5 @@
 """An FX graph as text reads back as itself, and text that says nothing sensible is an error that names the line."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

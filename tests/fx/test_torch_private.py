@@ -1,7 +1,5 @@
 """Graphs whose code is written late, where torch can, and what is put right in one version of torch or another."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """`PrecisionGraph`: what it knows, and what it refuses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Graph text: what is written is read back unchanged."""
 
-from __future__ import annotations
-
 import pytest
 from graph_reading import parse_graph
 

@@ -1,7 +1,5 @@
 """`PrecisionPlan`: text, JSON, difference, equality."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Buffers of a compiled step in one block of memory: the layout, and functions that ask for their memory there."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -1,7 +1,5 @@
 """`scaling: delayed`: the recipe of Transformer Engine by NumPy, and what a step keeps for it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

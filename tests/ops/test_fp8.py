@@ -1,7 +1,5 @@
 """`math: fp8`: bits of the formats by NumPy, products and gradients by their definitions, words of rules."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`place_operands`: weights in FP8 are state of a step, and of inference; they equal what is made without the pass."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

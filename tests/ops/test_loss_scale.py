@@ -1,7 +1,5 @@
 """Loss scales against a real `torch.amp.GradScaler`, their bounds, their state and their traceability."""
 
-from __future__ import annotations
-
 import json
 import math
 

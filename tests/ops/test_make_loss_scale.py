@@ -1,7 +1,5 @@
 """Settings of a loss scale as a user or a rule file gives them: read, or refused with the hint."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

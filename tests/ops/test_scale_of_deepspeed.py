@@ -1,7 +1,5 @@
 """A dynamic loss scale set as DeepSpeed's goes DeepSpeed's way, over any row of overflows."""
 
-from __future__ import annotations
-
 import torch
 from deepspeed_scaler import AtMinimum, Scaler
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Arguments for the update operator of any fused optimizer, made from its description alone; and what it leaves."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

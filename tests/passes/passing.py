@@ -1,7 +1,5 @@
 """One helper that runs any pass on FX and checks all that its contract says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`assign_precision` and `place_casts`: what the golden files do not say; the optimum is tested beside this file."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

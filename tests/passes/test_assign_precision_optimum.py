@@ -1,7 +1,5 @@
 """`assign_precision` against brute force: the cost of every labelling, computed here from the definition of traffic."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The contract of passes is held by their base classes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

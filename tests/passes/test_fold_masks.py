@@ -1,7 +1,5 @@
 """Masks of attention that are constants: what they become, what stays, and the same numbers either way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,11 +1,10 @@
 """Every in-place operator of ATen: its functional form has the same signature and gives the same numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from toys import Composed
 
 import amp_compiler as amp
 from amp_compiler.fx.graph import refresh
@@ -125,15 +124,6 @@ def test_every_in_place_operator_gives_its_own_numbers():
     assert {aten.pow_.Scalar, aten.pow_.Tensor, aten.float_power_.Scalar, aten.ge_.Scalar} <= set(functional)
 
 
-class InPlace(nn.Module):
-    def __init__(self, change) -> None:
-        super().__init__()
-        self.linear, self.change = nn.Linear(4, 4), change
-
-    def forward(self, x):
-        return self.change(self.linear(x).abs() + 1) * x
-
-
 def doubled(value):
     value **= 2
     return value
@@ -152,7 +142,7 @@ def doubled(value):
 )
 def test_a_forward_in_place_is_that_of_autocast(change):
     torch.manual_seed(0)
-    model, x = InPlace(change), torch.rand(3, 4)
+    model, x = Composed(lambda m, x: change(m.linear(x).abs() + 1) * x, linear=nn.Linear(4, 4)), torch.rand(3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(x)
     result = amp.compile(model, dtype="bf16", backend="eager")(x)

@@ -1,28 +1,16 @@
 """The normal form computes bit for bit what the captured graph does, and has lost what stands in a rewrite's way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import Composed
 
 from amp_compiler.fx.capture.export import captured_from_program, export_module
 from amp_compiler.fx.captured import Captured, Source, tensor_getter
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes.pipeline import CAPTURE
-
-
-class Lambda(nn.Module):
-    def __init__(self, function, **modules: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *args):
-        return self.function(self, *args)
 
 
 def run(model: nn.Module, captured: Captured, *args: torch.Tensor):
@@ -65,7 +53,7 @@ def test_a_change_through_a_view_stays_in_place_and_is_isolated():
         y[:, 0] = 7.0
         return y + 1
 
-    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
+    graph = check_equal(Composed(function, fc=nn.Linear(8, 8)), X)
     linear = next(node for node in graph.nodes.values() if node.op == "aten.linear")
     assert linear.pin is None and not graph.values[linear.outputs[0]].volatile
     clone = next(node for node in graph.nodes.values() if node.op == "aten.clone")
@@ -73,13 +61,13 @@ def test_a_change_through_a_view_stays_in_place_and_is_isolated():
 
 
 def test_a_cast_that_does_nothing_touches_only_its_own_uses():
-    graph = check_equal(Lambda(lambda m, x: (m.fc(x).float().sum(), m.fc(x)), fc=nn.Linear(8, 8)), X)
+    graph = check_equal(Composed(lambda m, x: (m.fc(x).float().sum(), m.fc(x)), fc=nn.Linear(8, 8)), X)
 
     def function(m, x):
         y = m.fc(x)
         return y.float().exp(), m.fc(y)
 
-    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
+    graph = check_equal(Composed(function, fc=nn.Linear(8, 8)), X)
     first, second = (node for node in graph.nodes.values() if node.op == "aten.linear")
     assert second.inputs[0].value == first.outputs[0]
     cast = next(node for node in graph.nodes.values() if node.op == "aten.to")
@@ -100,7 +88,7 @@ def test_a_cast_that_does_nothing_touches_only_its_own_uses():
     ],
 )
 def test_results_are_bit_identical(function):
-    check_equal(Lambda(function), X)
+    check_equal(Composed(function), X)
 
 
 def test_module_paths_and_source_lines_reach_the_graph():
@@ -110,5 +98,10 @@ def test_module_paths_and_source_lines_reach_the_graph():
         ("1.0", "ReLU"),
         ("1.1", "Linear"),
     ]
-    _, graph = normal_form(Lambda(lambda m, x: x + 1), X)
+
+    class Next(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    _, graph = normal_form(Next(), X)
     assert all("test_fx_normalize.py:" in node.source for node in graph.nodes.values())

@@ -6,8 +6,6 @@ and the graph. For `assign_precision` and `place_casts`: a graph, perhaps decisi
 graph. `AMP_REGENERATE=1 pytest tests/passes/test_golden.py` writes what is expected anew: read the diff.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

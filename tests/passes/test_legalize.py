@@ -1,7 +1,5 @@
 """FP16 on a CPU: FP32 arithmetic on rounded inputs, one rounding at the end, inf where FP16 overflows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ Which convolutions become products is golden text in `tests/golden/multiply_conv
 which the product stands for, is what errors are compared with; both are held to FP64.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

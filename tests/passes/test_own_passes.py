@@ -1,7 +1,5 @@
 """Pipelines are run, printed, stopped, skipped in and added to; what cannot be is an error with the hint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The whole plan: idempotent, deterministic, honest about its reasons."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a backward computes again rather than keep: fewer bytes, the same bits."""
 
-from __future__ import annotations
-
 import operator
 
 import pytest

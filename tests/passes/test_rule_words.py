@@ -1,7 +1,5 @@
 """Every pair of words of a rule, against NumPy arithmetic that rounds where the words say."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any

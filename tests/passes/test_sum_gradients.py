@@ -1,7 +1,5 @@
 """The gradient of a tied embedding: its lookup's rows go into the product's dense gradient."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

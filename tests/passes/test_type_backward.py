@@ -3,8 +3,6 @@
 What linear layers, convolutions and products with a weight compute is held in `test_rule_words.py`.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

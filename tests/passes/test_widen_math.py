@@ -1,7 +1,5 @@
 """`math: fp32`: FP32 arithmetic between 16-bit inputs and outputs, against the same by hand in eager torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 `AMP_REGENERATE=1 pytest tests/pipelines` writes them anew: read the diff before you keep it.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

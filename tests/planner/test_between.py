@@ -1,7 +1,5 @@
 """`between`: low between low nodes, as TensorFlow's automatic mixed precision treats its inferred ops."""
 
-from __future__ import annotations
-
 import networkx as nx
 import pytest
 import torch

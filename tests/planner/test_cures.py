@@ -1,7 +1,5 @@
 """The search for nodes that FP32 fixes, on plans made by hand, and the rules that it writes."""
 
-from __future__ import annotations
-
 import pytest
 
 from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode, ValueRange

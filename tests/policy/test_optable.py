@@ -8,7 +8,6 @@ import onnx.defs
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_compiler.errors import RuleError
@@ -145,6 +144,8 @@ def test_ops_that_do_not_promote_are_not_marked():
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_rounding_commutes_with_exact_ops(low):
     """Of torch's own list of ops those that the table calls exact, but for one that reads memory as it lies."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds
+
     seen = set()
     for op in op_db:
         names = op.aten_name, op.name.replace(".", "_"), op.name.rpartition(".")[2]

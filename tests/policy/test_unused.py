@@ -1,7 +1,5 @@
 """Rules that match no node of a model: which are told, with what name, how often."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Scenarios of checkpoints that several ranks write and read; see `rank_harness`, whose processes run them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

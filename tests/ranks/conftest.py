@@ -1,7 +1,5 @@
 """The processes that the tests of several ranks share: each number of them is started once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

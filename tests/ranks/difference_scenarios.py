@@ -1,7 +1,5 @@
 """Scenarios in which ranks have other things than one another, or models that are spread; see `rank_harness`."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Scenarios in which one rank alone sets what all of them must have alike; see `rank_harness`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ At the first start rank 1 is killed between two checkpoints. At the second rank 
 third start goes on to the end, trains once more without any of this, and writes into `result.json` what it has found.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

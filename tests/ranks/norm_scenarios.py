@@ -1,7 +1,5 @@
 """Scenarios of `SyncBatchNorm`: statistics over the rows of all ranks; see `rank_harness`, which runs them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

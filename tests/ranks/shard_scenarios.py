@@ -1,7 +1,5 @@
 """Scenarios in which the update is split over the ranks; see `rank_harness`, whose processes run them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Checkpoints of one process; those of several are in `test_rank_checkpoints.py`."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 from collections.abc import Callable

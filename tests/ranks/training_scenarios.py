@@ -1,7 +1,5 @@
 """Scenarios of trainings that several ranks do as one process does them; see `rank_harness`, which runs them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

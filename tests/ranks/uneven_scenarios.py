@@ -1,7 +1,5 @@
 """Scenarios in which ranks have batches of other numbers of samples; see `rank_harness`, which runs them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

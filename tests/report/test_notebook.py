@@ -1,7 +1,5 @@
 """What a prompt and a cell of a notebook show: a line or two, and a small table."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The page of a plan, without a browser: what it holds, that nothing is loaded, that names are only ever text."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The page of a plan in a real browser: folds, searches, sorts, filters, compares, fits a phone and paper."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

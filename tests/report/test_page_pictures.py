@@ -5,8 +5,6 @@ any of those around it, so that a box may be a little wider or elsewhere by that
 `AMP_REGENERATE=1` writes the pictures; look at them.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from dataclasses import dataclass

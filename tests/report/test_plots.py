@@ -1,7 +1,5 @@
 """A recorded run as a picture, and the command that draws it."""
 
-from __future__ import annotations
-
 import math
 import sys
 import xml.etree.ElementTree as ElementTree

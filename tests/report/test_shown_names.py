@@ -1,7 +1,5 @@
 """Every form of a plan has the model's names for its parameters, and the type for `low`."""
 
-from __future__ import annotations
-
 import re
 from html import unescape
 

@@ -1,7 +1,5 @@
 """A plan as one SVG picture: what it shows, and that its lines run from makers to readers."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ The lists stand in `lists/*.yaml`: names alone, with their source and version, w
 op here, and what a preset treats beyond them, each with its reason.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a preset does to a model, against what the system does to it that the preset is named after."""
 
-from __future__ import annotations
-
 import copy
 import re
 

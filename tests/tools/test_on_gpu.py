@@ -1,7 +1,5 @@
 """What measures on a GPU: its words, what it carries along, its table of tests."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -6,8 +6,6 @@ autocast; with sparse gradients of an embedding; with a complex parameter. The o
 `differentiable` is left out: it takes no leaves, so no torch loop trains a model with it.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections import Counter

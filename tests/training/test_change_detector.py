@@ -1,7 +1,5 @@
 """What a step finds as it left it is not looked up again; whatever is assigned in between is seen at once."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """Complex weights, as of a Fourier neural operator, in one training step with weights that have 16-bit copies."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@
 `AMP_REGENERATE=1 pytest -m slow tests/training/test_optimizer_sweep.py` writes its section of `docs/refusals.md` anew.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """`training_step(callbacks=…)`: what callbacks are told, and that steps between are not read from."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """`step.nonfinite_report()` and `step.nonfinite_events()`: parameters, nodes, and the steps that were skipped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

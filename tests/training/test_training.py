@@ -1,7 +1,5 @@
 """`amp.training_step` against plain torch loops and against `torch.autocast` with `GradScaler`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

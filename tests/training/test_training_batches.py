@@ -1,7 +1,5 @@
 """Batches of one training step, whose form, shapes and types may change."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """What users do to model and optimizer between the calls of a training step, and what it must make of that."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """What a step moves and keeps, counted on its graph: bytes of the update, and 16-bit values for the backward."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Training steps of a small CNN on a CPU whose convolutions became products, against the same steps run eagerly."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

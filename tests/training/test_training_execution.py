@@ -1,7 +1,5 @@
 """How a training step runs: replayed as a graph, without waiting for the device, ended where it is stuck."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

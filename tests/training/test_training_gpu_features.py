@@ -1,7 +1,5 @@
 """What a step is asked for, on a CUDA device: it errs no more from an FP32 loop than the same step does on a CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

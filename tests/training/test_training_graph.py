@@ -1,7 +1,5 @@
 """What may share memory in the graph of a training step, and how it names what is in it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import classes, eager_step, small, train_beside_torch
+from toys import Composed, classes, eager_step, small, train_beside_torch
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -230,19 +228,11 @@ def test_modules_of_an_exported_program_are_the_models_wherever_it_stands() -> N
     layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     x = torch.randn(3, 8)
     first, second = (torch.export.export(layers, (x,)).module() for _ in range(2))
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.first(x) + self.second(x)
-
+    both = Composed(lambda m, x: m.first(x) + m.second(x), first=first, second=second)
     rules = {"version": 1, "rules": [{"match": {}, "precision": "low"}, RULE]}
     plan = plan_of(rules, first)
     assert [node.module for node in plan.nodes if node.precision == "low"] == ["0", "1", "2"]
     inside = [f"{name}.{place}" for name in ("first", "second") for place in range(3)]
-    plan = plan_of(rules, Both())
+    plan = plan_of(rules, both)
     assert [node.module for node in plan.nodes if node.precision == "low"] == [*inside, ""]
-    assert [node.module for node in amp.explain(Both(), (x,), dtype="bf16").nodes] == [*inside, ""]
+    assert [node.module for node in amp.explain(both, (x,), dtype="bf16").nodes] == [*inside, ""]

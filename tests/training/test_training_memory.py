@@ -1,7 +1,5 @@
 """Memory of a compiled step on a CPU: one block from the second call on, and nothing that a caller holds lies in it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`amp.training_step` over whole training runs, beside `torch.autocast`, `GradScaler` and FP32."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import functools

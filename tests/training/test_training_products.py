@@ -1,7 +1,5 @@
 """Training steps on a CPU that leave gradients of weight matrices as products, against the same steps run eagerly."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

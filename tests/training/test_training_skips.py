@@ -1,7 +1,5 @@
 """A value that is not finite, wherever it stands, leaves weights, moments, counters, buffers and copies untouched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Programs that plain torch trains and one graph cannot hold: the step runs them in subgraphs, and says so."""
 
-from __future__ import annotations
-
 import copy
 import logging
 

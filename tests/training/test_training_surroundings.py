@@ -1,7 +1,5 @@
 """What a step takes from its surroundings: torch's random numbers, and nothing from an ambient autocast."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,14 +1,13 @@
 """How `amp.training_step` holds the parameters: FP32 masters of 16-bit models, and 16-bit weights without masters."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from toys import classes, eager_step
+from torch.nn import functional as F
+from toys import Composed, classes, eager_step
 from training_weights import (
     GENERATOR,
     LOW,
@@ -231,17 +230,6 @@ def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, ba
     assert int(step.skipped_steps) == 1 and not same(held, everything(model, optimizer))
 
 
-class Computed(nn.Module):
-    """A product with what a function makes of a weight."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.first, self.second, self.function = nn.Linear(8, 16), nn.Linear(16, 4), function
-
-    def forward(self, x):
-        return nn.functional.linear(nn.functional.gelu(self.first(x)), self.function(self.second.weight))
-
-
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [
@@ -251,7 +239,8 @@ class Computed(nn.Module):
 )
 def test_a_weight_that_the_model_casts_itself_is_trained_by_the_kernels_too(function, dtype, node_by_node):
     torch.manual_seed(0)
-    model = Computed(function)
+    product = lambda m, x: F.linear(F.gelu(m.first(x)), function(m.second.weight))  # noqa: E731
+    model = Composed(product, first=nn.Linear(8, 16), second=nn.Linear(16, 4))
     plain = copy.deepcopy(model)
     x, y = torch.randn(16, 8), torch.randn(16, 4)
     steps = [

@@ -1,7 +1,5 @@
 """16-bit weights and FP32 masters in a whole run: resume, skipped steps, groups, GANs, and what is refused."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A net, batches and guards for the tests of a training step on a CUDA device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Nets and optimizers for the tests of a training step whose optimizer has no fused update."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Nets, rules and optimizers for the tests of how a training step holds its parameters."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
