@@ -49,6 +49,8 @@ class MathModel(Strict):
     def _has_a_history(self) -> MathModel:
         if self.history is not None and self.scaling != "delayed":
             raise ValueError("history is for scaling: delayed")
+        if self.scaling == "mx" and self.power_of_2 is False:
+            raise ValueError("scales of mx are powers of two")
         return self
 
 
