@@ -30,12 +30,12 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("made", MODELS)
+@pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_numbers_and_gradients_are_those_of_torchao(recipe: str, made: str) -> None:
+def test_numbers_and_gradients_are_those_of_torchao(recipe: str, kind: str) -> None:
     """All else is 16-bit in both; norms have FP32 weights, since of 16-bit ones torch keeps 16-bit statistics."""
     torch.manual_seed(0)
-    model = MODELS[made]().bfloat16()
+    model = MODELS[kind]().bfloat16()
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     theirs = float8.convert_to_float8_training(nn.Sequential(copy.deepcopy(model)), config=config)
     for norm in (one for one in theirs.modules() if isinstance(one, nn.LayerNorm)):
@@ -43,7 +43,7 @@ def test_numbers_and_gradients_are_those_of_torchao(recipe: str, made: str) -> N
     product = {"match": {"family": "matmul"}, "precision": "low", "math": RECIPES[recipe]}
     rules = {"version": 1, "extends": "default", "rules": [{"match": {"family": REST}, "precision": "low"}, product]}
     ours = amp.compile(nn.Sequential(model.float()), rules=rules, dtype="bf16", backend="eager")
-    x = GPT["windows"](GPT["TRAIN"], 0)[0] if "GPT" in made else torch.randn(6, 8, 64)
+    x = GPT["windows"](GPT["TRAIN"], 0)[0] if "GPT" in kind else torch.randn(6, 8, 64)
     wanted, result = theirs(x.bfloat16() if x.is_floating_point() else x), ours(x)
     assert torch.equal(result, wanted.float())
     gradient = torch.randn_like(wanted)
