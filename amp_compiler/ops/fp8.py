@@ -196,7 +196,7 @@ def multiply(left: Scaled, right: Scaled, dtype: torch.dtype, way: Fp8) -> Tenso
     """
     if way.scaling == "mx" or not _has_fp8(left.values):
         return (left.numbers() @ right.numbers()).to(dtype)
-    rows, columns = (_filled(one.contiguous(), _ALIGNED) for one in (left.values, right.values.t()))
+    rows, columns = (_filled(_in_rows(one), _ALIGNED) for one in (left.values, right.values.t()))
     scales = 1 / left.scale, 1 / right.scale
     if way.scaling == "rowwise":  # a scale for each row and column, also where one operand has a single one
         scales = scales[0].expand(rows.shape[0], 1).contiguous(), scales[1].expand(1, columns.shape[0]).contiguous()
@@ -211,6 +211,10 @@ def _filled(x: Tensor, multiple: int) -> Tensor:
         return x
     plain = x.view(torch.uint8) if x.dtype in _LARGEST_POWER else x
     return torch.cat([plain, plain.new_zeros(*x.shape[:-1], missing)], -1).view(x.dtype)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_fp8(x: Tensor) -> bool:
