@@ -34,12 +34,14 @@ def _opened(
 def profile(
     model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
     dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Print a rule for each product instead: how it fits FP8.")] = False,
 ) -> None:  # fmt: skip
     """Count the exponents of all that a model computes: what becomes zero, subnormal or infinite in 16 bits."""
     subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import run
 
-    emit(f"{run.profile(subject, batches, **options)}\n", output)
+    result = run.profile(subject, batches, **options)
+    emit("".join(f"{one}\n" for one in (result.fp8() if fp8 else [result])), output)
 
 
 def find_nonfinite(

@@ -144,7 +144,9 @@ class NonfiniteReport:
             or "values between, and what is made of them is finite all the same, and may be wrong"
         )
         first = f"zero, and not so in FP32: {_gradients(self.zeros)}" if self.zeros else f"not finite: {what}"
-        text = "".join(f"{one}\n" for one in ([f"saturated: {each}" for each in self.saturated] or [first]))
+        saturated = [f"saturated: {each}" for each in self.saturated[:SHOWN]]
+        saturated += [f"and {rest} more" for rest in [len(self.saturated) - SHOWN] if rest > 0]
+        text = "".join(f"{one}\n" for one in saturated or [first])
         text += "".join(f"  first made by {node}\n" for node in self.nodes)
         return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 

@@ -19,6 +19,7 @@ from amp_compiler.ir.arithmetic import Fp8
 aten = torch.ops.aten
 _E4M3, _E5M2 = FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 1e-12  # an amax below it counts as it
+_NOTHING = 1e-300  # a scale of none is finite
 _EXPONENT = 0x7F80_0000  # of an FP32 number's bits
 _BLOCK = 32  # numbers that share a scale in an MX format
 _LARGEST_POWER = {_E4M3: 8, _E5M2: 15}  # exponents of the formats' largest numbers
@@ -144,11 +145,11 @@ class Delayed:
         if self.amaxes is None:
             return
         delayed = [one for one in self.ways if one is not None and one.history]
-        gradients = delayed[-1], _incoming(delayed[-1])
-        of_rows = (delayed[0], _E4M3), (delayed[0], _E4M3), gradients
+        of_rows = (delayed[0], _E4M3), (delayed[0], _E4M3), (delayed[-1], _incoming(delayed[-1]))
         for number, (row, (way, dtype)) in enumerate(zip(self.amaxes.unbind(), of_rows, strict=True)):
             amax = row.narrow(0, 1, way.history).amax()
-            scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(torch.float32).max)
+            scale = torch.finfo(dtype).max / amax.double().clamp(min=_NOTHING)
+            scale = scale.clamp(max=torch.finfo(torch.float32).max).float()
             self.scales[number] = torch.where((amax > 0) & amax.isfinite(), _power_of_2(scale, way), row.select(0, 0))
 
     def scaled(self, number: int, x: Tensor, dtype: torch.dtype, way: Fp8, dim: int | None) -> Scaled:
@@ -233,14 +234,13 @@ class _Product(torch.autograd.Function):
         wanted = way.scaling, way.power_of_2, "fp8"
         same = back is not None and (back.scaling, back.power_of_2, back.weight_gradient) == wanted
         kept = same and way.scaling in _OF_TENSORS
-        ctx.ways, ctx.types = ways, (x.dtype, right.dtype)
+        ctx.ways, ctx.types, ctx.kept = ways, (x.dtype, right.dtype), kept
         for_x, for_right = ctx.needs_input_grad[1:3]
         left_kept = (left_scaled.values, left_scaled.scale) if kept else (x,)
         right_kept = (right_scaled.values, right_scaled.scale) if kept else (right,)
         # The gradient of each operand is a product with the other one.
         saved = [*(one if for_right else None for one in left_kept), *(one if for_x else None for one in right_kept)]
         ctx.save_for_backward(*saved)
-        ctx.kept = kept
         return multiply(left_scaled, right_scaled, x.dtype, way)
 
     @staticmethod

@@ -46,7 +46,9 @@ class MathModel(Strict):
     unfit: Literal["low", "refuse"] = _optional("what a node does that has no such product")
 
     @model_validator(mode="after")
-    def _has_a_history(self) -> MathModel:
+    def _agrees(self) -> MathModel:
+        if self.power_of_2 is False and self.scaling == "mx":
+            raise ValueError("scales of mx are powers of two")
         if self.history is not None and self.scaling != "delayed":
             raise ValueError("history is for scaling: delayed")
         return self

@@ -131,7 +131,7 @@ class StepTrials:
             why |= more  # what a product no longer cuts off may be too much for the next one
             entries = with_present_scales(graph.plan, why)
             now = self._build(extended(rules, entries)).run(scale)
-        words = tuple(words for _, words in seen.saturated[:SHOWN])
+        words = tuple(words for _, words in seen.saturated)
         if now.spoilt:
             return NonfiniteReport(saturated=words, cure="scales of what the operands are now make it infinite or NaN")
         cure = "it is so in this step alone; by these rules a scale is of what the operand is now, and holds it"

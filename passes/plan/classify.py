@@ -212,8 +212,7 @@ def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
         return "it does not run low"
     if decision.backward is Precision.FP32:
         return "its gradients are FP32"
-    why = _why_not_in_file(draft, operands, way) if in_file else ""
-    if why:
+    if in_file and (why := _why_not_in_file(draft, operands, way)):
         return why
     if form == "convolution":
         spread = way.scaling in ("tensorwise", "delayed")
@@ -228,7 +227,7 @@ def _why_no_fp8(draft: Draft, node: Node, decision: Decision, way: Fp8) -> str:
 def _why_not_in_file(draft: Draft, operands: list[Value], way: Fp8) -> str:
     """Why an ONNX file cannot hold FP8 operands: their scales stand in it, measured before."""
     if way.scaling == "mx":
-        return "no runtime reads scales for blocks in an ONNX file"
+        return "scales in an ONNX file are measured before, and those of blocks follow from what they are"
     graph = draft.graph
     stored = {value.name: _stored_behind(graph, value.name) for value in operands}
     if not any(stored.values()):

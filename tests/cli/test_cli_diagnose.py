@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import yaml
 from onnx import helper
 
 from amp_compiler import __version__
@@ -24,23 +25,23 @@ def file(tmp_path) -> Path:
 
 
 def test_find_nonfinite_names_the_node_and_the_rule(shell, wide, tmp_path):
-    code, out, _ = shell(
-        "find-nonfinite", wide, "--args", "fp32[2,4]", "--dtype", "fp16", "-o", tmp_path / "report.txt"
-    )
+    command = ("find-nonfinite", wide, "--args", "fp32[2,4]", "--dtype")
+    code, out, _ = shell(*command, "fp16", "-o", tmp_path / "report.txt")
     assert (code, out) == (3, "")
     report = (tmp_path / "report.txt").read_text(encoding="utf-8")
     assert "in the plan: linear" in report and 'op: "aten.linear"' in report and "precision: fp32" in report
-    assert shell("find-nonfinite", wide, "--args", "fp32[2,4]", "--dtype", "bf16")[:2] == (0, "all was finite\n")
+    assert shell(*command, "bf16")[:2] == (0, "all was finite\n")
 
 
 def test_profile_counts_a_model_and_its_loss(shell, wide):
     code, out, _ = shell("profile", wide, "--args", "fp32[2,4]", "--dtype", "bf16")
     assert code == 0 and "weight gradient" not in out and re.match(r"\d+ tensors over 1 batch", out)
-    code, loss, _ = shell(
-        "profile", wide, "--args", "fp32[2,4]", "--dtype", "fp16", "--loss", wide.replace(":Wide", ":loss")
-    )
+    trained = ("profile", wide, "--args", "fp32[2,4]", "--dtype", "fp16", "--loss", wide.replace(":Wide", ":loss"))
+    code, loss, _ = shell(*trained)
     assert code == 0 and "gradients of weights" in loss
     assert int(loss.split()[0]) > int(out.split()[0])
+    code, advice, _ = shell(*trained, "--fp8")
+    assert code == 0 and [sorted(one) for one in yaml.safe_load(advice)] == [["match", "math", "precision"]] * 2
 
 
 def test_both_take_an_onnx_file_with_data(shell, file):

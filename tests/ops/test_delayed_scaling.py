@@ -27,9 +27,8 @@ class Recipe:
         if amax > 0 and np.isfinite(amax):
             self.scale = np.float32(torch.finfo(self.dtype).max) / amax
         self.amaxes = [np.abs(x).max(), *self.amaxes[:-1]]
-        return (
-            rounded_by_numpy(np.float32(x * self.scale).astype(np.float64), self.dtype).astype(np.float32) / self.scale
-        )
+        result = rounded_by_numpy(np.float32(x * self.scale).astype(np.float64), self.dtype)
+        return result.astype(np.float32) / self.scale
 
 
 class Product(nn.Module):
@@ -194,6 +193,7 @@ def test_what_remembers_nothing_is_refused() -> None:
 def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: str) -> None:
     model = Product()
     step, gradient = step_of(model, "fp8-delayed"), torch.ones(24, 48)
+    assert not amp.find_nonfinite(step, gradient), "nothing is known yet"
     step(gradient)
     assert not amp.find_nonfinite(step, gradient * 0.5)
     if larger == "operand":
@@ -228,4 +228,5 @@ def test_an_operand_of_two_products_is_named_alike_for_both() -> None:
     step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="bf16", backend="eager", rules="fp8-delayed")
     step(x)
     said = [one for one in amp.find_nonfinite(step, x * 100).saturated if "the gradient" not in one]
+    assert "\nand 2 more\n" in str(amp.NonfiniteReport(saturated=tuple("abcdefg")))
     assert len(said) == 2 and all(one.startswith("the batch itself (batch[0])") for one in said)

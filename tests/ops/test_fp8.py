@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import mean_square, sgd_step
 
 import amp_compiler as amp
-from amp_compiler.errors import OnnxError, RuleError
+from amp_compiler.errors import RuleError
 from amp_compiler.ir.arithmetic import Fp8
 from amp_compiler.ops.fp8 import scaled
 
@@ -28,9 +28,8 @@ def numbers_of(dtype: torch.dtype) -> np.ndarray:
     exponent_bits, mantissa_bits, bias, largest = FORMATS[dtype]
     exponents, mantissas = np.meshgrid(np.arange(2**exponent_bits), np.arange(2**mantissa_bits), indexing="ij")
     fraction = mantissas / 2.0**mantissa_bits
-    values = np.where(
-        exponents == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponents - bias.__float__())
-    )
+    normal = (1 + fraction) * 2.0 ** (exponents - float(bias))
+    values = np.where(exponents == 0, fraction * 2.0 ** (1 - bias), normal)
     return np.unique(values[values <= largest])
 
 
@@ -112,7 +111,7 @@ def product(left: Any, right: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_and_its_gradients_are_products_of_the_rounded_operands(recipe: str) -> None:
-    """The recipes of torchao's float8 training, from their definitions; `tests/frameworks` compares with torchao."""
+    """The recipes of torchao's float8 training, from their definitions; `tests/integrations` compares with torchao."""
     low = recipe == "gradients of 16 bits"
     way = Fp8("e4m3", "rowwise", True) if "rowwise" in recipe else Fp8()
     narrow, incoming = torch.float8_e4m3fn, torch.float8_e4m3fn if "rowwise" in recipe else torch.float8_e5m2
@@ -192,6 +191,7 @@ def test_what_does_not_fit_stays_in_16_bits_with_the_reason_or_is_refused() -> N
         ({"history": 16}, "history"),
         ({"scaling": "rowwise", "history": 2}, "history is for scaling: delayed"),
         ({"scaling": "delayed", "history": 0}, "greater than or equal to 1"),
+        ({"scaling": "mx", "power_of_2": False}, "scales of mx are powers of two"),
         ("fp4", "fp4"),
     ],
 )
@@ -209,13 +209,8 @@ def test_a_plan_reads_back_what_it_writes(way: Fp8) -> None:
 
 def test_an_export_takes_it_with_calibration() -> None:
     model, x = Mlp().eval(), torch.randn(2, 64)
-    with pytest.raises(OnnxError, match=r"takes the scales of operands from data"):
-        amp.export_onnx(model, x, rules=rules("fp8"), dtype="fp16")
     done = amp.export_onnx(model, x, rules=rules("fp8"), dtype="fp16", calibration=[x])
     assert [node.op_type for node in done.model.graph.node].count("QuantizeLinear") > 0
-    plan = amp.export_onnx(model, x, rules=rules({"scaling": "mx"}), dtype="fp16").plan
-    layers = [node for node in plan.nodes if node.op == "onnx.Gemm"]
-    assert layers and not any(node.math for node in layers) and all("not in FP8" in node.reason for node in layers)
 
 
 @pytest.mark.parametrize("math", ["fp8", {"scaling": "mx"}])
@@ -225,8 +220,7 @@ def test_sizes_may_change(math: Any) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 32))
         step = sgd_step(model, mean_square, 0.05, rules=rules(math), dynamic_shapes=shapes)
-        sizes = (4, 7, 40)
-        losses.append([float(step(torch.ones(size, 64) * size)) for size in sizes])
+        losses.append([float(step(torch.ones(size, 64) * size)) for size in (4, 7, 40)])
     assert losses[0] == losses[1]
 
 
