@@ -51,8 +51,7 @@ class PinDifferences(PinPass):
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - one part of a running sum less another;
     - a norm of, and a mean taken from, sums with stored numbers that are all far from zero;
-    - one less a probability, quotient, square or cosine that leaves the model, divides or is raised to a power, and an
-      exponential less one;
+    - an exponential less one, and one less a probability, quotient or cosine, or its square, whose digits count;
     - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -323,15 +322,16 @@ class _Finder(Squares):
             self.pin(node, f"'{whole.name}' may be near one, of which it leaves few digits")
         if part is None or self.scalar(node, 0) != 1:
             return
-        squashes, turns = self.info(part).squashes, self.info(part).periodic
-        if not (squashes or turns or part.op in _UP_TO_ONE or self.squares(part)):
+        bounded = self._maker(part.inputs[0].value) if self.squares(part) else part
+        turns = bounded is not None and self.info(bounded).periodic
+        if bounded is None or not (turns or self.info(bounded).squashes or bounded.op in _UP_TO_ONE):
             return
         onward = self.reach(node, lambda user: self.passes(user) or user.op in _SCALING)
         readers = [reader for one in onward for name in one.outputs for reader in self.graph.users(name)]
         if self.leaves(onward) or any(
             user.op in _STEEP or (user.op == "onnx.Div" and (index == 1 or turns)) for user, index in readers
         ):
-            for one in (part, node):
+            for one in (bounded, part, node):
                 self.pin(one, f"'{node.name}' is what '{part.name}' leaves of one, of which few digits are left")
 
     def own_mean(self, node: Node) -> list[Node]:

@@ -169,8 +169,6 @@ def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
 LEFT_OF_ONE = {
     "output": [node("Identity", ["q"], ["y"])], "odds": [node("Div", ["p", "q"], ["y"])],
     "power": [node("Pow", ["q", "two"], ["y"])], "scaled": [node("Mul", ["q", "two"], ["y"])],
-    "sine": [node("Mul", ["p", "p"], ["s"]), node("Sub", ["one", "s"], ["r"]), node("Sqrt", ["r"], ["y"])],
-    "cosine": [node("Cos", ["q"], ["c"]), node("Sub", ["one", "c"], ["d"]), node("Div", ["d", "q"], ["y"])],
 }  # fmt: skip
 
 
@@ -189,13 +187,22 @@ def test_what_a_probability_leaves_of_one(form, dtype):
     assert {"sigmoid", "left"} <= low_nodes(check(model([*start, *gate], *ends, data), dtype))
 
 
+TURN = [node("Mul", ["b", "k"], ["t"]), node("Cos", ["t"], ["c"])]
+NEAR_ONE = {
+    "one and data": [node("Add", ["one", "a"], ["s"]), node("Log", ["s"], ["y"])],
+    "one less data": [node("Sub", ["one", "a"], ["s"]), node("Log", ["s"], ["y"])],
+    "exponential": [node("Exp", ["a"], ["s"]), node("Sub", ["s", "one"], ["d"]), node("Sign", ["a"], ["g"]),
+                    node("Mul", ["d", "g"], ["y"])],
+    "cosine": [*TURN, node("Sub", ["one", "c"], ["d"]), node("Div", ["d", "t"], ["y"])],
+    "squared": [*TURN, node("Mul", ["c", "c"], ["s"]), node("Sub", ["one", "s"], ["d"]), node("Sqrt", ["d"], ["y"])],
+}  # fmt: skip
+
+
 @BOTH
-@pytest.mark.parametrize("op", ["Add", "Sub", "Exp"])
-def test_what_is_near_one_is_as_small_as_the_data(op, dtype):
-    ends = [node(op, ["one", "a"], ["s"]), node("Log", ["s"], ["y"])]
-    ends = [node(op, ["a"], ["s"]), node("Sub", ["s", "one"], ["y"])] if op == "Exp" else ends
-    nodes = [node("MatMul", ["x", "eye"], ["a"]), *ends]
-    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [EYE, scalar("one", 1.0)])
+@pytest.mark.parametrize("form", NEAR_ONE)
+def test_what_is_near_one_is_as_small_as_the_data(form, dtype):
+    nodes = [node("MatMul", ["x", "eye"], ["a"]), node("Abs", ["a"], ["b"]), *NEAR_ONE[form]]
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [EYE, scalar("one", 1.0), scalar("k", 50.0)])
     feeds = {"x": RNG.standard_normal((4, 16)).astype(np.float32) * np.float32(1e-3)}
     assert error(source, check(source, dtype, keep_io_types=False).model, feeds) < NEAR[dtype]
 
