@@ -25,7 +25,7 @@ _REDUCING = SUMS | {"onnx.ReduceMin", "onnx.ReduceMax"}
 _CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
 _PRODUCTS = ("matmul", "convolution")
 _ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
-_STEEP = frozenset(f"onnx.{op}" for op in ("Log", "Reciprocal", "Pow", "CumProd", "ReduceProd"))
+_STEEP = frozenset(f"onnx.{op}" for op in ("Log", "Reciprocal", "Sqrt", "Pow", "CumProd", "ReduceProd"))
 _UP_TO_ONE = frozenset({"onnx.Exp", "onnx.Div"})  # besides what squashes
 _SHIFTED = frozenset({"onnx.Softmax", "onnx.LogSoftmax"})  # what counts of their operand is the absolute error
 _FAR = 16.0  # a place in cells of a grid, whose rounding in FP16 is beyond 1 in 100 of a cell
@@ -50,8 +50,8 @@ class PinDifferences(PinPass):
       a weak band beside a strong one it shows every digit;
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - one part of a running sum less another;
-    - a norm of sums with stored numbers that are all far from zero;
-    - one less a probability, or quotient, that leaves the model, divides or is raised to a power;
+    - a norm of, and a mean taken from, sums with stored numbers that are all far from zero;
+    - an exponential less one, and one less a probability, quotient or cosine, or its square, whose digits count;
     - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
@@ -83,6 +83,7 @@ class PinDifferences(PinPass):
                 finder.cancelled(node, draft.ranges)
             if node.op in CENTRING:
                 finder.centres(node, draft.ranges)
+            if node.op in CENTRING or finder.own_mean(node):
                 finder.far_from_zero(node)
             if node.op in _TAKING:
                 finder.places(node)
@@ -113,7 +114,7 @@ class _Finder(Squares):
     def expanded(self, square: Node) -> None:
         """Pin the differences of a square, or sums of it, and other products with the same data."""
         factors = square.inputs if square.op == "onnx.Mul" else square.inputs[:1]
-        data = tuple(dict.fromkeys(self._origin(factor.value) for factor in factors))
+        data = tuple(dict.fromkeys(self.origin(factor.value) for factor in factors))
         came = {square.name: ""}
         frontier = [square]
         for _ in range(REACH):
@@ -148,7 +149,7 @@ class _Finder(Squares):
         known: dict[str, bool] = {}
 
         def reaches(name: str, depth: int) -> bool:
-            if self._origin(name) == data:
+            if self.origin(name) == data:
                 return True
             node = self.graph.producer(name)
             if node is None or node.name in apart or not depth or not self._is_arithmetic(node):
@@ -187,16 +188,6 @@ class _Finder(Squares):
 
         return [one.name for one in self.reach(node, through)[1:]]
 
-    def _origin(self, name: str) -> str:
-        """What a value holds the elements of, moves of elements looked through."""
-        while (maker := self.graph.producer(name)) is not None and self._moves(maker):
-            name = maker.inputs[0].value
-        return name
-
-    def _moves(self, node: Node) -> bool:
-        """True for what gives on elements of its first operand."""
-        return self.passes(node) and self.info(node).moves != "place"
-
     # ---- inputs of the model
 
     def centred(self, source: str) -> None:
@@ -229,11 +220,11 @@ class _Finder(Squares):
         if self.holds_data(name):
             numbers = self.graph.stored_numbers(name)
             return [] if numbers is not None and (numbers.least < 0 or (numbers.most > 0 and not added)) else None
-        origin = self._origin(name)
+        origin = self.origin(name)
         if self.graph.values[origin].kind is ValueKind.INPUT and not added:
             return []
         maker = self.graph.producer(origin)
-        reduces = maker is not None and maker.op in _REDUCING and self._origin(maker.inputs[0].value) == source
+        reduces = maker is not None and maker.op in _REDUCING and self.origin(maker.inputs[0].value) == source
         return [maker] if maker is not None and reduces and not added else None
 
     def spectra(self) -> None:
@@ -292,7 +283,7 @@ class _Finder(Squares):
         if makers and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
             self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
         if makers and all(maker is not None and maker.op in _TAKING for maker in makers):
-            one, other = ({self._origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
+            one, other = ({self.origin(read.value) for read in maker.inputs} for maker in makers if maker is not None)
             for part in (*makers, node) if one & other else ():
                 if part is not None:
                     self.pin(
@@ -312,7 +303,7 @@ class _Finder(Squares):
             if len(names) != 1 or not (product or maker.op in _TAKING | _SCALING):
                 return
             between.append(maker)
-            if product and self.graph.values[self._origin(names[0])].kind is ValueKind.INPUT:
+            if product and self.graph.values[self.origin(names[0])].kind is ValueKind.INPUT:
                 for node in (*between, sine):
                     self.pin(
                         node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
@@ -327,16 +318,27 @@ class _Finder(Squares):
 
     def complement(self, node: Node) -> None:
         """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits."""
-        maker = self._maker(node.inputs[1].value)
-        if maker is None or self.scalar(node, 0) != 1 or not (self.info(maker).squashes or maker.op in _UP_TO_ONE):
+        whole, part = (self._maker(operand.value) for operand in node.inputs)
+        if whole is not None and whole.op == "onnx.Exp" and self.scalar(node, 1) == 1:
+            self.pin(node, f"'{whole.name}' may be near one, of which it leaves few digits")
+        if part is None or self.scalar(node, 0) != 1:
+            return
+        bounded = self._maker(part.inputs[0].value) if self.squares(part) else part
+        turns = bounded is not None and self.info(bounded).periodic
+        if bounded is None or not (turns or self.info(bounded).squashes or bounded.op in _UP_TO_ONE):
             return
         onward = self.reach(node, lambda user: self.passes(user) or user.op in _SCALING)
-        readers = [reader for part in onward for name in part.outputs for reader in self.graph.users(name)]
+        readers = [reader for one in onward for name in one.outputs for reader in self.graph.users(name)]
         if self.leaves(onward) or any(
-            user.op in _STEEP or (user.op == "onnx.Div" and index == 1) for user, index in readers
+            user.op in _STEEP or (user.op == "onnx.Div" and (index == 1 or turns)) for user, index in readers
         ):
-            for one in (maker, node):
-                self.pin(one, f"'{node.name}' is what '{maker.name}' leaves of one, of which few digits are left")
+            for one in (bounded, part, node):
+                self.pin(one, f"'{node.name}' is what '{part.name}' leaves of one, of which few digits are left")
+
+    def own_mean(self, node: Node) -> list[Node]:
+        """What makes the mean of a value that is taken away from it."""
+        names = [self.origin(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
+        return (self._mean(names[1], names[0], False) if names else None) or []
 
     def far_from_zero(self, norm: Node) -> None:
         """Pin a norm, and what makes its input, where stored numbers take all of that far from zero."""
@@ -344,11 +346,11 @@ class _Finder(Squares):
         added = maker.inputs[slice(0, 2) if maker.op in _TAKING else slice(2, 3)] if maker is not None else ()
         known = [self.graph.stored_numbers(one.value) for one in added if self.holds_data(one.value)]
         if maker is not None and any(max(one.least, -one.most) >= _FAR for one in known if one is not None):
-            for one in (maker, norm):
+            for one in (maker, *self.own_mean(norm), norm):
                 self.pin(one, f"'{norm.name}' takes away a mean of which stored numbers say that it is far from zero")
 
     def _maker(self, name: str) -> Node | None:
-        return self.graph.producer(self._origin(name))
+        return self.graph.producer(self.origin(name))
 
     def _is_grid(self, name: str) -> bool:
         """True for many stored numbers, none of them negative, that reach 16: a grid of places."""

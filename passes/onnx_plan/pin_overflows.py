@@ -63,8 +63,12 @@ class _Finder(Squares):
     def _overflows(self, node: Node, reason: str) -> None:
         self.pin(node, reason)
         behind = f"it works on the result of '{node.name}': {reason}"
-        for name in self.to_end(node):
-            self.pin(self.graph.nodes[name], behind)
+        data = {self.origin(operand.value) for operand in node.inputs}
+        for end in [self.graph.nodes[name] for name in self.to_end(node)]:
+            self.pin(end, behind)
+            above = self.behind(end, 0) if end.op == "onnx.Div" else None
+            if above is not None and above.op in PRODUCTS and data & {self.origin(one.value) for one in above.inputs}:
+                self.pin(above, behind)  # a cosine: products of the same data
         for total in self.to_sum(node) if node.op not in _SUMMING else [node]:
             for part in self.reach(total, lambda user: self.passes(user) or self.scales(user)):
                 self.pin(part, behind)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from amp_compiler.ir.graph import CARRIED, Node
+import networkx as nx
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import CARRIED, Node, PrecisionGraph
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
@@ -40,16 +43,22 @@ class PinRunningSums(PinPass):
         """Those of each loop, in execution order."""
         if not draft.rules.keeps("running_sums"):
             return {}
+        holders = [node for node in draft.graph.nodes.values() if CARRIED in node.attrs]
+        if not holders:
+            return {}
         finder, nodes = _Finder(draft.graph, draft.context.low), draft.graph.nodes
-        for holder in [node for node in nodes.values() if CARRIED in node.attrs]:
+        for holder in holders:
             states = _states(holder)
+            steps = [(after, before) for before, after in states]  # a way may lead through another state
+            finder.ways.add_edges_from(steps)
             for before, after in states:
-                path = finder.between(before, after, states)
+                path = finder.between(before, after)
                 kind = finder.kind(path)
                 for name in path if kind else ():
                     finder.pin(
                         nodes[name], f"part of the running {kind} '{before}' that '{holder.name}' ({holder.op}) carries"
                     )
+            finder.ways.remove_edges_from(steps)
         return finder.pins
 
 
@@ -61,43 +70,20 @@ def _states(holder: Node) -> list[tuple[str, str]]:
 
 
 class _Finder(Walker):
-    def between(self, before: str, after: str, states: Sequence[tuple[str, str]]) -> list[str]:
-        """The nodes on the ways from one value to another that arithmetic and moves of elements make up.
+    def __init__(self, graph: PrecisionGraph, low: DType) -> None:
+        super().__init__(graph, low)
+        self.ways: nx.DiGraph[str | tuple[str]] = nx.DiGraph()  # of values, and of the nodes between, in brackets
+        for node in filter(self._carries, graph.nodes.values()):
+            self.ways.add_edges_from((operand.value, (node.name,)) for operand in node.inputs)
+            self.ways.add_edges_from(((node.name,), output) for output in node.outputs)
 
-        Args:
-            before: a state that a body takes.
-            after: its next value.
-            states: all states of the body, with their next values: a way may lead through another one, step after step.
-        """
-        handed: dict[str, list[str]] = {}
-        for other, following in states:
-            if other != before:
-                handed.setdefault(following, []).append(other)
-        reached = {before}
-        pending = [before]
-        while pending:
-            name = pending.pop()
-            outputs = [out for node, _ in self.graph.users(name) if self._carries(node) for out in node.outputs]
-            fresh = [out for out in dict.fromkeys((*outputs, *handed.get(name, ()))) if out not in reached]
-            reached.update(fresh)
-            pending += fresh
-        if after not in reached or after == before:
+    def between(self, before: str, after: str) -> list[str]:
+        """The nodes on the ways from one value to another that arithmetic and moves of elements make up."""
+        if before == after or not {before, after} <= self.ways.nodes or not nx.has_path(self.ways, before, after):
             return []
-        taken = {state: following for state, following in states if state != before}
-        wanted, path = {after}, dict[str, None]()
-        pending = [after]
-        while pending:
-            name = pending.pop()
-            node = self.graph.producer(name)
-            sources = [taken[name]] if name in taken else []
-            if node is not None and self._carries(node):
-                sources = [operand.value for operand in node.inputs if operand.value in reached]
-                if sources:
-                    path[node.name] = None
-            fresh = [source for source in dict.fromkeys(sources) if source in reached and source not in wanted]
-            wanted.update(fresh)
-            pending += fresh
-        return [name for name in path if self.graph.nodes[name].op not in _HOLDERS]
+        between = nx.descendants(self.ways, before) & nx.ancestors(self.ways, after)
+        names = sorted(key[0] for key in between if isinstance(key, tuple))
+        return [name for name in names if self.graph.nodes[name].op not in _HOLDERS]
 
     def kind(self, path: list[str]) -> str:
         """What the nodes between a state and its next value make of it: a sum, a product, or neither."""

@@ -80,6 +80,14 @@ class Walker:
         cast = node.pin is not None and node.pin.precision == "cast" and node.op == "onnx.Cast"
         return (cast or self.info(node).moves != "") and self.makes_floats(node)
 
+    def origin(self, name: str) -> str:
+        """The value that a value holds elements of, moves of elements looked through."""
+        while (maker := self.graph.producer(name)) is not None and self.passes(maker):
+            if self.info(maker).moves == "place":  # which adds elements, or those of another operand
+                break
+            name = maker.inputs[0].value
+        return name
+
     def makes_floats(self, node: Node) -> bool:
         """True for a node with a floating-point result."""
         return any(self.graph.values[name].dtype.is_float for name in node.outputs)
@@ -109,10 +117,10 @@ class Walker:
         return any(name in self.graph.outputs or not self.graph.users(name) for one in nodes for name in one.outputs)
 
     def scalar(self, node: Node, index: int) -> float | None:
-        """The number that an operand holds, where it is stored and but one."""
+        """The number that an operand holds, perhaps many times, where it is stored and but one."""
         if index >= len(node.inputs):
             return None
-        name = node.inputs[index].value
+        name = self.origin(node.inputs[index].value)
         value = self.graph.values[name]
         if value.numel != 1 or not (value.dtype.is_float or value.dtype.value.startswith("int")):
             return None

@@ -9,8 +9,9 @@ from amp_compiler.passes.onnx_plan.pinning import Walker
 
 SUMS = frozenset({"onnx.ReduceSum", "onnx.ReduceMean", "onnx.AveragePool", "onnx.GlobalAveragePool"})
 _GROWING = SUMS | {f"onnx.{op}" for op in ("Add", "Sub", "Max", "Min", "Clip", "Sum", "Relu", "Abs", "Neg")}
+_TOTALS = SUMS | {"onnx.ReduceLogSum"}
 _ROOTS = frozenset({"onnx.Sqrt", "onnx.Log", "onnx.Reciprocal"})  # steep at zero: a lost square shows
-_ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
+_ENDING = frozenset(f"onnx.{op}" for op in ("Sqrt", "Reciprocal", "Div", "Log", "ReduceLogSum", "Pow"))
 PRODUCTS = frozenset({"onnx.MatMul", "onnx.Einsum", "onnx.Gemm"})
 SQUARING = PRODUCTS | {"onnx.Mul", "onnx.Pow", "onnx.ReduceSumSquare"}
 """The ops that may make squares, or sums of them."""
@@ -41,9 +42,8 @@ class Squares(Walker):
             return False
         factors = [operand.value for operand in node.inputs]
         if node.op in PRODUCTS and len(factors) >= 2:  # of rows with themselves: squares, and their sum
-            other = self.behind(node, 1)
             is_power = node.op == "onnx.MatMul" and factors[0] == factors[1]  # of a matrix: rows times columns
-            return other is not None and other is self.behind(node, 0) and not is_power
+            return self.origin(factors[0]) == self.origin(factors[1]) and not is_power
         return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
     def _are_same(self, one: str, other: str, depth: int = 3) -> bool:
@@ -101,6 +101,7 @@ class Squares(Walker):
                         or self.passes(user)
                         or self._rescales(user)
                         or mixes
+                        or self._multiplies_sums(user)
                         or (self.weighs(user) and node.name not in mixed)
                     ):
                         came[user.name] = node.name
@@ -146,7 +147,7 @@ class Squares(Walker):
         frontier, between = [node], list[Node]()
         for _ in range(REACH):
             users = [user for current in frontier for user in self.users(current)]
-            sums = [user for user in users if user.op in SUMS or self.averages(user)]
+            sums = [user for user in users if user.op in _TOTALS or self.averages(user)]
             if sums:
                 return [*between, *sums]
             frontier = [user for user in users if self.passes(user) or self.scales(user) or self.weighs(user)]
@@ -162,6 +163,11 @@ class Squares(Walker):
         """True for a convolution with a stored window, which has no negative number."""
         numbers = self.graph.stored_numbers(node.inputs[1].value) if node.op == "onnx.Conv" else None
         return numbers is not None and self.mixes(node) and numbers.least >= 0
+
+    def _multiplies_sums(self, node: Node) -> bool:
+        """True for the product of two sums of squares, as under the root of a cosine."""
+        makers = [self.behind(node, index) for index in range(2)] if node.op == "onnx.Mul" else [None]
+        return all(one is not None and self.squares(one) for one in makers)
 
     def weighs(self, node: Node) -> bool:
         """True for a product that is summed: that of squares with weights or a mask."""

@@ -31,28 +31,21 @@ def test_a_constant_that_does_not_fit_keeps_its_reader_in_fp32(number):
     assert kept.dtype == np.float32 and kept == np.float32(number)
 
 
-@pytest.mark.parametrize("number", [65504.0, 0.0, -0.0, np.inf, -np.inf, 2.0**-24, 1.0])
-def test_a_constant_that_fits_does_not(number):
-    done = check(with_constant(number), "fp16")
-    assert next(entry for entry in done.plan.nodes if entry.name == "op").precision == "low"
+FITTING = {"fp16": (65504.0, 0.0, -0.0, np.inf, -np.inf, 2.0**-24, 1.0), "bf16": (1e6, 1e-9, 3e38)}
 
 
-def test_bf16_has_the_range_of_fp32():
-    for number in (1e6, 1e-9, 3e38):
-        done = check(with_constant(number), "bf16")
-        assert next(entry for entry in done.plan.nodes if entry.name == "op").precision == "low"
+@pytest.mark.parametrize(("dtype", "number"), [(dtype, one) for dtype, numbers in FITTING.items() for one in numbers])
+def test_a_constant_that_fits_does_not(dtype, number):
+    assert precision(check(with_constant(number), dtype), "op") == "low"
 
 
 def test_lost_elements_of_a_factor_are_below_the_rounding_of_the_others():
     data = np.ones((8, 8), np.float32)
     data[0, 0] = 1e-9
-    source = model(
-        [node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 8)], [info("y", 4, 8)], [nh.from_array(data, "w")]
-    )
-    assert check(source, "fp16").plan.nodes[0].precision == "low"
-    small = model([node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 8)], [info("y", 4, 8)],
-                  [nh.from_array(data * np.float32(1e-5), "w")])  # fmt: skip
-    assert check(small, "fp16").plan.nodes[0].precision == "fp32"
+    for scale, expected in ((1.0, "low"), (1e-5, "fp32")):
+        stored = nh.from_array(data * np.float32(scale), "w")
+        source = model([node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 8)], [info("y", 4, 8)], [stored])
+        assert check(source, "fp16").plan.nodes[0].precision == expected
 
 
 def test_numbers_that_do_not_fit_are_followed_through_views():
