@@ -28,6 +28,7 @@ from amp_compiler.fx.torch_private.breaks import (
     break_of,
     dynamo_errors,
     is_recompile_limit,
+    let_go,
     reason_here,
     recompile_limit,
 )
@@ -248,9 +249,8 @@ def capture_once(
         if stop is None:
             raise
         captured = stop.captured
-        for one in with_causes(error):  # frames of Dynamo, whose guards refer to parameters
-            one.__traceback__ = None
-        del stop, one
+        let_go(error)
+        del stop
         return captured
     raise CaptureError(
         f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"
