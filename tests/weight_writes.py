@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -36,8 +37,14 @@ def _index(model: nn.Module) -> None:
 
 
 def _new_data(model: nn.Module) -> None:
-    for parameter, other in zip(model.parameters(), _others(model), strict=True):
+    model.kept = _others(model)  # by the caller, who writes to it later
+    for parameter, other in zip(model.parameters(), model.kept, strict=True):
         parameter.data = other
+
+
+def _kept_data(model: nn.Module) -> None:
+    for one in model.kept:
+        one.mul_(-3.0)
 
 
 def _numpy(model: nn.Module) -> None:
@@ -80,6 +87,12 @@ def _exchanged(model: nn.Module) -> None:
         parameter.data, average.data = average.data, parameter.data
 
 
+def _swapped_objects(model: nn.Module) -> None:
+    gc.collect()  # which Dynamo does behind each capture if nobody turns it off
+    for parameter, other in zip(model.parameters(), _others(model), strict=True):
+        torch.utils.swap_tensors(parameter, nn.Parameter(other))
+
+
 def _another_step(model: nn.Module) -> None:
     x, y = torch.randn(16, 8, generator=torch.Generator().manual_seed(5)), torch.arange(16) % 4
     low = "bf16" if next(model.parameters()).dtype is torch.bfloat16 else "fp16"
@@ -98,6 +111,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "exchanged": _exchanged,
     "swapped": _swapped,
     "new data": _new_data,
+    "kept data": _kept_data,
     "foreach lerp": lambda model: torch._foreach_lerp_(_data(model), _others(model), 0.75),
     "numpy": _numpy,
     "storage": _each(lambda data, other: data.untyped_storage().copy_(other.untyped_storage())),
@@ -111,6 +125,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
         nn.utils.parameters_to_vector(model.parameters()).detach() * -2, model.parameters()
     ),
     "another step": _another_step,
+    "swap_tensors": _swapped_objects,
 }
 
 

@@ -38,10 +38,10 @@ def test_the_next_call_reads_what_was_written(dtype, training, backend, loops):
         with torch.set_grad_enabled(training):
             reset(model)
             fast(X), fast(X)
-            before = model(X)
+            before = model(X).detach()  # torch swaps no weights of a graph
             with torch.enable_grad():
                 write(model)
-            plain = model(X)
+            plain = model(X).detach()
             assert not close(before, plain), name
             assert close(fast(X), plain), name
 

@@ -28,7 +28,6 @@ from amp_compiler.fx.torch_private.breaks import (
     break_of,
     dynamo_errors,
     is_recompile_limit,
-    let_go,
     reason_here,
     recompile_limit,
 )
@@ -249,8 +248,9 @@ def capture_once(
         if stop is None:
             raise
         captured = stop.captured
-        let_go(error)
-        del stop
+        for one in with_causes(error):  # frames of Dynamo, whose guards refer to parameters
+            one.__traceback__ = None
+        del stop, one
         return captured
     raise CaptureError(
         f"nothing of {name} was captured: it computes nothing with tensors", hint="call it as it is first"

@@ -90,13 +90,6 @@ def _read_break(text: str) -> Break:
     return Break(text.strip().partition("\n")[0], said.get(fields[0], ""), said.get(fields[1], ""), raised=shown)
 
 
-def let_go(error: BaseException) -> None:
-    """Let an error and its causes hold no frames and no graph of Dynamo: these hold inputs, and refer to parameters."""
-    for one in with_causes(error):
-        one.__traceback__ = None
-        vars(one).pop("_torch_dynamo_tracer_output", None)
-
-
 def reads_values(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
     return any(

@@ -11,13 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line
+from amp_compiler.errors import AmpError, CaptureError, DoubleBackwardError, first_line, with_causes
 from amp_compiler.forward.subgraphs import Subgraph, Subgraphs, plan_of, stages_of
 from amp_compiler.fx.capture.errors import RETURN_THE_LOSS, name_of, user_frame
 from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.capture.retrace import placeholder_name
 from amp_compiler.fx.captured import Source
-from amp_compiler.fx.torch_private.breaks import let_go, needs_double_backward
+from amp_compiler.fx.torch_private.breaks import needs_double_backward
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
@@ -54,7 +54,9 @@ class SubgraphStep:
 
     def __init__(self, setup: StepSetup, cause: AmpError) -> None:
         self.model, self.state, self.cause = setup.module, setup.state, cause
-        let_go(cause)  # which holds the first batch
+        for one in with_causes(cause):
+            one.__traceback__ = None  # its frames hold the first batch and its gradients
+            vars(one).pop("_torch_dynamo_tracer_output", None)  # refers to parameters: none is swapped
         self._settings, self._device = setup.settings, setup.device
         self.subgraphs = self._new_subgraphs() if setup.enabled else None
         self._updates: dict[Any, StepProgram] = {}
