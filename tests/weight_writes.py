@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from toys import classes, sgd_step, small
 
-WEIGHTS = 0.4  # what most writes leave in them, far from where they begin and from one another
-
 
 def _data(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.data for parameter in model.parameters()]
@@ -67,13 +65,6 @@ def _under_no_grad(model: nn.Module) -> None:
             parameter.mul_(-2.0).add_(0.25)
 
 
-def _swapped(model: nn.Module) -> None:
-    for layer in (model[0], model[2]):
-        kept = layer.weight.data.clone()
-        layer.weight.data.copy_(kept.flip(0))
-        layer.bias.data.copy_(layer.bias.data.flip(0) + 1.0)
-
-
 def _in_inference_mode(model: nn.Module) -> None:
     with torch.inference_mode():
         for parameter in model.parameters():
@@ -87,7 +78,7 @@ def _exchanged(model: nn.Module) -> None:
         parameter.data, average.data = average.data, parameter.data
 
 
-def _swapped_objects(model: nn.Module) -> None:
+def _swapped(model: nn.Module) -> None:
     gc.collect()  # which Dynamo does behind each capture if nobody turns it off
     for parameter, other in zip(model.parameters(), _others(model), strict=True):
         torch.utils.swap_tensors(parameter, nn.Parameter(other))
@@ -105,11 +96,8 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "mul_": _each(lambda data, other: data.mul_(-3.0)),
     "lerp_": _each(lambda data, other: data.lerp_(other, 0.75)),
     "index": _index,
-    "mask": _each(lambda data, other: data.masked_fill_(other > 0, WEIGHTS)),
-    "view": _each(lambda data, other: data.view(-1)[::2].neg_().sub_(0.25)),
     "inference_mode": _in_inference_mode,
     "exchanged": _exchanged,
-    "swapped": _swapped,
     "new data": _new_data,
     "kept data": _kept_data,
     "foreach lerp": lambda model: torch._foreach_lerp_(_data(model), _others(model), 0.75),
@@ -125,7 +113,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
         nn.utils.parameters_to_vector(model.parameters()).detach() * -2, model.parameters()
     ),
     "another step": _another_step,
-    "swap_tensors": _swapped_objects,
+    "swap_tensors": _swapped,
 }
 
 
