@@ -1,12 +1,11 @@
 """The ways in which training scripts write to weights between two calls, most of them past version counters."""
 
+import gc
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from toys import classes, sgd_step, small
-
-WEIGHTS = 0.4  # what most writes leave in them, far from where they begin and from one another
 
 
 def _data(model: nn.Module) -> list[torch.Tensor]:
@@ -34,8 +33,14 @@ def _index(model: nn.Module) -> None:
 
 
 def _new_data(model: nn.Module) -> None:
-    for parameter, other in zip(model.parameters(), _others(model), strict=True):
+    model.kept = _others(model)  # by the caller, who writes to it later
+    for parameter, other in zip(model.parameters(), model.kept, strict=True):
         parameter.data = other
+
+
+def _kept_data(model: nn.Module) -> None:
+    for one in model.kept:
+        one.mul_(-3.0)
 
 
 def _numpy(model: nn.Module) -> None:
@@ -58,13 +63,6 @@ def _under_no_grad(model: nn.Module) -> None:
             parameter.mul_(-2.0).add_(0.25)
 
 
-def _swapped(model: nn.Module) -> None:
-    for layer in (model[0], model[2]):
-        kept = layer.weight.data.clone()
-        layer.weight.data.copy_(kept.flip(0))
-        layer.bias.data.copy_(layer.bias.data.flip(0) + 1.0)
-
-
 def _in_inference_mode(model: nn.Module) -> None:
     with torch.inference_mode():
         for parameter in model.parameters():
@@ -76,6 +74,12 @@ def _exchanged(model: nn.Module) -> None:
     for parameter, other in zip(model.parameters(), _others(model), strict=True):
         average = nn.Parameter(other)
         parameter.data, average.data = average.data, parameter.data
+
+
+def _swapped(model: nn.Module) -> None:
+    gc.collect()  # which Dynamo does behind each capture if nobody turns it off
+    for parameter, other in zip(model.parameters(), _others(model), strict=True):
+        torch.utils.swap_tensors(parameter, nn.Parameter(other))
 
 
 def _another_step(model: nn.Module) -> None:
@@ -90,12 +94,10 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "mul_": _each(lambda data, other: data.mul_(-3.0)),
     "lerp_": _each(lambda data, other: data.lerp_(other, 0.75)),
     "index": _index,
-    "mask": _each(lambda data, other: data.masked_fill_(other > 0, WEIGHTS)),
-    "view": _each(lambda data, other: data.view(-1)[::2].neg_().sub_(0.25)),
     "inference_mode": _in_inference_mode,
     "exchanged": _exchanged,
-    "swapped": _swapped,
     "new data": _new_data,
+    "kept data": _kept_data,
     "foreach lerp": lambda model: torch._foreach_lerp_(_data(model), _others(model), 0.75),
     "numpy": _numpy,
     "storage": _each(lambda data, other: data.untyped_storage().copy_(other.untyped_storage())),
@@ -109,6 +111,7 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
         nn.utils.parameters_to_vector(model.parameters()).detach() * -2, model.parameters()
     ),
     "another step": _another_step,
+    "swap_tensors": _swapped,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,18 +15,16 @@ from amp_compiler.errors import DoubleBackwardError
 from amp_compiler.forward.redraw import Build, NotRedrawnError, Redraw, is_redrawable
 from amp_compiler.forward.settings import device_of
 from amp_compiler.forward.tensor_versions import writable
-from amp_compiler.fx.alias import takes_statistics, written_operands
+from amp_compiler.fx.alias import alias_sources, takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
-from amp_compiler.fx.graph import copy_graph
+from amp_compiler.fx.graph import copy_graph, user_source
 from amp_compiler.fx.torch_private.inductor import compiled_node, take_over_backward
 from amp_compiler.fx.torch_private.tracing import forward_of
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 
 logger = logging.getLogger("amp_compiler")
 MOST_KEPT = 1 << 20  # bytes of one tensor that a call reads and then writes
-HINT = "use backend='eager' for this model"
-RandomState = Sequence[Tensor]
 
 
 class Rerun:
@@ -66,12 +65,12 @@ class Rerun:
             build: compiles another graph in the same way.
         """
         graph_module = self._graph_module = copy_graph(self._graph_module)
-        graph_module.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))  # as compilers do
+        graph_module.graph.eliminate_dead_code(_is_seen)  # as compilers do
         graph_module.recompile()
         self._build = build if is_redrawable(graph_module) else None
 
         def noting(*inputs: Any) -> Any:
-            grad, states, read = torch.is_grad_enabled(), list[RandomState](), [*inputs]
+            grad, states, read = torch.is_grad_enabled(), list[Sequence[Tensor]](), [*inputs]
             if grad:
                 for i in self._before:
                     read[i] = inputs[i].clone()
@@ -86,7 +85,7 @@ class Rerun:
 
         return noting
 
-    def again(self, inputs: Sequence[Any], states: Sequence[RandomState]) -> Sequence[Any]:
+    def again(self, inputs: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
         """The results once more, differentiable.
 
         Args:
@@ -147,7 +146,8 @@ class Rerun:
         return DoubleBackwardError(
             f"{self._name} is compiled code, which has no backward that can be differentiated or run twice"
             f" (create_graph=True, retain_graph=True), and it cannot run once more node by node: {why}",
-            hint=HINT,
+            where=user_source("".join(traceback.format_stack())),
+            hint="use backend='eager' for this model",
         )
 
 
@@ -155,7 +155,7 @@ class _Call:
     """One compiled call: what it read, and which gradients of its backward are those of its results."""
 
     def __init__(
-        self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any, states: Sequence[RandomState]
+        self, rerun: Rerun, inputs: Sequence[Any], results: Sequence[Any], node: Any, states: Sequence[Sequence[Tensor]]
     ) -> None:
         self._rerun, self._inputs, self._versions, self._states = rerun, inputs, rerun.versions(inputs), states
         self._places: dict[int, tuple[int, bool]] = {}  # by number of the node's: a result, or what it is a view of
@@ -198,6 +198,13 @@ class _Call:
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
             computed = iter(_differentiate(pairs, wanted, create_graph))
         return tuple(next(computed) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
+
+
+def _is_seen(node: fx.Node) -> bool:
+    """Whether it matters that a node runs whose result nobody reads: not where it writes what nobody else reads."""
+    written = written_operands(node)
+    fresh = all(one.op == "call_function" and not alias_sources(one) and len(one.users) == 1 for one in written)
+    return node.is_impure(impure_random=False) and not (written and fresh)
 
 
 def _is_unread(node: fx.Node) -> bool:

@@ -147,7 +147,7 @@ DRAWS = {
     "choice": lambda y: y[:, torch.multinomial(torch.softmax(y.detach()[0], 0), 8).repeat(4)],
     "closed": lambda y: sum(y * torch.empty_like(y).bernoulli_(0.5) * (i + 1) for i in range(12)),
     "of both kinds": lambda y: F.dropout(y * torch.empty_like(y).bernoulli_(0.5), 0.5) + y * torch.randn_like(y),
-    "unread": lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.3))[0],
+    "unread": lambda y: (F.dropout(y, 0.5), F.dropout(y, 0.3), torch.empty_like(y).bernoulli_(0.5))[0],
     "nothing": lambda y: F.dropout(F.dropout(y, 1.0) + attention(y), 0.0),
 }
 
@@ -157,6 +157,7 @@ DRAWS = {
     [
         ("by seeds", (16,), "bf16"),
         ("of both kinds", (16,), "fp16"),
+        ("unread", (16,), "bf16"),
         *(pytest.param(one, (16, 24), "bf16", marks=pytest.mark.slow) for one in (*DRAWS, "lstm")),
     ],
 )
@@ -180,13 +181,13 @@ def test_what_draws_random_numbers_draws_those_of_the_compiled_call(name, sizes,
 
 
 def test_what_cannot_be_drawn_again_is_refused_with_the_hint():
-    """A compiler leaves out what nobody reads, of which a graph run node by node writes a tensor of its own."""
-    draw = lambda y: (F.dropout(y, 0.5), torch.empty_like(y).bernoulli_(0.5))[0]  # noqa: E731
+    """A compiler leaves out what nobody reads, of which a run node by node draws a part; the user's line is named."""
+    draw = lambda y: (F.dropout(y, 0.5), torch.empty_like(y)[0].bernoulli_(0.5))[0]  # noqa: E731
     model = amp.compile(Noisy(draw), dtype="bf16")
     x = X.clone().requires_grad_()
     y = model(x).sum()
     before = torch.get_rng_state()
-    with pytest.raises(amp.AmpError, match=r"draws other random numbers.*backend='eager'"):
+    with pytest.raises(amp.AmpError, match=r"test_double_backward.py:\d+: .*draws other.*backend='eager'"):
         torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(torch.get_rng_state(), before)
 

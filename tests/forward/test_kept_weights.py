@@ -38,10 +38,10 @@ def test_the_next_call_reads_what_was_written(dtype, training, backend, loops):
         with torch.set_grad_enabled(training):
             reset(model)
             fast(X), fast(X)
-            before = model(X)
+            before = model(X).detach()  # torch swaps no weights of a graph
             with torch.enable_grad():
                 write(model)
-            plain = model(X)
+            plain = model(X).detach()
             assert not close(before, plain), name
             assert close(fast(X), plain), name
 
@@ -149,21 +149,23 @@ def test_of_weights_and_copies_that_were_nothing_is_kept():
     assert all(one() is None for one in copies)
 
 
-@pytest.mark.parametrize("kind", ["training", "inference", "step"])
+@pytest.mark.parametrize("kind", ["training", "inference", "step", "step in subgraphs"])
 def test_parameters_are_swapped_where_torch_is_told_to(kind, monkeypatch):
     monkeypatch.setattr(
         torch.__future__, "_swap_module_params_on_conversion", True
     )  # refuses where a weak reference is
-    model, other, x = nn.Linear(8, 4), nn.Linear(8, 4), torch.randn(2, 8)
+    model, other, x = nn.Linear(8, 4), nn.Linear(8, 4), torch.rand(2, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     call = amp.compile(model, dtype="bf16", backend="eager")
-    if kind == "step":
-        call = eager_step(model, lambda m, x: m(x).square().mean(), optimizer)
+    if "step" in kind:
+        branches = "subgraphs" in kind  # on a number, which no graph holds
+        call = eager_step(model, lambda m, x: m(x).square().mean() * (2 if branches and x.sum() < 0 else 1), optimizer)
     with torch.set_grad_enabled(kind == "training"):
         before = call(x)
+        gc.collect()  # which Dynamo does behind each capture if nobody turns it off
         model.load_state_dict(other.state_dict())
         y = call(x)
-        expected = model(x) if kind != "step" else model(x).square().mean()
+        expected = model(x).square().mean() if "step" in kind else model(x)
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
     assert not torch.equal(y, before) and torch.equal(model.weight, other.weight)
 

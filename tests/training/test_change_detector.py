@@ -99,10 +99,6 @@ def new_weight(run):
     replaced(run, old, weight(run))
 
 
-def halved(run):
-    return {name: value * 0.5 for name, value in run.model.state_dict().items()}
-
-
 def new_group(run):
     run.optimizer.param_groups[0] = {**group(run), "lr": 0.5}
 
@@ -149,7 +145,6 @@ def steps_of_the_optimizer(run):
 QUIET = {  # the program stays, its tensors or numbers are others
     "new data": lambda run: setattr(weight(run), "data", torch.full((4, 4), 0.1)),
     "written in place": lambda run: weight(run).detach().mul_(0.5),
-    "loaded model": lambda run: run.model.load_state_dict(halved(run)),
     "moved": lambda run: run.model.to(torch.float64).to(torch.float32),
     "new rate": lambda run: group(run).update(lr=0.5),
     "new group": new_group,

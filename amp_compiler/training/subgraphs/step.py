@@ -56,6 +56,7 @@ class SubgraphStep:
         self.model, self.state, self.cause = setup.module, setup.state, cause
         for one in with_causes(cause):
             one.__traceback__ = None  # its frames hold the first batch and its gradients
+            vars(one).pop("_torch_dynamo_tracer_output", None)  # refers to parameters: none is swapped
         self._settings, self._device = setup.settings, setup.device
         self.subgraphs = self._new_subgraphs() if setup.enabled else None
         self._updates: dict[Any, StepProgram] = {}
