@@ -106,7 +106,7 @@ def profile(
     if isinstance(subject, TrainingStep):
         run = _StepRun(subject)
     elif isinstance(subject, CompiledModule):
-        run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)
+        run = _of_model(subject._amp_original, subject._amp_settings, loss_fn, loss_scale)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
         model = imported(subject)
         run = _of_model(model, make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
