@@ -173,16 +173,13 @@ class CompiledModule(StandIn):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[nn.Module]:
-        """Its class; for torch's parametrizations, which put properties on a class of the module's own, the original's.
-
-        FSDP puts a class of its own before that of the wrapper, which has its hooks.
-        """
-        asking = sys._getframe(1).f_globals.get("__name__")
-        return type(self._amp_original) if asking == parametrize.__name__ else type(self)
+        """Its class; for torch's parametrizations, which put properties on the class of a module, the original's."""
+        asks = sys._getframe(1).f_globals.get("__name__")
+        return type(self._amp_original) if asks == parametrize.__name__ else type(self)
 
     @__class__.setter
     def __class__(self, kind: type[nn.Module]) -> None:
-        if issubclass(kind, CompiledModule):
+        if issubclass(kind, CompiledModule):  # as FSDP makes, whose hooks are the wrapper's
             object.__dict__["__class__"].__set__(self, kind)
         else:
             self._amp_original.__class__ = kind
