@@ -171,7 +171,7 @@ class CompiledModule(StandIn):
             self._amp_warned.add("unused")
             warn_of_unused(plan_of(ran).unused_rules, name_of(self._amp_original))
 
-    @property  # type: ignore[misc]
+    @property  # type: ignore[misc, override]
     def __class__(self) -> type[nn.Module]:
         """Its class; for torch's parametrizations, which put properties on the class of a module, the original's."""
         asks = sys._getframe(1).f_globals.get("__name__")
@@ -187,7 +187,7 @@ class CompiledModule(StandIn):
     @_OfOurs
     def original(self) -> nn.Module:
         """The module that was compiled."""
-        return self._amp_original
+        return self._amp_original  # type: ignore[no-any-return]
 
     @_OfOurs
     def settings(self) -> Settings:
