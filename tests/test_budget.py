@@ -19,8 +19,8 @@ BUDGET = {
     "ir": 1_712,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
     "policy": 3_390,
     "planner": 1_940,
-    "fx": 5_390,  # to come to 3,900: compiled code for other machines, memory that forward exchanges came
-    "forward": 3_150,  # to come to 1,500: functions, low weights, a second backward, amp.export, advice on FP8 came
+    "fx": 5_470,  # to come to 3,900: exchanged memory, bounded deques, orders, idle checkpoints came
+    "forward": 3_170,  # to come to 1,500: functions, low weights, amp.export, parametrizations, own names came
     "training": 6_720,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,

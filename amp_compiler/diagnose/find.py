@@ -81,7 +81,7 @@ def find_nonfinite(
         return _of_step(subject, positional(batch))
     if isinstance(subject, nn.Module):
         if isinstance(subject, CompiledModule):
-            model, settings = subject.original, subject.settings
+            model, settings = subject._amp_original, subject._amp_settings
         else:
             model, settings = subject, make_settings(rules, dtype, EAGER)
         args, named = arguments(batch)

@@ -125,7 +125,7 @@ def check_given(
         if isinstance(subject, TrainingStep):
             low = subject._low
         else:
-            low = subject.settings.low(device_of(subject.original.parameters()))
+            low = subject._amp_settings.low(device_of(subject._amp_original.parameters()))
         refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")

@@ -107,8 +107,8 @@ def profile(
         run = _StepRun(subject)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
         compiled = isinstance(subject, CompiledModule)
-        model = subject.original if compiled else imported(subject)
-        settings = subject.settings if compiled else make_settings(rules, dtype, EAGER)
+        model = subject._amp_original if compiled else imported(subject)
+        settings = subject._amp_settings if compiled else make_settings(rules, dtype, EAGER)
         run = _ModelRun(model, settings) if loss_fn is None else _LossRun(model, settings, loss_fn, loss_scale)
         if is_onnx(subject):
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it

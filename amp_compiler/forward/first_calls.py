@@ -22,7 +22,7 @@ _THREAD = threading.local()  # its `handle` is the hook of the method that is wa
 
 def told_once(module: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A bound method; of a public one the user is told once where it runs layers past what was compiled."""
-    if name.startswith("_") or torch.compiler.is_compiling() or name in module.__dict__["_warned"]:
+    if name.startswith("_") or torch.compiler.is_compiling() or name in module._amp_warned:
         return function
 
     @functools.wraps(function)
@@ -44,8 +44,8 @@ def watch_call(module: Any, name: str, function: Callable[..., Any], *args: Any,
     """
     if getattr(_THREAD, "handle", None) is not None:  # by a method that is watched
         return function(*args, **kwargs)
-    module.__dict__["_warned"].add(name)
-    thread, original = threading.get_ident(), module.__dict__["original"]
+    module._amp_warned.add(name)
+    thread, original = threading.get_ident(), module._amp_original
 
     def look(layer: nn.Module, inputs: Any) -> None:
         if threading.get_ident() != thread or isinstance(layer, StandIn):

@@ -80,7 +80,7 @@ class _Member:
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
             return getattr(self._kind, self._name)
-        original = module.__dict__["original"]
+        original = module._amp_original
         if self._function is None or self._name in original.__dict__:
             return getattr(original, self._name)
         return told_once(module, self._name, types.MethodType(self._function, module))

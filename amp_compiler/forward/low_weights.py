@@ -38,7 +38,7 @@ def refuse_as_trained(model: object) -> None:
     Raises:
         AmpError: it keeps its weights in 16 bits alone.
     """
-    if getattr(getattr(model, "settings", None), "weights", "") == "low":
+    if getattr(getattr(model, "_amp_settings", None), "weights", "") == "low":
         raise AmpError(NO_TRAINING, hint=_FOR_TRAINING)
 
 

@@ -41,5 +41,5 @@ def _with_original(module: nn.Module) -> Iterator[nn.Module]:
     """A module, and behind one that is compiled already the one that it was made of, which has hooks of its own."""
     yield module
     while isinstance(module, StandIn):
-        module = module.original
+        module = module._amp_original
         yield module

@@ -60,7 +60,7 @@ def unwrapped_model(model: Any, hint: str) -> Any:
 
 def _inside(model: nn.Module) -> Any:
     if isinstance(model, StandIn):
-        return model.original
+        return model._amp_original
     if isinstance(model, nn.DataParallel):
         return model.module if len(model.device_ids) <= 1 else None
     return getattr(model, _OF_FABRIC if type(model).__name__ == "_FabricModule" else _COMPILED, None)

@@ -11,9 +11,9 @@ from amp_compiler.fx.capture.errors import SPOKEN_OF
 
 
 class StandIn(nn.Module):
-    """Base of a module that stands for another one, which is in its attribute `original`."""
+    """Base of a module that stands for another one, which is in its attribute `_amp_original`."""
 
-    original: Any
+    _amp_original: Any
 
 
 class FunctionModule(nn.Module):

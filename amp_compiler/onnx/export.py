@@ -104,7 +104,7 @@ def export_onnx(
     if target is not None:
         load_target(target, low)
     if isinstance(model, StandIn):
-        model = model.original
+        model = model._amp_original
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"amp.export_onnx takes an nn.Module, not a {type(model).__name__}",

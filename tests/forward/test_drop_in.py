@@ -266,3 +266,37 @@ def test_update_bn_takes_a_compiled_module_without_a_warning(compiler, caplog, r
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=BF16_ERROR, atol=BF16_ERROR)
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
     assert [str(one.message) for one in recwarn if "amp" in str(one.filename) or "dynamo" in str(one.filename)] == []
+
+
+@pytest.mark.parametrize("name", ["original", "settings", "plan", "_run", "_subgraphs"])
+@pytest.mark.parametrize("make", [lambda: nn.Parameter(2 * torch.ones(4)), lambda: 3])
+def test_a_models_own_names_go_before_ours(name, make):
+    class Named(Net):
+        def twice(self, features):
+            return 2 * self(features) * getattr(self, name)
+
+    own = Named()
+    setattr(own, name, make())
+    plain = copy.deepcopy(own)
+    model = compiled(own)
+    assert close(model.twice(X), plain.twice(X)) and close(copy.deepcopy(model).twice(X), plain.twice(X))
+    setattr(model, name, value := make())
+    assert getattr(own, name) is getattr(model, name) is value
+
+
+def test_parametrizations_of_torch_reach_the_original():
+    parametrize, norms = nn.utils.parametrize, nn.utils.parametrizations
+    plain = nn.Linear(8, 4)
+    model = compiled(copy.deepcopy(plain))
+    model(X)
+    for change in (
+        norms.weight_norm,
+        norms.spectral_norm,
+        lambda layer: parametrize.register_parametrization(layer, "bias", nn.Tanh()),
+        lambda layer: parametrize.remove_parametrizations(layer, "weight"),
+    ):
+        for layer in (model, plain):
+            torch.manual_seed(0)
+            change(layer)
+        assert close(model(X), plain(X)) and [*model.state_dict()] == [*plain.state_dict()]
+        assert parametrize.is_parametrized(model.original)

@@ -109,7 +109,7 @@ def subject_of(
         return _of_step(subject, batches, options)
     if isinstance(subject, nn.Module):
         if isinstance(subject, CompiledModule):
-            model, settings = subject.original, options.over(subject.settings)
+            model, settings = subject._amp_original, options.over(subject._amp_settings)
         else:
             model, settings = subject, make_settings(rules, options.dtype, EAGER)
         args = [arguments(batch) for batch in _listed(batches)]

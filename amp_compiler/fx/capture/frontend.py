@@ -50,6 +50,7 @@ from amp_compiler.fx.torch_private.dynamo import (
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
 from amp_compiler.fx.torch_private.tracing import whole_powers
+from amp_compiler.fx.torch_private.written import broken_at_idle_checkpoints, containers_as_in_python
 
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 logger = logging.getLogger("amp_compiler")
@@ -336,6 +337,8 @@ class _OfProcess:
                 self._stack.enter_context(bounded_selections())
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
+                self._stack.enter_context(containers_as_in_python())
+                self._stack.enter_context(broken_at_idle_checkpoints())
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
