@@ -114,7 +114,7 @@ def product(left: Any, right: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_and_its_gradients_are_products_of_the_rounded_operands(recipe: str) -> None:
-    """The recipes of torchao's float8 training, from their definitions; `tests/frameworks` compares with torchao."""
+    """The recipes of torchao's float8 training, from their definitions; `tests/integrations` compares with torchao."""
     low = recipe == "gradients of 16 bits"
     way = Fp8("e4m3", "rowwise", True) if "rowwise" in recipe else Fp8()
     narrow, incoming = torch.float8_e4m3fn, torch.float8_e4m3fn if "rowwise" in recipe else torch.float8_e5m2
