@@ -259,6 +259,14 @@ def frameworks_table() -> str:
     return "\n".join(lines)
 
 
+def low_weights_table() -> str:
+    """Memory of 16-bit weights alone."""
+    lines = ["| GPT-2 | behind the first call, MB | at most in a later call, MB |", "|---|---|---|"]
+    for row in _load("low_weights_cpu")["rows"]:
+        lines.append(f"| `{row['variant']}` | {row['held_mb']:.0f} | {row['peak_mb']:.0f} |")
+    return "\n".join(lines)
+
+
 def page_table() -> str:
     """Milliseconds to open the page of a plan, and what one does on it."""
     lines = [
@@ -404,6 +412,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "first_step": first_step_table,
     "fp8": fp8_table,
     "frameworks": frameworks_table,
+    "low_weights": low_weights_table,
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,
