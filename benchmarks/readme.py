@@ -22,7 +22,15 @@ FILES = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / name
-        for name in ("benchmarks.md", "fp8.md", "onnx_reference.md", "ranks_reference.md", "report.md", "tune.md")
+        for name in (
+            "benchmarks.md",
+            "fp8.md",
+            "frameworks.md",
+            "onnx_reference.md",
+            "ranks_reference.md",
+            "report.md",
+            "tune.md",
+        )
     ),
     RESULTS / "notes_cpu.md",
 )
@@ -237,6 +245,28 @@ def first_step_table() -> str:
     return "\n".join(lines)
 
 
+def frameworks_table() -> str:
+    """Loops of other frameworks with their own BF16 and with ours."""
+    lines = [
+        "| framework | version | lines changed | losses, at most off | own, ms | ours, ms | resumed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in _load("frameworks_cpu")["rows"]:
+        lines.append(
+            f"| {row['framework']} | {row['version']} | {row['lines']} | {row['off']:.2%} | {row['own_ms']:.1f} "
+            f"| {row['ours_ms']:.1f} | {'to the bit' if row['resumed'] else 'differs'} |"
+        )
+    return "\n".join(lines)
+
+
+def low_weights_table() -> str:
+    """Memory of 16-bit weights alone."""
+    lines = ["| GPT-2 | behind the first call, MB | at most in a later call, MB |", "|---|---|---|"]
+    for row in _load("low_weights_cpu")["rows"]:
+        lines.append(f"| `{row['variant']}` | {row['held_mb']:.0f} | {row['peak_mb']:.0f} |")
+    return "\n".join(lines)
+
+
 def page_table() -> str:
     """Milliseconds to open the page of a plan, and what one does on it."""
     lines = [
@@ -381,6 +411,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "real": real_table,
     "first_step": first_step_table,
     "fp8": fp8_table,
+    "frameworks": frameworks_table,
+    "low_weights": low_weights_table,
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODULES = (
-    "bursts", "cases", "comparison", "first_step", "inference", "measuring", "models", "parity", "plan_models",
-    "processes", "profile_step", "readme", "reduction", "train_step", "train_step_runs", "update",
+    "bursts", "cases", "comparison", "first_step", "frameworks", "inference", "measuring", "models", "parity",
+    "plan_models", "processes", "profile_step", "readme", "reduction", "train_step", "train_step_runs", "update",
     "update_kernels", "update_runs",
 )  # fmt: skip
 

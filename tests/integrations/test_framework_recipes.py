@@ -1,4 +1,4 @@
-"""The blocks of docs/frameworks.md, each where the packages are installed that it needs."""
+"""The blocks of docs/frameworks.md and 100 steps of each framework's loop, where the packages are that they need."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_modules import benchmark_modules
 
 PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python(?: needs=(\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 SECTIONS = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-COMMON = BLOCKS[0][1]
-GENERATES = "from transformers import GPT2Config"  # the block that later ones take `config` from
+LOOPS = benchmark_modules()["frameworks"]
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]  # of the frameworks, on their own defaults
 
@@ -28,9 +28,13 @@ def test_the_block_runs(needs: str, code: str) -> None:
     for package in needs.split(","):
         pytest.importorskip(package, reason=f"{package} is not installed: make test-frameworks")
     names: dict[str, Any] = {"__name__": "recipe"}
-    exec(compile(COMMON, "docs/frameworks.md", "exec"), names)
-    if re.search(r"\bGPT2\w+\(config\)", code) and GENERATES not in code:
-        block = next(one for _, one in BLOCKS if GENERATES in one)
-        wanted = [line for line in block.splitlines() if line.startswith(("import tempfile", "config ="))]
-        exec("from transformers import GPT2Config, GPT2LMHeadModel\n" + "\n".join(wanted), names)
+    exec(compile(BLOCKS[0][1], "docs/frameworks.md", "exec"), names)
     exec(compile(code, "docs/frameworks.md", "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS.LOOPS)
+def test_its_loop_trains_as_with_its_own_mixed_precision_and_resumes_bit_for_bit(name: str) -> None:
+    pytest.importorskip(LOOPS.LOOPS[name].package, reason="not installed: make test-frameworks")
+    row = LOOPS.row_of(name, 100, 32, {"dtype": "bf16", "backend": "eager"})
+    assert row["resumed"] and row["off"] <= LOOPS.MOST_OFF and row["last_loss"] < row["first_loss"]
