@@ -366,13 +366,13 @@ class Peft(OfSentences):
 
     def save(self, folder: str) -> None:
         self.model.save_pretrained(folder)
-        torch.save(self.optimizer.state_dict(), f"{folder}/optimizer.pt")
+        torch.save(self.optimizer.state_dict(), Path(folder, "optimizer.pt"))
 
     def load(self, folder: str) -> None:
         from peft import load_peft_weights, set_peft_model_state_dict
 
         set_peft_model_state_dict(self.model, load_peft_weights(folder, device="cpu"))
-        self.optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt"))
+        self.optimizer.load_state_dict(torch.load(Path(folder, "optimizer.pt")))
 
 
 class Diffusers(Loop):

@@ -1,11 +1,9 @@
-"""What the execution providers of ONNX Runtime have kernels for: the tables `rules/targets/*.yaml`.
-
-What may stand in a table is held by `tests/policy/test_targets.py`.
-"""
+"""What the execution providers of ONNX Runtime have kernels for: the tables `rules/targets/*.yaml`."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -13,12 +11,16 @@ from typing import Literal, NamedTuple, get_args
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
-from amp_compiler.policy.marks import nearest
-from amp_compiler.policy.yaml_tree import Tree, parse_yaml
+from amp_compiler.policy.marks import Mark, nearest
+from amp_compiler.policy.names import known_op
+from amp_compiler.policy.op_table import op_table
+from amp_compiler.policy.yaml_tree import Tree, parse_yaml, tree_error
 
 Target = Literal["cpu", "cuda", "directml", "webgpu", "tensorrt"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 _NEXT: Mapping[str, tuple[Target, ...]] = {"cpu": (), "tensorrt": ("cuda", "cpu")}  # who runs what it does not
+_KEYS, _TYPES = ("source", "types", "kernels"), ("fp32", "fp16", "bf16")
+_RANGE = re.compile(r"(\d+)-(\d*)")
 
 
 class Kernels(NamedTuple):
@@ -106,20 +108,52 @@ def load_target(name: str, low: DType | None = None) -> Providers:
 
 @functools.cache
 def _table(target: Target) -> KernelTable:
-    file = f"{target}.yaml"
-    text = resources.files("amp_compiler.rules").joinpath("targets", file).read_text(encoding="utf-8")
-    root: dict[str, Tree] = parse_yaml(text, file).value
-    kernels = root["kernels"]
-    ops = {op: tuple(_kernels(entry.keys[span], tree) for span, tree in entry.value.items())
-           for op, entry in kernels.value.items()}  # fmt: skip
-    return KernelTable(file, root["source"].value, _types(root["types"]), ops)
+    path = resources.files("amp_compiler.rules").joinpath("targets", f"{target}.yaml")
+    return parse_table(path.read_text(encoding="utf-8"), f"{target}.yaml")
 
 
-def _kernels(span: Tree, types: Tree) -> Kernels:
-    """Those of a range of opsets: `7-12`, or `13-` for all from 13 on."""
-    first, _, last = span.value.partition("-")
-    return Kernels(int(first), float(last or "inf"), _types(types), span.line)
+def parse_table(text: str, file: str) -> KernelTable:
+    """Read the text of a table.
+
+    Args:
+        text: YAML as `rules/targets/*.yaml` have it.
+        file: its name, for errors and reasons.
+
+    Raises:
+        RuleError: an unknown key, op or type, or ranges of opsets that overlap.
+    """
+    root = parse_yaml(text, file)
+    keys = tuple(root.value) if isinstance(root.value, dict) else ()
+    if keys != _KEYS or not isinstance(root.value["kernels"].value, dict):
+        raise tree_error(f"a table of kernels has the keys {', '.join(_KEYS)}", file, root, "see rules/README.md")
+    source, types, kernels = root.value.values()
+    known = _types(types, file, _TYPES, "names no type of a table")
+    shorts = [one.short for one in known]
+    ops: dict[str, tuple[Kernels, ...]] = {}
+    for op, entry in kernels.value.items():
+        key = kernels.keys[op]
+        known_op(op, op_table(), Mark(file, key.line, key.column, op))
+        if not isinstance(entry.value, dict):
+            hint = "write {7-12: fp32, 13-: fp32 fp16}"
+            raise tree_error(f"'{op}' needs its types by range of opsets", file, entry, hint)
+        ops[op] = tuple(_kernels(text, entry.keys[text], tree, file, shorts) for text, tree in entry.value.items())
+        for before, after in zip(ops[op], ops[op][1:], strict=False):
+            if after.first <= before.last:
+                raise tree_error(f"a range of '{op}' begins before the one above it ends", file, key, "separate them")
+    return KernelTable(file, str(source.value), frozenset(known), ops)
 
 
-def _types(tree: Tree) -> frozenset[DType]:
-    return frozenset(map(dtype_from_short, tree.value.split()))
+def _kernels(text: str, key: Tree, tree: Tree, file: str, shorts: list[str]) -> Kernels:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise tree_error(f"'{text}' is no range of opsets", file, key, "write 7-12, or 13- for all from 13 on")
+    types = _types(tree, file, shorts, "is none of the types above")
+    return Kernels(int(match[1]), float(match[2] or "inf"), frozenset(types), key.line)
+
+
+def _types(tree: Tree, file: str, known: tuple[str, ...] | list[str], wrong: str) -> list[DType]:
+    names = str(tree.value).split()
+    for name in names:
+        if name not in known:
+            raise tree_error(f"'{name}' {wrong}", file, tree, nearest(name, known))
+    return [dtype_from_short(name) for name in names]

@@ -425,7 +425,7 @@ def test_products_that_have_to_stay_out_of_fp8_are_found(tmp_path):
     result = amp.tune(WithAnOutlier(), [x], rules="fp8", dtype="bf16", tolerance=0.1, output=tmp_path / "tuned.yaml")
     assert [node.module for node in result.nodes] == ["up"]
     assert result.error <= 0.1 < result.before
-    assert "1 of 3 FP8 products stay in 16 bits" in result.summary()
+    assert "1 of 3 FP8 products stays in 16 bits" in result.summary()
     plan = amp.explain(WithAnOutlier(), x, rules=tmp_path / "tuned.yaml", dtype="bf16")
     assert [(one.precision, bool(one.math)) for one in plan.nodes if one.op == "aten.linear"] == [
         ("low", False), ("low", True), ("low", True),

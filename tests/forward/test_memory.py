@@ -77,6 +77,6 @@ def test_an_input_is_no_buffer_that_was_there() -> None:
         for number in range(10):
             x = torch.full((64, 4), float(number))
             torch.testing.assert_close(compiled(x), nn.Linear.forward(model, x), rtol=0.02, atol=0.1)
-            named = {entry.target: entry.source.value for entry in compiled._subgraphs.last[-1].captured.inputs}
+            named = {entry.target: entry.source.value for entry in compiled._amp_subgraphs.last[-1].captured.inputs}
             assert named["cache"] == "buffer" and named["args[0]"] == "user"
             del x

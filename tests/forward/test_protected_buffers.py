@@ -55,7 +55,7 @@ def test_a_call_in_subgraphs_is_looked_at_whole(momentum):
     for x, large, count in ((X, 1e6, 0), (X, 1.0, 1), (X * 1e6, 1.0, 1), (X, 1e6, 1), (-X, 1.0, 2)):
         before = [one.clone() for one in model.buffers()]
         model(x, large)
-        assert int(model.norm.num_batches_tracked) == count and len(model._subgraphs.last) > 1
+        assert int(model.norm.num_batches_tracked) == count and len(model._amp_subgraphs.last) > 1
         assert all(map(torch.equal, before, model.buffers())) == (count == int(before[-1]))
 
 

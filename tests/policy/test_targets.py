@@ -1,18 +1,13 @@
-"""The tables of kernels, `rules/targets/*.yaml`: what they say, and what may stand in them."""
+"""The tables of kernels, `rules/targets/*.yaml`: what they say, and how a damaged one is refused."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, RuleError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.policy.marks import Mark
-from amp_compiler.policy.names import known_op
-from amp_compiler.policy.op_table import op_table
-from amp_compiler.policy.targets import TARGETS, load_target
-from amp_compiler.policy.yaml_tree import parse_yaml
+from amp_compiler.policy.targets import TARGETS, load_target, parse_table
 
 FOLDER = Path(__file__).parents[2] / "rules" / "targets"
 FP32, FP16, BF16 = DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
@@ -78,14 +73,23 @@ def test_a_type_that_a_provider_does_not_know_is_refused(target):
     load_target("cuda", BF16)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_table_has_known_ops_and_types_in_ranges_that_follow_one_another(target):
-    data = parse_yaml((FOLDER / f"{target}.yaml").read_text(encoding="utf-8"), target).plain()
-    assert tuple(data) == ("source", "types", "kernels")
-    known = data["types"].split()
-    assert set(known) <= {"fp32", "fp16", "bf16"}
-    for op, kernels in data["kernels"].items():
-        assert known_op(op, op_table(), Mark()) == op
-        assert all(set(types.split()) <= set(known) for types in kernels.values()), op
-        spans = [re.fullmatch(r"(\d+)-(\d*)", span).groups() for span in kernels]
-        assert all(before and int(before) < int(after) for (_, before), (after, _) in pairwise(spans)), op
+HEAD = "source: by hand\ntypes: fp32 fp16\nkernels:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line"),
+    [
+        ("[]", "a table of kernels has the keys", 1),
+        ("source: x\ntypes: fp32\nkernel: {}", "a table of kernels has the keys", 1),
+        ("source: x\ntypes: fp12\nkernels: {}", "'fp12' names no type of a table", 2),
+        (HEAD + "  onnx.Mattmul: {1-: fp32}\n", "'onnx.Mattmul' matches no known op", 4),
+        (HEAD + "  onnx.MatMul: [fp32]\n", "types by range of opsets", 4),
+        (HEAD + "  onnx.MatMul: {'1': fp32}\n", "'1' is no range of opsets", 4),
+        (HEAD + "  onnx.MatMul:\n    1-: fp32 bf16\n", "'bf16' is none of the types above", 5),
+        (HEAD + "  onnx.MatMul: {1-13: fp32, 13-: fp16}\n", "begins before the one above it ends", 4),
+    ],
+)
+def test_a_damaged_table_is_refused_at_its_place(text, what, line):
+    with pytest.raises(RuleError, match=re.escape(what)) as error:
+        parse_table(text, "t.yaml")
+    assert (error.value.file, error.value.line) == ("t.yaml", line) and error.value.hint

@@ -354,7 +354,7 @@ def test_extra_state_of_another_kind_is_loaded_and_a_view_is_saved_alone(tmp_pat
 
 def test_what_cannot_be_pickled_is_named_and_leaves_no_checkpoint(tmp_path):
     _, step = prepared(0)
-    with pytest.raises(amp.AmpError, match=r"pass as `extra`.*what can be pickled"):
+    with pytest.raises(amp.AmpError, match=r"pass as `extra`.*what pickle takes"):
         amp.save_checkpoint(step, tmp_path, 1, extra=lambda: None)
     assert amp.load_checkpoint(step, tmp_path) is None
     amp.save_checkpoint(step, tmp_path, 1)
@@ -390,9 +390,13 @@ def test_wrong_arguments_are_named(tmp_path):
             call()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(amp.AmpError, match=r"file/1.partial: (FileExistsError|NotADirectoryError)"):
+    with pytest.raises(
+        amp.AmpError, match=r"file/1.partial: it cannot be read or written: (File exists|Not a directory)"
+    ):
         amp.save_checkpoint(step, tmp_path / "file", 1)
-    with pytest.raises(amp.AmpError, match="NotADirectoryError"):  # and not None, as where there is nothing yet
+    with pytest.raises(
+        amp.AmpError, match="it cannot be read or written: Not a directory"
+    ):  # and not None, as where there is nothing yet
         amp.load_checkpoint(step, tmp_path / "file")
     shutil.rmtree(tmp_path)
     assert amp.load_checkpoint(step, tmp_path) is None

@@ -124,6 +124,11 @@ class NvcaffeLossScale(LossScale):
         self._check("formula", known, "'max' or 'l2'", "'max'")
 
     @property
+    def first(self) -> float:
+        """The scale of the first step: 1."""
+        return 1.0
+
+    @property
     def constant(self) -> None:
         """`None`: the scale is read from the state."""
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -48,7 +49,7 @@ _INTEGERS = {"bad_steps": torch.int32, "skipped_steps": torch.int64, "floor_step
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(ABC):
     """Settings of a loss scale: hashable, comparable, free of tensors.
 
     Args:
@@ -63,9 +64,9 @@ class LossScale:
         self._check_count("patience")
 
     @property
+    @abstractmethod
     def first(self) -> float:
-        """The scale of the first step: 1 where a class says no other."""
-        return 1.0
+        """The scale of the first step."""
 
     @property
     def constant(self) -> float | None:

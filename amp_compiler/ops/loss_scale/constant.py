@@ -30,6 +30,11 @@ class NoLossScale(LossScale):
         self._check("check_finite", isinstance(self.check_finite, bool), "True or False", True)
 
     @property
+    def first(self) -> float:
+        """The scale of every step: 1."""
+        return 1.0
+
+    @property
     def checks_finite(self) -> bool:
         """False where a step need not look for inf and NaN in its gradients, because none is ever skipped."""
         return self.check_finite
