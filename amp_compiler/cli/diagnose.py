@@ -41,7 +41,8 @@ def profile(
     from amp_compiler.diagnose import run
 
     result = run.profile(subject, batches, **options)
-    emit("".join(f"{one}\n" for one in (result.fp8() if fp8 else [result])), output)
+    found = "".join(f"{one}\n" for one in result.fp8()) or "[]  # no product may compute of FP8 operands\n"
+    emit(f"version: 1\nrules:\n{found}" if fp8 else f"{result}\n", output)
 
 
 def find_nonfinite(

@@ -300,9 +300,10 @@ class _StepRun(_Run):
     def keep_weights(self) -> None:
         """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""
         for name, parameter in self.parameters():
-            if name not in self.before:
-                self.before[name] = torch.empty_like(parameter, requires_grad=False)
-            self.before[name].copy_(parameter.detach())
+            kept = self.before.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (parameter.shape, parameter.dtype):
+                kept = self.before[name] = torch.empty_like(parameter, requires_grad=False)
+            kept.copy_(parameter.detach())
 
     def update(self, name: str, ratios: Counts, numbers: Counts) -> None:
         """Take in what was done to a parameter."""

@@ -23,10 +23,10 @@ LEFT, RIGHT = -60, 20  # exponents that are shown
 
 def ranges(axes: Any, results: dict[str, Any]) -> None:
     """The exponents of the FP32 training, and where the low type has subnormal numbers or none."""
-    limits = RANGES[results["low"]]
-    axes.axvspan(LEFT, limits.least - 1, color="C3", alpha=0.15, lw=0)
-    axes.axvspan(limits.least - 1, limits.normal, color="C1", alpha=0.12, lw=0)
-    axes.axvspan(min(limits.greatest + 1, RIGHT), RIGHT, color="C3", alpha=0.15, lw=0)
+    least, normal, greatest = RANGES[results["low"]].exponents
+    axes.axvspan(LEFT, least - 1, color="C3", alpha=0.15, lw=0)
+    axes.axvspan(least - 1, normal, color="C1", alpha=0.12, lw=0)
+    axes.axvspan(min(greatest + 1, RIGHT), RIGHT, color="C3", alpha=0.15, lw=0)
     for kind in KINDS:
         parts = results["ranges"]["exponents"][kind]
         axes.step(

@@ -318,12 +318,14 @@ class _Finder(Squares):
 
     def complement(self, node: Node) -> None:
         """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits."""
-        whole, part = (self._maker(operand.value) for operand in node.inputs)
-        if whole is not None and whole.op == "onnx.Exp" and self.scalar(node, 1) == 1:
+        whole = self._maker(node.inputs[0].value) if self.scalar(node, 1) == 1 else None
+        if whole is not None and whole.op == "onnx.Exp":
             self.pin(node, f"'{whole.name}' may be near one, of which it leaves few digits")
-        if part is None or self.scalar(node, 0) != 1:
+        part = self._maker(node.inputs[1].value) if self.scalar(node, 0) == 1 else None
+        if part is None:
             return
-        bounded = self._maker(part.inputs[0].value) if self.squares(part) else part
+        squared = part.op in ("onnx.Mul", "onnx.Pow") and self.squares(part)
+        bounded = self._maker(part.inputs[0].value) if squared else part
         turns = bounded is not None and self.info(bounded).periodic
         if bounded is None or not (turns or self.info(bounded).squashes or bounded.op in _UP_TO_ONE):
             return

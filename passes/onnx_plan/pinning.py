@@ -65,6 +65,7 @@ class Walker:
         self.graph, self.low = graph, low
         self.pins: dict[str, str] = {}
         self._ops = op_table()
+        self._origins: dict[str, str] = {}
 
     def info(self, node: Node) -> OpInfo:
         """What the op table says of a node."""
@@ -82,11 +83,15 @@ class Walker:
 
     def origin(self, name: str) -> str:
         """The value that a value holds elements of, moves of elements looked through."""
-        while (maker := self.graph.producer(name)) is not None and self.passes(maker):
+        way = []
+        while name not in self._origins and (maker := self.graph.producer(name)) is not None and self.passes(maker):
             if self.info(maker).moves == "place":  # which adds elements, or those of another operand
                 break
+            way.append(name)
             name = maker.inputs[0].value
-        return name
+        found = self._origins.get(name, name)
+        self._origins.update(dict.fromkeys(way, found))
+        return found
 
     def makes_floats(self, node: Node) -> bool:
         """True for a node with a floating-point result."""

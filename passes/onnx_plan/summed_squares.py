@@ -42,7 +42,8 @@ class Squares(Walker):
             return False
         factors = [operand.value for operand in node.inputs]
         if node.op in PRODUCTS and len(factors) >= 2:  # of rows with themselves: squares, and their sum
-            is_power = node.op == "onnx.MatMul" and factors[0] == factors[1]  # of a matrix: rows times columns
+            crosses = node.op == "onnx.MatMul" or _crosses(str(node.attrs.get("equation", "")))
+            is_power = factors[0] == factors[1] and crosses  # of a matrix: rows times columns
             return self.origin(factors[0]) == self.origin(factors[1]) and not is_power
         return node.op == "onnx.Mul" and len(factors) == 2 and self._are_same(factors[0], factors[1])
 
@@ -172,3 +173,11 @@ class Squares(Walker):
     def weighs(self, node: Node) -> bool:
         """True for a product that is summed: that of squares with weights or a mask."""
         return node.op == "onnx.Mul" and any(user.op in SUMS for user in self.users(node))
+
+
+def _crosses(equation: str) -> bool:
+    """True for an einsum that sums over one dimension of its first operand and another one of its second."""
+    read, _, made = equation.replace(" ", "").partition("->")
+    one, _, other = read.partition(",")
+    summed = [letter for letter in one if letter in other and letter not in made]
+    return any(one.index(letter) != other.index(letter) for letter in summed)

@@ -40,8 +40,10 @@ def test_profile_counts_a_model_and_its_loss(shell, wide):
     code, loss, _ = shell(*trained)
     assert code == 0 and "gradients of weights" in loss
     assert int(loss.split()[0]) > int(out.split()[0])
-    code, advice, _ = shell(*trained, "--fp8")
-    assert code == 0 and [sorted(one) for one in yaml.safe_load(advice)] == [["match", "math", "precision"]] * 2
+    rules = Path(wide).with_name("fp8.yaml")
+    assert shell(*trained, "--fp8", "-o", rules)[0] == 0 and shell("rules", "check", rules)[0] == 0
+    written = yaml.safe_load(rules.read_text(encoding="utf-8"))["rules"]
+    assert [sorted(one) for one in written] == [["match", "math", "precision"]] * 2
 
 
 def test_both_take_an_onnx_file_with_data(shell, file):

@@ -164,6 +164,15 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
     assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
 
 
+def test_powers_of_a_matrix_and_what_a_quotient_leaves_are_low():
+    nodes = [node("Einsum", ["x", "x"], ["a"], "power", equation="ij,jk->ik"), node("Sqrt", ["a"], ["y"]),
+             node("Div", ["x", "e"], ["d"]), node("Transpose", ["d"], ["t"]), node("MatMul", ["d", "t"], ["g"], "gram"),
+             node("Sub", ["one", "g"], ["z"])]  # fmt: skip
+    outputs = [info("y", 8, 8), info("z", 8, 8)]
+    source = model(nodes, [info("x", 8, 8)], outputs, [scalar("e", 8.0), scalar("one", 1.0)])
+    assert {"power", "gram"} <= low_nodes(check(source, "fp16"))
+
+
 def test_the_square_of_an_activation_is_low():
     """Squared ReLU: no root lies behind it but that of the next norm."""
     nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),

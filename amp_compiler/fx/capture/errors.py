@@ -63,6 +63,11 @@ _KINDS = (
         "Must provide a tree_name",
     ),
     _Kind(
+        "is a reentrant checkpoint of inputs that require no gradient, which leaves its parameters without gradients",
+        "give the checkpoint use_reentrant=False",
+        "^a reentrant checkpoint of inputs",
+    ),
+    _Kind(
         "sets the seed of random numbers",
         "set it before the call, or give the draws a torch.Generator of their own",
         "^SeedIsSetError",

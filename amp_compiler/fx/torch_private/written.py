@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def containers_as_in_python() -> Iterator[None]:
 
     def called(self: Any, tx: Any, name: str, *args: Any, **options: Any) -> Any:
         result = call(self, tx, name, *args, **options)
-        if name == "move_to_end":
+        if name in ("move_to_end", "popitem"):
             getattr(self, "_base_vt", self).should_reconstruct_all = True
         return result
 
@@ -58,12 +58,17 @@ def broken_at_idle_checkpoints() -> contextlib.AbstractContextManager[None]:
 
     theirs = Checkpoint._call_function
 
+    def learn(values: Iterable[Any]) -> bool:
+        tensors = (one for one in (value.realize() for value in values) if isinstance(one, TensorVariable))
+        return any(one.as_proxy().node.meta["example_value"].requires_grad for one in tensors)
+
     def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        reentrant = kwargs.get("use_reentrant")
-        if torch.is_grad_enabled() and (reentrant is None or reentrant.as_python_constant() is not False):
-            tensors = (one for one in (arg.realize() for arg in args[1:]) if isinstance(one, TensorVariable))
-            if not any(one.as_proxy().node.meta["example_value"].requires_grad for one in tensors):
-                raise torch._dynamo.exc.Unsupported("a reentrant checkpoint of inputs that require no gradient")
-        return theirs(self, tx, args, kwargs)
+        given = kwargs.get("use_reentrant")
+        reentrant = given is None or not given.is_python_constant() or given.as_python_constant() in (None, True)
+        idle = reentrant and torch.is_grad_enabled() and not learn(args[1:])
+        result = theirs(self, tx, args, kwargs)
+        if idle and learn(getattr(result, "items", None) or [result]):
+            raise torch._dynamo.exc.Unsupported("a reentrant checkpoint of inputs that require no gradient")
+        return result
 
     return exchanged(Checkpoint, "_call_function", call)
