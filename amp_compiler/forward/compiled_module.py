@@ -25,7 +25,7 @@ from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.capture.errors import name_of
 from amp_compiler.fx.capture.frontend import captured_within
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.fx.torch_private.dynamo import skipped_by_dynamo
+from amp_compiler.fx.torch_private.dynamo import compiles_itself
 from amp_compiler.fx.torch_private.tracing import captures_here, traced_elsewhere
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -138,7 +138,7 @@ class CompiledModule(StandIn):
             return self._amp_original(*args, **kwargs)
         return self._amp_run_apart(args, kwargs)
 
-    @skipped_by_dynamo
+    @compiles_itself
     def _amp_run_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         end_watch()
         if captures_here():

@@ -202,9 +202,6 @@ row(
     "torch.compile around",
     use=lambda m, x: torch.compile(lambda t: m(t) * 2, backend="eager")(x),
     doors=FORWARD,
-    settles=False,
-    builds=0,
-    broken="inference compile",
     today=UNSEEN,
 )(lambda m, x: m.out(m.fc(x)))
 row(

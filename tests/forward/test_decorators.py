@@ -91,6 +91,15 @@ def test_a_function_and_what_it_closes_over():
         assert torch.equal(double(X), torch.full((3, 4), 2.0))
 
 
+def test_a_torch_compile_around_leaves_functions_and_methods_alone():
+    net, weight = decorated()(), torch.randn(4, 8)
+    multiplied = in_bf16(lambda x: x @ weight)
+    for call in (multiplied, net.encode):
+        expected = call(X)
+        assert not torch.equal(expected, (X @ weight if call is multiplied else Net.encode(net, X)))
+        assert torch.equal(torch.compile(lambda x, call=call: call(x) * 2, backend="eager")(X), expected * 2)
+
+
 def test_in_a_training_step_and_a_compiled_module():
     mine, losses = decorated()(), []
     step = eager_step(mine, lambda m, x: m.encode(x).square().mean() + m(x).square().mean())

@@ -131,18 +131,9 @@ def source_text(node: fx.Node) -> str:
 TENSOR_OF_NUMBER: Any = torch._refs.tensor  # how Dynamo writes `torch.tensor` of a number that is an input
 
 
-def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that Dynamo runs as it is, while it still looks into what that calls.
-
-    `torch.compiler.disable(recursive=False)` does the same, and then raises while any thread of the process exports.
-    """
-    return torch._dynamo.decorators.skip(function)  # type: ignore[no-any-return]
-
-
 def compiles_itself(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function that a `torch.compile` around it leaves alone, with all that it calls."""
-    reason = "a training step compiles itself: leave torch.compile away from it"
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function, reason="it compiles itself: leave torch.compile away from it")
 
 
 def compile_within(
