@@ -98,6 +98,17 @@ def test_torch_compile_leaves_a_step_alone(of):
         torch.compile(of(second), fullgraph=True)(X)
 
 
+def test_a_gradient_of_a_size_that_its_parameter_had_is_named():
+    model = nn.Sequential(nn.Embedding(8, 4))
+    compiled, ids = amp.compile(model, dtype="bf16", backend="eager"), torch.tensor([1, 2])
+    compiled(ids).sum().backward()
+    model[0].weight.data = torch.randn(12, 4)
+    with pytest.raises(amp.CaptureError, match=r"a gradient of another size than its parameter.*zero_grad"):
+        compiled(ids)
+    compiled.zero_grad()
+    assert compiled(ids).shape == (2, 4)
+
+
 def of_lightning(name: str, module: str, **members: object) -> type[nn.Module]:
     """A class as Lightning has it."""
     return type(name, (nn.Module,), {"__module__": module, **members})

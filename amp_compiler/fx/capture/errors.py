@@ -68,6 +68,11 @@ _KINDS = (
         "^a reentrant checkpoint of inputs",
     ),
     _Kind(
+        "holds a gradient of another size than its parameter, which was resized since",
+        "drop it: model.zero_grad()",
+        "^(RuntimeError: )?attempting to assign a gradient of size",
+    ),
+    _Kind(
         "sets the seed of random numbers",
         "set it before the call, or give the draws a torch.Generator of their own",
         "^SeedIsSetError",

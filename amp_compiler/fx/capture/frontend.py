@@ -185,9 +185,10 @@ class Frontend:
             )
         said = break_of(error)
         if said is None:
-            return CaptureError(
-                f"Dynamo cannot take {self._subject}: {first_line(error)}",
-                where=user_frame(error),
+            where, text = user_frame(error), first_line(error)
+            return known_error(self._subject, text, where) or CaptureError(
+                f"Dynamo cannot take {self._subject}: {text}",
+                where=where,
                 hint="move that code out of it, or put it under torch.compiler.disable",
             )
         where = place_of(said)
