@@ -41,8 +41,8 @@ def profile(
     from amp_compiler.diagnose import run
 
     result = run.profile(subject, batches, **options)
-    found = "".join(f"{one}\n" for one in result.fp8()) or "[]  # no product may compute of FP8 operands\n"
-    emit(f"version: 1\nrules:\n{found}" if fp8 else f"{result}\n", output)
+    matches = "".join(f"{one}\n" for one in result.fp8()) or "[]  # no product may compute of FP8 operands\n"
+    emit(f"version: 1\nrules:\n{matches}" if fp8 else f"{result}\n", output)
 
 
 def find_nonfinite(

@@ -89,9 +89,9 @@ class Walker:
                 break
             way.append(name)
             name = maker.inputs[0].value
-        found = self._origins.get(name, name)
-        self._origins.update(dict.fromkeys(way, found))
-        return found
+        result = self._origins.get(name, name)
+        self._origins.update(dict.fromkeys(way, result))
+        return result
 
     def makes_floats(self, node: Node) -> bool:
         """True for a node with a floating-point result."""

@@ -177,7 +177,7 @@ class Squares(Walker):
 
 def _crosses(equation: str) -> bool:
     """True for an einsum that sums over one dimension of its first operand and another one of its second."""
-    read, _, made = equation.replace(" ", "").partition("->")
+    read, _, result = equation.replace(" ", "").partition("->")
     one, _, other = read.partition(",")
-    summed = [letter for letter in one if letter in other and letter not in made]
+    summed = [letter for letter in one if letter in other and letter not in result]
     return any(one.index(letter) != other.index(letter) for letter in summed)

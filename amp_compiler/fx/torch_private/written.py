@@ -63,8 +63,8 @@ def broken_at_idle_checkpoints() -> contextlib.AbstractContextManager[None]:
         return any(one.as_proxy().node.meta["example_value"].requires_grad for one in tensors)
 
     def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        given = kwargs.get("use_reentrant")
-        reentrant = given is None or not given.is_python_constant() or given.as_python_constant() in (None, True)
+        option = kwargs.get("use_reentrant")
+        reentrant = option is None or not option.is_python_constant() or option.as_python_constant() in (None, True)
         idle = reentrant and torch.is_grad_enabled() and not learn(args[1:])
         result = theirs(self, tx, args, kwargs)
         if idle and learn(getattr(result, "items", None) or [result]):
