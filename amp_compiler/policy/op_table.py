@@ -7,13 +7,12 @@ from dataclasses import fields
 from importlib import resources
 from typing import Any
 
-from amp_compiler.errors import RuleError
 from amp_compiler.policy.rules import OpInfo, OpTable
-from amp_compiler.policy.yaml_tree import parse_yaml
+from amp_compiler.policy.yaml_tree import parse_yaml, tree_error
 
 NAMESPACES = ("aten", "onnx")  # of which every op is in the table
 _NAMED = (*NAMESPACES, "com.microsoft")
-_SETS = {field.name for field in fields(OpInfo) if isinstance(field.default, frozenset)}
+_KINDS = {field.name: type(field.default) for field in fields(OpInfo)[2:]}  # what an op has beside name and family
 
 
 @functools.cache
@@ -43,23 +42,32 @@ def parse_op_table(text: str, file: str) -> OpTable:
     """
     ops: dict[str, OpInfo] = {}
     about: dict[str, str] = {}
-    family = ""
+    root = parse_yaml(text, file)
+    family, place = "", root
     try:
-        for family, entry in parse_yaml(text, file).plain()["families"].items():
+        for family, place in root.value["families"].value.items():
+            entry = place.plain()
             about[family], special = entry.pop("about"), entry.pop("special", {})
             listed = {namespace: entry.pop(namespace) for namespace in _NAMED if namespace in entry}
             for namespace, words in listed.items():
                 for name in [f"{namespace}.{word}" for word in (words.split() if isinstance(words, str) else words)]:
                     if name in ops:
-                        raise KeyError(f"'{name}' is in '{ops[name].family}' too")
+                        raise tree_error(f"'{name}' is in '{ops[name].family}' too", file, place, "name it once")
                     ops[name] = OpInfo(name, family, **_fields({**entry, **special.pop(name, {})}))
             if special:
-                raise KeyError(f"'special' names '{min(special)}', which is none of its ops")
+                what = f"'special' names '{min(special)}', which '{family}' does not hold"
+                raise tree_error(what, file, place, "list it there")
     except (AttributeError, KeyError, TypeError) as wrong:
-        place = f"in the family '{family}': " if family else ""
-        raise RuleError(f"the op table is damaged: {place}{wrong}", file=file, hint="see rules/README.md") from wrong
+        where = f"in the family '{family}': " if family else ""
+        raise tree_error(f"the op table is damaged: {where}{wrong}", file, place, "see rules/README.md") from wrong
     return OpTable(ops, about)
 
 
 def _fields(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: frozenset(value) if name in _SETS else value for name, value in said.items()}
+    known = {name: frozenset(value) if isinstance(value, list) else value for name, value in said.items()}
+    for name, value in known.items():
+        if name not in _KINDS:
+            raise TypeError(f"'{name}' is no field of an op, which are {', '.join(_KINDS)}")
+        if type(value) is not _KINDS[name]:
+            raise TypeError(f"'{name}' is {value!r}, which is not a {_KINDS[name].__name__}")
+    return known

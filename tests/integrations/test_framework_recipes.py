@@ -33,6 +33,7 @@ def test_the_block_runs(needs: str, code: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiles  # torchao's optimizers compile themselves
 @pytest.mark.parametrize("name", LOOPS.LOOPS)
 def test_its_loop_trains_as_with_its_own_mixed_precision_and_resumes_bit_for_bit(name: str) -> None:
     pytest.importorskip(LOOPS.LOOPS[name].package, reason="not installed: make test-frameworks")
