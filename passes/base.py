@@ -1,6 +1,6 @@
 """The contract of a pass, enforced here for all of them: what it requires and ensures, and an honest `modified`.
 
-A pipeline holds its passes to it where somebody asks for the stages, with `AMP_VERIFY=1`, and for a pass of the user's.
+A pipeline holds its passes to it with `AMP_VERIFY=1`, and a pass of the user's always.
 
 A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leaves it as it is and returns another
 (`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if a graph's text changed, as
@@ -130,6 +130,11 @@ class Pass(ABC, Generic[Subject]):
         with self._named():
             return self.run(subject)
 
+    def believed(self, subject: Subject) -> PassResult[Subject]:
+        """Run the pass with what it requires and ensures checked, and without the texts that prove `modified`."""
+        with self._named():
+            return self._run_held(subject)
+
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
         """Let errors that are no `AmpError` name the pass."""
@@ -149,22 +154,27 @@ class Pass(ABC, Generic[Subject]):
             ) from cause
 
     def _run_checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
-        wrong = self.requires(subject)
-        if wrong is not None:
-            raise PassError(wrong, where=f"before pass '{self.name}'", hint=_ORDER)
-        remembered = self.remember(subject)
-        result = self.run(subject)
-        if not isinstance(result, PassResult):
-            wrong = f"it returned a {type(result).__name__}, not a PassResult"
-            raise PassError(wrong, where=f"after pass '{self.name}'", hint=_BUG)
+        result = self._run_held(subject)
         after = texts.state(result.subject)
-        wrong = self._kept_its_kind(subject, before, result, texts) or self.ensures(result.subject, remembered)
+        wrong = self._kept_its_kind(subject, before, result, texts)
         if wrong is None and result.modified != (before != after):
             change = "changed" if before != after else "did not change"
             wrong = f"it says modified={result.modified}, and the text {change}"
-        if wrong is not None:
-            raise PassError(wrong, where=f"after pass '{self.name}'", hint=_BUG)
+        self._refuse(wrong, "after", _BUG)
         return result, after
+
+    def _run_held(self, subject: Subject) -> PassResult[Subject]:
+        self._refuse(self.requires(subject), "before", _ORDER)
+        remembered = self.remember(subject)
+        result = self.run(subject)
+        if not isinstance(result, PassResult):
+            self._refuse(f"it returned a {type(result).__name__}, not a PassResult", "after", _BUG)
+        self._refuse(self.ensures(result.subject, remembered), "after", _BUG)
+        return result
+
+    def _refuse(self, wrong: str | None, place: str, hint: str) -> None:
+        if wrong is not None:
+            raise PassError(wrong, where=f"{place} pass '{self.name}'", hint=hint)
 
 
 class FunctionalPass(Pass[Subject]):

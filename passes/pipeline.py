@@ -48,9 +48,10 @@ class Stages(Sequence[Stage]):
         """Whether subgraphs are made for the backend."""
         return self.compiling > 0
 
-    def note(self, name: str, text: str) -> None:
-        """Add a stage."""
+    def note(self, name: str, text: str | None) -> None:
+        """Add a stage; `None` stands for the text of the one before it."""
         self.captured = self.captured or time.perf_counter()
+        text = self._last if text is None else text
         same = bool(self._kept) and text == self._last
         self._kept.append((name, self._kept[-1][1] if same else zlib.compress(text.encode(), 1)))
         self._last = text
@@ -210,7 +211,7 @@ class Pipeline:
         """
         verifies = os.environ.get("AMP_VERIFY") == "1"
         texts = Texts() if stages is None else stages.texts
-        state = None  # of the subject, as long as it is known
+        state, written = None, False  # the state of the subject, as long as it is known
         for step in self.steps:
             run = self._made(step, options, subject)
             if isinstance(step, str) and stages is None and not verifies:
@@ -218,13 +219,20 @@ class Pipeline:
                 continue
             whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
-                result, state = run.checked(subject, texts.state(subject) if state is None else state, texts)
+                if isinstance(step, str) and not verifies:
+                    result, state = run.believed(subject), None
+                else:
+                    result, state = run.checked(subject, texts.state(subject) if state is None else state, texts)
             except PassError as error:
                 error.stages = stages
                 raise
             subject = result.subject
             if stages is not None:
-                stages.note(run.name, state if isinstance(state, str) else texts.of(subject))
+                text = (
+                    state if isinstance(state, str) else texts.of(subject) if result.modified or not written else None
+                )
+                stages.note(run.name, text)
+                written = True
             if not isinstance(step, str):
                 self._verify(subject, run.name, whole)
         if verifies:

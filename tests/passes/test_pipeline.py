@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from graph_reading import parse_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import FP16, apply_plan, draft_of, finish
 from planning_random import random_graph
 
+import amp_compiler as amp
 from amp_compiler.errors import GraphError, PassError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
@@ -121,3 +123,24 @@ def test_the_contract_is_checked_where_somebody_asks(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AMP_VERIFY", "1")
     with pytest.raises(AssertionError, match="was taken"):
         make_plan(parse_graph(GRAPH), RULES, FP16)
+
+
+def test_stages_are_the_same_where_passes_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a pass says truly that it changed something, over all the passes of a step."""
+
+    def texts(verifies: str) -> list[tuple[str, str]]:
+        monkeypatch.setenv("AMP_VERIFY", verifies)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(2, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = amp.training_step(
+            model, lambda m, x: m(x).softmax(1)[:, 0].mean(), optimizer, dtype="fp16", backend="eager"
+        )
+        step(torch.ones(4, 2, 4, 4))
+        return [(stage.name, stage.text) for stage in step.stages]
+
+    believed, checked = texts("0"), texts("1")
+    assert len({text for _, text in checked}) > 8
+    assert believed == checked
