@@ -91,7 +91,8 @@ class Advice:
 
     Args:
         scale: the power of two by which gradients are best kept.
-        lost: the fraction of the nonzero gradients of weights that become zero or infinite with it.
+        lost: the fraction of the nonzero gradients of weights that become zero or infinite with it; NaN where all that
+            may be nonzero vanished.
         lost_without: the same without a scale.
         hopeless: names of the rows of which no scale keeps all but a thousandth.
         unknown: names of the weights whose gradients vanished, which the fractions do not count.
@@ -102,6 +103,12 @@ class Advice:
     lost_without: float
     hopeless: tuple[str, ...]
     unknown: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if math.isnan(self.lost):
+            return "what a static loss scale keeps is unknown: all gradients of weights are zero"
+        lost = f"loses {self.lost:.2%} of the gradients of weights; none loses {self.lost_without:.2%}"
+        return f"a static loss scale of {self.scale:,.9g} {lost}"
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,8 @@ class Profile:
         weights = sum((row.histogram for row in self.of(WEIGHT_GRADIENT)), Histogram.empty())
         lost, without = weights.fractions(name, scale).lost, weights.fractions(name).lost
         unknown = tuple(row.name for row in self.of(WEIGHT_GRADIENT) if row.vanished)
+        if unknown and weights.zeros == weights.total:
+            lost = without = math.nan
         return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
 
     def fp8(self) -> list[Fp8Advice]:
@@ -266,8 +275,7 @@ class Profile:
         lines = [
             f"{many(len(self.rows), 'tensor')} over {many(self.batches, 'batch')},"
             f" {self.skipped} of them skipped{sampled}; as {dtype}:",
-            f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
-            f"none {advice.lost_without:.2%}",
+            f"  {advice}",
         ]
         if advice.unknown:
             lines.append(

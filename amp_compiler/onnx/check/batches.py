@@ -50,6 +50,12 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
         raise OnnxError("there is no batch in it", where=place, hint="give at least one batch of inputs")
 
 
+def check_batches(batches: Any, name: str, hint: str = "give a list of dicts: [inputs]", one: Any = Mapping) -> None:
+    """Raise OnnxError, which says `name`, of an argument that is `one` batch, or none."""
+    if isinstance(batches, one) or not isinstance(batches, Iterable):
+        raise OnnxError(f"it is a {type(batches).__name__}", where=name, hint=hint)
+
+
 def noting_sizes(
     batches: Batches, model: OnnxFile, sizes: dict[str | tuple[str, int], int]
 ) -> Iterator[dict[str, Any]]:
@@ -126,10 +132,7 @@ def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
                 ) from cause
             yield str(file), arrays
         return
-    if isinstance(batches, Mapping):
-        raise OnnxError("it is one dict", where="batches", hint="give a list of dicts: [inputs]")
-    if not isinstance(batches, Iterable):
-        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", hint="give a list of dicts: [inputs]")
+    check_batches(batches, "batches")
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise OnnxError(
