@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.plan import many
+from amp_compiler.ir.plan import Printed, many
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ops.exponents import BINS, LOWEST
 
@@ -161,7 +160,7 @@ class Fp8Advice:
 
 
 @dataclass(frozen=True, repr=False)
-class Profile:
+class Profile(Printed):
     """What `amp.profile` found.
 
     Args:
@@ -289,11 +288,6 @@ class Profile:
             lost = f"{fractions.zero:6.2%} zero {fractions.subnormal:6.2%} subnormal {fractions.infinite:6.2%} infinite"
             lines.append(f"  {'unknown: all are zero' if row.vanished else lost}  {row}")
         return "\n".join(lines)
-
-    __repr__ = __str__  # a prompt is no place for thousands of counts
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

@@ -40,12 +40,11 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
     """
     types = {value.name: value.type for value in model.proto.graph.input}
     required = required_inputs(model.proto)
-    empty = True
+    where = ""
     for where, batch in _named_batches(batches):
-        empty = False
         _check_batch(batch, types, set(required), where)
         yield dict(batch)
-    if empty:
+    if not where:
         place = str(batches) if isinstance(batches, str | Path) else "batches"
         raise OnnxError("there is no batch in it", where=place, hint="give at least one batch of inputs")
 
