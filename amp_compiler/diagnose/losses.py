@@ -122,10 +122,8 @@ def check_given(
         raise AmpError(f"loss_scale={loss_scale!r} is no scale", hint="pass a number above 0: scaler.get_scale()")
     refused = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
     if isinstance(subject, (TrainingStep, CompiledModule)):
-        if isinstance(subject, TrainingStep):
-            low = subject._low
-        else:
-            low = subject._amp_settings.low(device_of(subject._amp_original.parameters()))
+        compiled = isinstance(subject, CompiledModule)
+        low = subject._amp_settings.low(device_of(subject._amp_original.parameters())) if compiled else subject._low
         refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")

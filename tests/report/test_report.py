@@ -67,7 +67,6 @@ def test_the_wide_table_shows_everything_of_a_node_and_the_narrow_one_no_reasons
     for part in (
         "aten.relu",
         "bf16 (follow)",
-        "bf16",
         "mine.yaml:7",
         "tensor cores",
         "every input is low",
