@@ -163,8 +163,7 @@ def is_forward(node: fx.Node) -> bool:
 
 
 def _means_zeros(node: fx.Node) -> bool:
-    op = canonical_op(node.target)
-    return op in _TAKES or (op == "aten.mul" and 0 in node.args)
+    return (op := canonical_op(node.target)) in _TAKES or (op == "aten.mul" and 0 in node.args)
 
 
 def rounds(node: fx.Node) -> bool:
