@@ -228,7 +228,7 @@ def _feeds(
 ) -> Iterator[dict[str, Any]]:
     """Batches of arguments as the inputs of the file."""
     hint = "give a list of batches, each as the example arguments: [(x,), (x,)]"
-    check_batches(batches, "calibration", hint, dict | str | torch.Tensor)
+    check_batches(batches, "calibration", hint, dict | str | Path | torch.Tensor)
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     for index, batch in enumerate(batches):
         args, named = split_example(batch)

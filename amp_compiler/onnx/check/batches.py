@@ -51,7 +51,7 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
 
 def check_batches(batches: Any, name: str, hint: str = "give a list of dicts: [inputs]", one: Any = Mapping) -> None:
     """Raise OnnxError, which says `name`, of an argument that is `one` batch, or none."""
-    if isinstance(batches, one) or not isinstance(batches, Iterable):
+    if isinstance(batches, one) or not isinstance(batches, Iterable | Path):
         raise OnnxError(f"it is a {type(batches).__name__}", where=name, hint=hint)
 
 
