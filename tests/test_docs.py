@@ -78,7 +78,7 @@ ELSEWHERE = {
 HERE = {
     "tutorial.md": "1 of 3 nodes that round stays in FP32",
     "keep_fp32.md": "low head",
-    "loss_scale.md": "lost",
+    "loss_scale.md": "a static loss scale of",
     "find_nan.md": "1 node in FP32 fixes it",
     "onnx.md": "nodes in FP16",
     "onnx_reference.md": "target cuda: 0 nodes without a kernel",

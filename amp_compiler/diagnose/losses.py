@@ -121,11 +121,10 @@ def check_given(
     if not 0 < number < math.inf:
         raise AmpError(f"loss_scale={loss_scale!r} is no scale", hint="pass a number above 0: scaler.get_scale()")
     refused = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
-    if isinstance(subject, (TrainingStep, CompiledModule)):
-        if isinstance(subject, TrainingStep):
-            low = subject._low
-        else:
-            low = subject._amp_settings.low(device_of(subject._amp_original.parameters()))
+    low = subject._low if isinstance(subject, TrainingStep) else None
+    if isinstance(subject, CompiledModule):
+        low = subject._amp_settings.low(device_of(subject._amp_original.parameters()))
+    if low is not None:
         refused |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")

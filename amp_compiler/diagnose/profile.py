@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.plan import many
+from amp_compiler.ir.plan import Printed, many
 from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ops.exponents import BINS, LOWEST
 
@@ -91,7 +90,8 @@ class Advice:
 
     Args:
         scale: the power of two by which gradients are best kept.
-        lost: the fraction of the nonzero gradients of weights that become zero or infinite with it.
+        lost: the fraction of the nonzero gradients of weights that become zero or infinite with it; NaN where all that
+            may be nonzero vanished.
         lost_without: the same without a scale.
         hopeless: names of the rows of which no scale keeps all but a thousandth.
         unknown: names of the weights whose gradients vanished, which the fractions do not count.
@@ -102,6 +102,12 @@ class Advice:
     lost_without: float
     hopeless: tuple[str, ...]
     unknown: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if math.isnan(self.lost):
+            return "what a static loss scale keeps is unknown: all gradients of weights are zero"
+        lost = f"loses {self.lost:.2%} of the gradients of weights; none loses {self.lost_without:.2%}"
+        return f"a static loss scale of {self.scale:,.9g} {lost}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,7 @@ class Fp8Advice:
 
 
 @dataclass(frozen=True, repr=False)
-class Profile:
+class Profile(Printed):
     """What `amp.profile` found.
 
     Args:
@@ -213,6 +219,8 @@ class Profile:
         weights = sum((row.histogram for row in self.of(WEIGHT_GRADIENT)), Histogram.empty())
         lost, without = weights.fractions(name, scale).lost, weights.fractions(name).lost
         unknown = tuple(row.name for row in self.of(WEIGHT_GRADIENT) if row.vanished)
+        if unknown and weights.zeros == weights.total:
+            lost = without = math.nan
         return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
 
     def fp8(self) -> list[Fp8Advice]:
@@ -266,8 +274,7 @@ class Profile:
         lines = [
             f"{many(len(self.rows), 'tensor')} over {many(self.batches, 'batch')},"
             f" {self.skipped} of them skipped{sampled}; as {dtype}:",
-            f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
-            f"none {advice.lost_without:.2%}",
+            f"  {advice}",
         ]
         if advice.unknown:
             lines.append(
@@ -281,11 +288,6 @@ class Profile:
             lost = f"{fractions.zero:6.2%} zero {fractions.subnormal:6.2%} subnormal {fractions.infinite:6.2%} infinite"
             lines.append(f"  {'unknown: all are zero' if row.vanished else lost}  {row}")
         return "\n".join(lines)
-
-    __repr__ = __str__  # a prompt is no place for thousands of counts
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

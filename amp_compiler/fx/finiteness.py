@@ -17,6 +17,7 @@ from amp_compiler.ops.synchronized_norm import ALONE
 
 _MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
 _CASTS = frozenset({"aten._to_copy", "aten.to"})
+_TAKES = frozenset({"aten.slice", "aten.select"})  # zeros that are there already, as of a history that just began
 
 
 def range_of(value: Tensor) -> ValueRange:
@@ -99,7 +100,7 @@ class Finiteness:
     def vanished(self) -> list[fx.Node]:
         """All nodes that made zeros alone of inputs that hold other numbers."""
         zero = {node for node, one in self.ranges.items() if one.is_zero}
-        zeros = (node for node in zero if node.op == "call_function")
+        zeros = (node for node in zero if node.op == "call_function" and not _means_zeros(node))
         return [
             node for node in zeros if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}
         ]
@@ -159,6 +160,10 @@ class Replay(fx.Interpreter):
 def is_forward(node: fx.Node) -> bool:
     """Whether a node belongs to the forward, as every node does of a graph that has no other phase."""
     return bool(node.meta.get(Key.PHASE, "forward") == "forward")
+
+
+def _means_zeros(node: fx.Node) -> bool:
+    return (op := canonical_op(node.target)) in _TAKES or (op == "aten.mul" and 0 in node.args)
 
 
 def rounds(node: fx.Node) -> bool:

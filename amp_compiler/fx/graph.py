@@ -324,12 +324,12 @@ _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("p
 def user_source(stack_trace: str | None) -> str:
     """`file:line` of the innermost frame that is neither torch's nor ours.
 
-    Files of installed packages are named from the package on.
+    Files of installed packages are named from the package on. A file of ONNX may have been made on another machine.
     """
     frames = [
         match
         for match in _FRAME.finditer(stack_trace or "")
-        if not match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<"))
+        if not match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<")) and "/site-packages/torch/" not in match["file"]
     ]
     if not frames:
         return ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from amp_compiler.ir.plan import Printed
 
 INPUT = "input"  # the op of a node that is none
 SHOWN = 5  # so many nodes are named
@@ -103,8 +104,8 @@ class NonfiniteNode:
         return "\n    ".join(lines)
 
 
-@dataclass(frozen=True)
-class NonfiniteReport:
+@dataclass(frozen=True, repr=False)
+class NonfiniteReport(Printed):
     """What was not finite in a step, or in what a model gives. False where everything was finite.
 
     Args:
@@ -149,11 +150,6 @@ class NonfiniteReport:
         text = "".join(f"{one}\n" for one in saturated or [first])
         text += "".join(f"  first made by {node}\n" for node in self.nodes)
         return text + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _gradients(parameters: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -165,6 +166,16 @@ RETURN = "return"
 def many(count: int, word: str) -> str:
     """A number with its noun: `1 cast`, `2 batches`."""
     return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('ch') else 's'}"
+
+
+class Printed:
+    """A result that a prompt and a cell of a notebook show as its text: they are no place for thousands of counts."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan, many
 from amp_compiler.onnx import needs_onnx
-from amp_compiler.onnx.check.batches import noting_sizes
+from amp_compiler.onnx.check.batches import check_batches, noting_sizes
 from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import late_message
@@ -153,6 +153,8 @@ def convert_onnx(
     written = None if output is None else _target(opened, output)
     kept = kept_types(keep_io_types, opened.proto.graph)
     engine = make_engine(providers, custom_ops)
+    for name, batches in (("calibration", calibration), ("verify", verify)):
+        check_batches(() if batches is None else batches, name)
     ranges: Mapping[str, float] = {}
     sizes: dict[str | tuple[str, int], int] = {}
     if calibration is not None:

@@ -28,6 +28,7 @@ from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx import needs_onnx
+from amp_compiler.onnx.check.batches import check_batches
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 from amp_compiler.onnx.exporting.exporter import run_exporter
 from amp_compiler.onnx.later_opset import checked_opset
@@ -226,12 +227,8 @@ def _feeds(
     program: torch.export.ExportedProgram, names: Sequence[str], batches: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Batches of arguments as the inputs of the file."""
-    if isinstance(batches, dict | str | torch.Tensor) or not isinstance(batches, Iterable):
-        raise OnnxError(
-            f"it is a {type(batches).__name__}",
-            where="calibration",
-            hint="give a list of batches, each as the example arguments: [(x,), (x,)]",
-        )
+    hint = "give a list of batches, each as the example arguments: [(x,), (x,)]"
+    check_batches(batches, "calibration", hint, dict | str | Path | torch.Tensor)
     specs = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     for index, batch in enumerate(batches):
         args, named = split_example(batch)

@@ -94,8 +94,9 @@ def from_path(path: Path, extends_mark: Mark | None = None) -> Source:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= MAX_BYTES and path.is_file() else None
     except (OSError, ValueError) as cause:
-        hint = nearest(path.stem, preset_names(), "check the path")
-        raise mark.error(f"the rule file '{shown}' cannot be read ({cause})", hint) from cause
+        names = [*preset_names(), *(file.name for file in path.parent.glob("*.y*ml"))][:40]  # `nearest` lists no more
+        what = f"the rule file '{shown}' cannot be read: {getattr(cause, 'strerror', None) or cause}"
+        raise mark.error(what, f"check the path; {nearest(path.name, names)}") from cause
     if raw is None:
         what = f"'{shown}' is no file" if size <= MAX_BYTES else f"the rule file '{shown}' has {size} bytes"
         raise mark.error(what, f"give a YAML file of at most {MAX_BYTES} bytes")

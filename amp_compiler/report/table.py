@@ -84,6 +84,8 @@ def print_plan(plan: PrecisionPlan, console: Console | None = None) -> None:
     console.print(_table("nodes", heads, (node_cells(node, plan.dtype)[: len(heads)] for node in plan.nodes)))
     if casts := [cast_cells(cast) for cast in plan.casts if cast.src != cast.dst]:
         console.print(_table("casts", CAST_HEADS, casts))
+    for rule in plan.unused_rules:
+        console.print(Text(f"unused rule {rule}", style="bold"))
     console.print(Text(summary_line(plan), style="bold"))
 
 

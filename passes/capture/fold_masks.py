@@ -117,7 +117,7 @@ class _Constants:
         if node.op != "call_function" or node.meta.get(Key.VOLATILE):
             return None  # it is written to later on, itself or through a view
         if target is not operator.getitem:
-            if not isinstance(target, torch._ops.OpOverload) or _changes(node):
+            if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
                 return None
             if torch.Tag.nondeterministic_seeded in target.tags or target.namespace != "aten":
                 return None
@@ -137,10 +137,6 @@ class _Constants:
         number, value = self._numbers.get(source), source.meta.get("val")
         form = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
         return f"value {number} {form}"
-
-
-def _changes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_small(value: Tensor | None) -> bool:

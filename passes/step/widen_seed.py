@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor, replace_call
+from amp_compiler.fx.graph import is_single_number, node_tensor, replace_call
 
 aten = torch.ops.aten
 SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
@@ -35,16 +35,11 @@ def widen_seed(graph: fx.Graph, scale: fx.Node) -> None:
             wide[node] = sources[0]
         elif any(source in wide for source in sources):
             _widen(graph, node, value, wide, scaled)
-        elif value.dtype is torch.float32 and _is_number(value) and any(source in scaled for source in sources):
+        elif value.dtype is torch.float32 and is_single_number(value) and any(source in scaled for source in sources):
             scaled.add(node)
     for node in reversed(list(wide)):
         if not node.users:
             graph.erase_node(node)
-
-
-def _is_number(value: torch.Tensor) -> bool:
-    """Whether it is known to hold one number."""
-    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _widen(
@@ -55,7 +50,7 @@ def _widen(
     if node.target is _CAST and value.dtype is torch.float32:
         replace_call(node, wide[source])
         return
-    if node.target is aten.expand.default and value.dtype is _LOW and not _is_number(value):
+    if node.target is aten.expand.default and value.dtype is _LOW and not is_single_number(value):
         node.update_arg(0, _cast(graph, node, absorb(graph, node, wide[source]), _LOW))
         return
     wide_node = _in_fp32(graph, node, value, wide) if value.dtype is _LOW else None
@@ -63,7 +58,7 @@ def _widen(
         for one in node.all_input_nodes:
             if one in wide:  # it reads the number in FP16 only, rounded once
                 node.replace_input_with(one, _cast(graph, node, wide[one], _LOW))
-    elif _is_number(value):
+    elif is_single_number(value):
         wide[node] = wide_node
         scaled.add(wide_node)
     else:

@@ -105,7 +105,7 @@ def test_every_form_of_batches(tmp_path):
         ([{"x": np.zeros(8, np.float32)}], r"shape \[8\]"),
         ([{"x": [1.0]}], "is a list; give a numpy.ndarray"),
         ([], "there is no batch"),
-        (batch(), "it is one dict"),
+        (batch(), "batches: it is a dict; give a list of dicts"),
         ([7], "a int, not a dict"),
         ("nowhere.npz", "no such file or folder"),
     ],

@@ -35,8 +35,8 @@ def test_what_leaves_the_range_stays_fp32():
     done = amp.export_onnx(model, batch(1.0), calibration=[batch(1.0), batch(1e5)])
     result = precisions(done)
     assert result["middle"] == "fp32" and result["first"] == result["last"] == "low"
-    reason = next(node.reason for node in done.plan.nodes if node.module == "middle")
-    assert "in calibration; fp16 ends at 65504" in reason
+    middle = next(node for node in done.plan.nodes if node.module == "middle")
+    assert "in calibration; fp16 ends at 65504" in middle.reason and middle.source.endswith("calibrated.py:23")
     want = model(*batch(1e5)).detach().numpy()
     assert np.abs(run_tensors(done.model, *batch(1e5)) - want).max() < 1e-2 * np.abs(want).max()
     assert precisions(amp.export_onnx(model, batch(1.0), calibration=[batch(1.0)]))["middle"] == "low"

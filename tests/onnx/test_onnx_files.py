@@ -51,8 +51,9 @@ def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
         convert_onnx(tmp_path / "junk.json")
     with pytest.raises(OnnxError, match="cannot read a int"):
         convert_onnx(3)
-    with pytest.raises(OnnxError, match="batches: it is a int; give a list of dicts"):
-        convert_onnx(source, calibration=3)
+    for wrong in ({"calibration": 3}, {"verify": True}, {"verify": {}}):
+        with pytest.raises(OnnxError, match=f"{next(iter(wrong))}: it is a [a-z]+; give a list of dicts"):
+            convert_onnx(source, **wrong)
     with pytest.raises(amp.AmpError, match="trainable= is a str, not a function"):
         amp.onnx_to_fx(source, trainable="weight")
 

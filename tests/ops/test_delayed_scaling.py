@@ -172,8 +172,7 @@ def test_a_compiled_step_keeps_the_same(preset: str) -> None:
 
 
 def test_what_remembers_nothing_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 16))
-    compiled = amp.compile(model, rules="fp8-delayed", dtype="bf16", backend="eager")
+    compiled = amp.compile(nn.Sequential(nn.Linear(32, 16)), rules="fp8-delayed", dtype="bf16", backend="eager")
     with pytest.raises(amp.AmpError, match=r"'linear' in 0 has delayed scaling.*scaling: tensorwise"):
         compiled(torch.ones(2, 32))
 
@@ -194,6 +193,7 @@ def test_an_operand_beyond_its_scale_is_named_with_rules_that_hold_it(larger: st
     model = Product()
     step, gradient = step_of(model, "fp8-delayed"), torch.ones(24, 48)
     assert not amp.find_nonfinite(step, gradient), "nothing is known yet"
+    assert [one.op for one in amp.find_nonfinite(step, gradient * 1e-12).nodes] == ["aten._to_copy"], "no history"
     step(gradient)
     assert not amp.find_nonfinite(step, gradient * 0.5)
     if larger == "operand":

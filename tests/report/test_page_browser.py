@@ -314,16 +314,17 @@ def test_a_rule_elsewhere_is_no_difference_and_precisions_and_types_are_counted_
     nodes = [replace(node, rule="other.yaml:1", reason="as before") for node in plan.nodes]
     nodes[1] = replace(nodes[1], precision="fp32", outputs=((nodes[1].name, "fp32"),))
     nodes[2] = replace(nodes[2], outputs=((nodes[2].name, "fp16"),))
+    nodes[3], nodes[4] = replace(nodes[3], math="fp8(hybrid, tensorwise)"), replace(nodes[4], math="fp32")
     plan.to_html(tmp_path / "page.html", other=replace(plan, nodes=tuple(nodes)))
     browser.open(tmp_path / "page.html", "#change=any")
     click(browser, "#unfold")
     marked = "return [...document.querySelectorAll('.box.changed')].map((box) => box.dataset.node)"
-    assert browser.run(marked) == [nodes[1].name, nodes[2].name] * 2
-    assert names(browser) == [nodes[1].name, nodes[2].name]
-    message = "1 node in another precision, 1 node of another type alone, 0 nodes in one plan alone"
+    assert browser.run(marked) == [node.name for node in nodes[1:4]] * 2
+    assert names(browser) == [node.name for node in nodes[1:4]]
+    message = "2 nodes in another precision, 1 node of another type alone, 0 nodes in one plan alone"
     assert text(browser, "#differing") == message
     type_in(browser, "#by-change", "rule")
-    assert len(names(browser)) == 24
+    assert len(names(browser)) == 23 and column(browser, 0)[:2] == ["1", "5"]
 
 
 def test_a_search_lists_links_that_unfold(browser, pages):

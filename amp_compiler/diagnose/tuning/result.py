@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.plan import many
+from amp_compiler.ir.plan import Printed, many
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class TunedNode:
         return f"{lead}; {self.detail}" if self.detail else lead
 
 
-@dataclass(frozen=True)
-class TuneResult:
+@dataclass(frozen=True, repr=False)
+class TuneResult(Printed):
     """What a tuning found.
 
     Args:
@@ -113,11 +112,6 @@ class TuneResult:
     def __str__(self) -> str:
         parts = [self.summary(), *([self.table()] if self.nodes else [])]
         return "\n".join([*parts, f"written to {self.path}"] if self.path is not None else parts)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, ready for JSON: what is infinite stands there as text."""

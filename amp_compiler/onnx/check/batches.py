@@ -40,14 +40,19 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
     """
     types = {value.name: value.type for value in model.proto.graph.input}
     required = required_inputs(model.proto)
-    empty = True
+    where = ""
     for where, batch in _named_batches(batches):
-        empty = False
         _check_batch(batch, types, set(required), where)
         yield dict(batch)
-    if empty:
+    if not where:
         place = str(batches) if isinstance(batches, str | Path) else "batches"
         raise OnnxError("there is no batch in it", where=place, hint="give at least one batch of inputs")
+
+
+def check_batches(batches: Any, name: str, hint: str = "give a list of dicts: [inputs]", one: Any = Mapping) -> None:
+    """Raise OnnxError, which says `name`, of an argument that is `one` batch, or none."""
+    if isinstance(batches, one) or not isinstance(batches, Iterable | Path):
+        raise OnnxError(f"it is a {type(batches).__name__}", where=name, hint=hint)
 
 
 def noting_sizes(
@@ -126,10 +131,7 @@ def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
                 ) from cause
             yield str(file), arrays
         return
-    if isinstance(batches, Mapping):
-        raise OnnxError("it is one dict", where="batches", hint="give a list of dicts: [inputs]")
-    if not isinstance(batches, Iterable):
-        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", hint="give a list of dicts: [inputs]")
+    check_batches(batches, "batches")
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise OnnxError(

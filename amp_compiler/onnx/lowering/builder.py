@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.fx.graph import user_source
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import CARRIED, Attr, Node, Operand, Pin, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
@@ -91,7 +92,7 @@ class Builder:
                 tuple([value.name for value in outputs]),
                 self._attributes_of(node, inner) if held else NO_ATTRIBUTES,
                 *module_of(node.name or "", props),
-                source=source_of(props) if props else "",
+                source=user_source(props.get("pkg.torch.onnx.stack_trace")),
                 region=region,
                 pin=pin,
             ),
@@ -228,11 +229,6 @@ def is_folded(node: ir.Node, model: OnnxModel) -> bool:
 def _is_quantizing(node: ir.Node) -> bool:
     """True for the ops between floating-point and quantised values."""
     return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in _QUANTIZING
-
-
-def source_of(props: Mapping[str, str]) -> str:
-    """The line of the model that torch's exporter leaves."""
-    return props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200]
 
 
 def module_of(name: str, props: Mapping[str, str]) -> tuple[str, str]:

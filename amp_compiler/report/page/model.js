@@ -73,6 +73,7 @@ class Graph {
     this.sides.forEach((side, number) => this.join(side, number));
     for (const entry of this.entries) entry.change = this.changeOf(entry);
     this.nodes = this.entries.filter((entry) => entry.kind === "node");
+    this.nodes.forEach((entry, at) => (entry.order = at + 1));
   }
 
   /** Under which name a result stands: all under one where there are many. */
@@ -94,7 +95,7 @@ class Graph {
         stored: this.sides.map(() => []),
         into: [],
       };
-      added.order = this.entries.push(added);
+      this.entries.push(added);
       this.byName.set(key, added);
     }
     const matches = this.byName.get(key);
@@ -133,7 +134,7 @@ class Graph {
     const [before, after] = entry.sides;
     if (!before) return "added";
     if (!after) return "removed";
-    if (before.precision !== after.precision) return "precision";
+    if (before.precision !== after.precision || fp8Of(before) !== fp8Of(after)) return "precision";
     if (typesOf(before) !== typesOf(after)) return "types";
     return before.rule !== after.rule || before.reason !== after.reason || before.requested !== after.requested ? "rule" : "";
   }
@@ -141,6 +142,7 @@ class Graph {
 
 /** Whether two plans give an entry another precision or type, or only one has it; who decided is no difference. */
 const differs = (entry) => Boolean(entry.change) && entry.change !== "rule";
+const fp8Of = ({ math }) => (math?.startsWith("fp8") ? math : ""); // `fp32` is what kernels of 16 bits compute in anyway
 const typesOf = (node) => node.makes.map((value) => value.type).join(", ");
 const anySide = (entry) => entry.sides.find(Boolean);
 const precisionOfType = (type) => (type === "fp32" ? "fp32" : type === "fp16" || type === "bf16" ? "low" : "keep");
