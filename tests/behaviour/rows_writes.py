@@ -80,7 +80,16 @@ def grows(m, x):
 def fills_deque(m, x):
     m.last.extendleft([len(m.last), 7])
     m.last.append(5)
-    return m.fc(x) * (1 + len(m.last))
+    other = m.last.copy()
+    other.append(9)
+    return m.fc(x) * (1 + sum(other))
+
+
+@row("list that forward extends by names", {"items": []}, calls=FIVE, builds=6, settles=False)
+def extends_by_names(m, x):
+    m.items.__iadd__((1,))
+    list.__iadd__(m.items, [2])
+    return m.fc(x) * len(m.items)
 
 
 @row("order that forward changes", {"table": collections.OrderedDict(a=1, b=2, c=3)}, calls=FIVE, builds=3)
@@ -147,13 +156,28 @@ class Writing(Averaging):
         return h + self.mean
 
 
-@row("memory of weights and buffers, exchanged by .data", calls=FIVE)
+@row("memory of weights and buffers, exchanged by .data", calls=FIVE, breaks=5)
 class Exchanging(Averaging):
     def forward(self, x):
         self.fc.weight.data = self.fc.weight.data.clamp(-0.3, 0.3) * 1.5
         h = self.fc(x)
         self.mean.data = self.mean + h.mean(0).detach()
         return h + self.mean
+
+
+for how in ("the new is written", "the new is read, the weight written", "the old is read", "set_"):
+
+    @row(f"memory of a weight is exchanged: {how}", breaks=6)
+    def exchanges(m, x, how=how):
+        old, new = m.fc.weight.data, m.fc.weight.data * 0.5
+        if how == "set_":
+            with torch.no_grad():
+                m.fc.weight.set_(new)
+        else:
+            m.fc.weight.data = new
+        if "written" in how:
+            (m.fc.weight.data if "read" in how else new).add_(0.1)
+        return m.fc(x) + (old.sum() if "old" in how else new.sum() if "read" in how else 0)
 
 
 @row("tensor that is no buffer, in place", {"calls": torch.zeros(())}, calls=FIVE)

@@ -23,6 +23,7 @@ from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
 from amp_compiler.fx.capture.errors import BY_ITSELF, known_error, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_private.as_python import captures_as_python
 from amp_compiler.fx.torch_private.breaks import (
     Break,
     break_of,
@@ -33,24 +34,16 @@ from amp_compiler.fx.torch_private.breaks import (
 )
 from amp_compiler.fx.torch_private.dynamo import (
     bounded_selections,
-    broken_at_generators,
-    broken_at_tensor_hooks,
     code_of,
     compile_with_dynamo,
     compile_within,
     dynamo_settings,
     frames_taken,
-    globals_of_no_module,
-    guarded_absent_keys,
-    guarded_signs,
-    pad_packed_breaks,
     settings_are_of_threads,
     settings_not_logged,
-    texts_of_numbers,
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
 from amp_compiler.fx.torch_private.tracing import whole_powers
-from amp_compiler.fx.torch_private.written import broken_at_idle_checkpoints, containers_as_in_python
 
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 logger = logging.getLogger("amp_compiler")
@@ -328,18 +321,10 @@ class _OfProcess:
     def enter(self) -> None:
         with self._lock:
             if not self._within:
-                self._stack.enter_context(pad_packed_breaks())
                 self._stack.enter_context(frames_taken(lambda code: within() and code.co_filename in _LAYERS))
-                self._stack.enter_context(broken_at_tensor_hooks())
-                self._stack.enter_context(globals_of_no_module())
-                self._stack.enter_context(broken_at_generators())
-                self._stack.enter_context(texts_of_numbers())
                 self._stack.enter_context(whole_powers())
                 self._stack.enter_context(bounded_selections())
-                self._stack.enter_context(guarded_signs())
-                self._stack.enter_context(guarded_absent_keys())
-                self._stack.enter_context(containers_as_in_python())
-                self._stack.enter_context(broken_at_idle_checkpoints())
+                self._stack.enter_context(captures_as_python())
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
