@@ -85,7 +85,7 @@ def fills_deque(m, x):
     return m.fc(x) * (1 + sum(other))
 
 
-@row("list that forward extends by names", {"items": []}, calls=FIVE, builds=6, settles=False)
+@row("list that forward extends by names", {"items": []}, calls=FIVE, builds=7, settles=False)
 def extends_by_names(m, x):
     m.items.__iadd__((1,))
     list.__iadd__(m.items, [2])

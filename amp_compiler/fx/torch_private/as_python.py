@@ -9,7 +9,10 @@ import importlib
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,6 +21,12 @@ from amp_compiler.fx.torch_private.runtime import exchanged
 
 _Ours = Callable[..., Any]
 _AROUND: list[tuple[str, str, _Ours]] = []
+_THREAD = threading.local()
+_OPERATORS = str(Path(__file__).parents[2] / "ops")
+_FOLDER = torch.nn.__file__.rpartition("/")[0]
+# Layers that hold products. Others have nothing to plan, or numbers that change at every call, as BatchNorm has.
+_KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
+_LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
 # What breaks a graph where it is called. By the first memory is exchanged, `x.data = y`, which a trace cannot follow;
 # how long the results of the second are numbers of tensors alone say.
 _BREAKS: dict[Any, str] = {
@@ -29,14 +38,22 @@ _BREAKS: dict[Any, str] = {
 
 @contextlib.contextmanager
 def captures_as_python() -> Iterator[None]:
-    """Within it Dynamo captures what Python would compute, or breaks its graph."""
+    """Within it Dynamo captures what Python would compute, or breaks its graph; for one thread at a time."""
     with contextlib.ExitStack() as stack:
         for owner, name, ours in _AROUND:
             module, _, kind_name = owner.partition(":")
-            kind = getattr(importlib.import_module(module), kind_name, None)
+            kind: Any = importlib.import_module(module)
+            kind = getattr(kind, kind_name, None) if kind_name else kind
             if (theirs := getattr(kind, name, None)) is not None:
                 stack.enter_context(exchanged(kind, name, _given(ours, theirs)))
+        _THREAD.within = True
+        stack.callback(setattr, _THREAD, "within", False)
         yield
+
+
+def within() -> bool:
+    """Whether Dynamo captures for us in this thread."""
+    return getattr(_THREAD, "within", False)
 
 
 def _given(ours: _Ours, theirs: _Ours) -> _Ours:
@@ -64,6 +81,25 @@ def _break(what: str) -> Any:
 @_around("_dynamo.output_graph:OutputGraph", "create_proxy")
 def _break_at(theirs: _Ours, self: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
     return _break(_BREAKS[target]) if target in _BREAKS else theirs(self, kind, target, *args, **kwargs)
+
+
+@_around("_dynamo.trace_rules", "check")
+def _take_layers(theirs: _Ours, looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
+    """Torch's layers are captured by themselves too, behind a break in an `nn.Sequential`, and our operators never.
+
+    Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
+    """
+    if not is_inlined_call and isinstance(looked_at, CodeType):
+        if looked_at.co_filename.startswith(_OPERATORS):
+            return True
+        if within() and looked_at.co_filename in _LAYERS:
+            return False
+    return theirs(looked_at, is_inlined_call, *rest, **options)
+
+
+@_around("_dynamo.utils", "_get_dynamo_config_for_logging")
+def _log_no_settings(theirs: _Ours) -> None:
+    """Before torch 2.13 that fails at functions in `ignore_logging_functions`."""
 
 
 @_around("_dynamo.variables.misc:RandomVariable", "is_supported_random_obj")

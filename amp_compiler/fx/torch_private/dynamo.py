@@ -9,8 +9,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextvars import ContextVar
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,7 +21,6 @@ from amp_compiler.fx.torch_private.tracing import BUILDING, anomalies_aside, dyn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OPERATORS = str(Path(__file__).parents[2] / "ops")
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
@@ -66,18 +63,6 @@ def prints_ignored() -> contextlib.AbstractContextManager[Any]:
     """Within it a capture takes no note of `print`; for graphs that are read and not run."""
     config: Any = torch._dynamo.config
     return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
-
-
-def settings_not_logged() -> contextlib.AbstractContextManager[None]:
-    """Within it torch logs no settings of Dynamo: before 2.13 it fails at functions in `ignore_logging_functions`."""
-    return exchanged(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
-
-
-@functools.cache
-def settings_are_of_threads() -> bool:
-    """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""
-    entries = getattr(torch._dynamo.config, "_config", {})
-    return any(isinstance(getattr(one, "user_override", None), ContextVar) for one in entries.values())
 
 
 AUTOGRAD_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply  # how Dynamo writes one of a user's
@@ -172,28 +157,6 @@ def code_of(compiled: Callable[..., Any]) -> CodeType | None:
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 _GIVEN_UP = threading.local()
 _MODELS = [0]  # number of functions that this process has compiled
-
-
-def frames_taken(wanted: Callable[[CodeType], bool]) -> contextlib.AbstractContextManager[None]:
-    """Within it, Dynamo compiles functions of torch's own that it would leave as they are, and none of our operators.
-
-    Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
-
-    Args:
-        wanted: whether the code of a function that is about to run is to be compiled.
-    """
-    rules: Any = torch._dynamo.trace_rules
-    theirs = rules.check
-
-    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
-        if not is_inlined_call and isinstance(looked_at, CodeType):
-            if looked_at.co_filename.startswith(_OPERATORS):
-                return True
-            if wanted(looked_at):
-                return False
-        return theirs(looked_at, is_inlined_call, *rest, **options)
-
-    return exchanged(rules, "check", check)
 
 
 def function_here() -> int:
