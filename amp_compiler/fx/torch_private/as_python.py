@@ -27,12 +27,11 @@ _FOLDER = torch.nn.__file__.rpartition("/")[0]
 # Layers that hold products. Others have nothing to plan, or numbers that change at every call, as BatchNorm has.
 _KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
 _LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
-# What breaks a graph where it is called. By the first memory is exchanged, `x.data = y`, which a trace cannot follow;
-# how long the results of the second are numbers of tensors alone say.
+# How Dynamo writes `x.data = y`, the last since torch 2.14: a trace cannot follow an exchange of memory.
+_EXCHANGES = torch.Tensor.set_, "set_", getattr(torch.ops.aten, "shallow_copy_data_", None)
 _BREAKS: dict[Any, str] = {
-    torch.Tensor.set_: "the memory of a tensor is exchanged",
-    "set_": "the memory of a tensor is exchanged",
-    torch._VF._pad_packed_sequence: "pad_packed_sequence",
+    **dict.fromkeys(_EXCHANGES, "the memory of a tensor is exchanged"),
+    torch._VF._pad_packed_sequence: "pad_packed_sequence",  # whose lengths are numbers of tensors
 }
 
 
