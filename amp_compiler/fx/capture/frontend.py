@@ -4,8 +4,6 @@ Dynamo decides what is one graph, compiles again where a guard no longer holds, 
 inputs, replays what the function writes to Python objects, and runs itself what it cannot capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

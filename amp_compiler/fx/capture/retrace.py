@@ -1,14 +1,12 @@
 """Graphs as Dynamo hands them to a backend, traced again to ATen training IR: inputs by their names in the model."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -59,7 +57,7 @@ class Names:
     root: str = ""
 
     @classmethod
-    def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Names:
+    def of(cls, model: nn.Module, forward: Callable[..., Any] | None = None) -> Self:
         """The names of a model, as they are now.
 
         Args:

@@ -1,7 +1,5 @@
 """Where Dynamo would capture otherwise than Python computes: functions of torch's, each with one of ours around it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What is private of Dynamo: its settings, and where what it captures would be wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What is private of autograd, of dispatch modes and of devices."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
