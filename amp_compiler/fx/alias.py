@@ -1,7 +1,5 @@
 """Memory shared between values: which ones alias, and which of those are changed in place."""
 
-from __future__ import annotations
-
 import operator
 from collections import defaultdict
 from collections.abc import Iterator

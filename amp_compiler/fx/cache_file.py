@@ -3,8 +3,6 @@
 Torch's cache holds graphs and Triton kernels, and none of the libraries that a C++ compiler made for a CPU.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

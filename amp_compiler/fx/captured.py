@@ -1,7 +1,5 @@
 """What a capture gives: a flat FX graph in ATen training IR, and where each of its inputs comes from."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass

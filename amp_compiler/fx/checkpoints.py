@@ -1,7 +1,5 @@
 """Gradient checkpointing (`torch.utils.checkpoint`): what it computes again in the backward, in a graph and outside."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Example arguments as users give them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

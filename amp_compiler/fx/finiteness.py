@@ -1,7 +1,5 @@
 """Whether the values of a graph are finite, and which of its nodes made the first that are not."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

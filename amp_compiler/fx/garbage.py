@@ -5,8 +5,6 @@ what the first step of a small GPT-2 takes. Most of the others die at once: the 
 the fewer are there to visit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

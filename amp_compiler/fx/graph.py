@@ -1,7 +1,5 @@
 """What the FX frontend and the passes on FX share: types, arguments, source lines, and refreshing a rewritten graph."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import functools

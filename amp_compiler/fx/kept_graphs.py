@@ -5,8 +5,6 @@ three are in the name of the file, exactly; where one of them cannot be told, no
 after it was read back into the same graph, node for node. Module names and source lines come from the graph at hand.
 """
 
-from __future__ import annotations
-
 import functools
 import gzip
 import hashlib
@@ -21,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -112,7 +110,7 @@ class KeptGraph:
     mode: FakeTensorMode
 
     @classmethod
-    def of(cls, graph: fx.Graph, options: Any, identity: str) -> KeptGraph | None:
+    def of(cls, graph: fx.Graph, options: Any, identity: str) -> Self | None:
         """The place of what is traced from a graph; `None` where it may not be kept.
 
         That is a graph with inner graphs, sizes that are symbols or operators of the user's; one that is traced under

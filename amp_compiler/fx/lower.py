@@ -1,7 +1,5 @@
 """An ATen graph lowered to a `PrecisionGraph`."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -1,9 +1,7 @@
 """What passes tell one another in `node.meta`: one key each, and what a model's own text demands of a node."""
 
-from __future__ import annotations
-
 import enum
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -21,7 +19,7 @@ class Key(enum.StrEnum):
 
     kind: type
 
-    def __new__(cls, value: str, kind: type) -> Key:  # noqa: D102
+    def __new__(cls, value: str, kind: type) -> Self:  # noqa: D102
         member = str.__new__(cls, value)
         member._value_ = value
         member.kind = kind

@@ -1,7 +1,5 @@
 """Values of Python that never change."""
 
-from __future__ import annotations
-
 import enum
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Values of a forward that the backward in the same graph computes again, rather than keep them."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection, Sequence
 

@@ -1,7 +1,5 @@
 """Modules that stand for others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A step's FX graph as a `StepGraph`, for people."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`torch.nn.SyncBatchNorm` in a capture: a batch norm without torch's messages, marked with the group of its ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 

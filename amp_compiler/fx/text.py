@@ -14,8 +14,6 @@ A tensor that is not contiguous says its strides (`fp32[4, 8]{1, 4}`), one that 
 to stands behind the one that does, under a line `graph <name>`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

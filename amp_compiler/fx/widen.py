@@ -1,7 +1,5 @@
 """FP32 arithmetic between 16-bit inputs and outputs: casts around one node that a compiler fuses with it."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Collection
 

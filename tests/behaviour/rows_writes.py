@@ -76,11 +76,16 @@ def grows(m, x):
     return h.relu()
 
 
-@row("deque that forward fills", {"last": collections.deque(maxlen=3)}, calls=FIVE, builds=5, settles=False)
+BOUNDED = {"last": collections.deque(maxlen=3), "items": []}
+
+
+@row("deque and list that forward fills, by names too", BOUNDED, calls=FIVE, builds=7, settles=False)
 def fills_deque(m, x):
+    m.items.__iadd__((1,))
+    list.__iadd__(m.items, [2])
     m.last.extendleft([len(m.last), 7])
     m.last.append(5)
-    return m.fc(x) * (1 + len(m.last))
+    return m.fc(x) * (len(m.items) + sum(m.last) * m.last.copy().maxlen)
 
 
 @row("order that forward changes", {"table": collections.OrderedDict(a=1, b=2, c=3)}, calls=FIVE, builds=3)
@@ -147,13 +152,24 @@ class Writing(Averaging):
         return h + self.mean
 
 
-@row("memory of weights and buffers, exchanged by .data", calls=FIVE)
+@row("memory of weights and buffers, exchanged by .data and set_", calls=FIVE, breaks=5)
 class Exchanging(Averaging):
     def forward(self, x):
         self.fc.weight.data = self.fc.weight.data.clamp(-0.3, 0.3) * 1.5
         h = self.fc(x)
-        self.mean.data = self.mean + h.mean(0).detach()
+        self.mean.set_(self.mean + h.mean(0).detach())
         return h + self.mean
+
+
+for how in ("the new is written", "the new is read, the weight written", "the old is read"):
+
+    @row(f"memory of a weight is exchanged: {how}", breaks=6)
+    def exchanges(m, x, how=how):
+        old, new = m.fc.weight.data, m.fc.weight.data * 0.5
+        m.fc.weight.data = new
+        if "written" in how:
+            (m.fc.weight.data if "read" in how else new).add_(0.1)
+        return m.fc(x) + (old.sum() if "old" in how else new.sum() if "read" in how else 0)
 
 
 @row("tensor that is no buffer, in place", {"calls": torch.zeros(())}, calls=FIVE)

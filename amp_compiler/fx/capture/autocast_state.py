@@ -1,7 +1,5 @@
 """Autocast around a block: off, or with another type where a region names none."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

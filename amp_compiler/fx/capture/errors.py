@@ -1,7 +1,5 @@
 """What is said where a model cannot be captured: its own cause, the user's line, and a hint that fits."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import traceback

@@ -1,7 +1,5 @@
 """Numbers that are inputs of a graph: those with which C computes otherwise than Python are none."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator
 from typing import Any

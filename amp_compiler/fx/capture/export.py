@@ -1,7 +1,5 @@
 """Capture by `torch.export`, for what is exported: a flat FX graph in ATen training IR."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import sys

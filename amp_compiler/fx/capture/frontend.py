@@ -4,8 +4,6 @@ Dynamo decides what is one graph, compiles again where a guard no longer holds, 
 inputs, replays what the function writes to Python objects, and runs itself what it cannot capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -17,12 +15,13 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError, first_line, with_causes
 from amp_compiler.fx.capture.errors import BY_ITSELF, known_error, user_frame
 from amp_compiler.fx.capture.tracing import quiet
 from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_private.as_python import captures_as_python, within
 from amp_compiler.fx.torch_private.breaks import (
     Break,
     break_of,
@@ -33,24 +32,13 @@ from amp_compiler.fx.torch_private.breaks import (
 )
 from amp_compiler.fx.torch_private.dynamo import (
     bounded_selections,
-    broken_at_generators,
-    broken_at_tensor_hooks,
     code_of,
     compile_with_dynamo,
     compile_within,
     dynamo_settings,
-    frames_taken,
-    globals_of_no_module,
-    guarded_absent_keys,
-    guarded_signs,
-    pad_packed_breaks,
-    settings_are_of_threads,
-    settings_not_logged,
-    texts_of_numbers,
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
 from amp_compiler.fx.torch_private.tracing import whole_powers
-from amp_compiler.fx.torch_private.written import broken_at_idle_checkpoints, containers_as_in_python
 
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 logger = logging.getLogger("amp_compiler")
@@ -311,55 +299,7 @@ def most_forms() -> int:
     return max(MOST_FORMS, recompile_limit())
 
 
-_FOLDER = nn.__file__.rpartition("/")[0]
-# Torch's layers that hold products. Of itself Dynamo compiles nothing in torch's files but what it inlines: behind a
-# break in the forward of an `nn.Sequential` nothing of them would be planned. Others have nothing to plan, or numbers
-# that change at every call, as BatchNorm has.
-_KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
-_LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
-
-
-class _OfProcess:
-    """What stands for the whole process while any thread is within: the first sets it, the last takes it back."""
-
-    def __init__(self) -> None:
-        self._lock, self._within, self._stack = threading.Lock(), 0, contextlib.ExitStack()
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._within:
-                self._stack.enter_context(pad_packed_breaks())
-                self._stack.enter_context(frames_taken(lambda code: within() and code.co_filename in _LAYERS))
-                self._stack.enter_context(broken_at_tensor_hooks())
-                self._stack.enter_context(globals_of_no_module())
-                self._stack.enter_context(broken_at_generators())
-                self._stack.enter_context(texts_of_numbers())
-                self._stack.enter_context(whole_powers())
-                self._stack.enter_context(bounded_selections())
-                self._stack.enter_context(guarded_signs())
-                self._stack.enter_context(guarded_absent_keys())
-                self._stack.enter_context(containers_as_in_python())
-                self._stack.enter_context(broken_at_idle_checkpoints())
-                self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
-                self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
-                if not settings_are_of_threads():
-                    self._stack.enter_context(settings_not_logged())
-                    self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
-            self._within += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._within -= 1
-            if not self._within:
-                self._stack.close()
-
-
-_PROCESS, _THREAD = _OfProcess(), threading.local()
-
-
-def within() -> bool:
-    """Whether Dynamo captures for us in this thread."""
-    return getattr(_THREAD, "within", False)
+_THREAD = threading.local()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -390,11 +330,15 @@ def settings(hooks: bool, forms: int = 0, values: bool = False) -> Iterator[None
     if within():
         yield
         return
-    with contextlib.ExitStack() as stack:
-        _THREAD.within = True
-        stack.callback(setattr, _THREAD, "within", False)
-        _PROCESS.enter()
-        stack.callback(_PROCESS.leave)
-        if settings_are_of_threads():
-            stack.callback(dynamo_settings(max(most_forms(), forms), hooks, values)())
-        yield
+    with (
+        captures_as_python(),
+        whole_powers(),
+        bounded_selections(),
+        quiet("torch._subclasses.fake_tensor"),  # an error tells of wrong shapes
+        quiet("torch._dynamo.variables.tensor"),  # `execution` tells of `item()`
+    ):
+        put_back = dynamo_settings(max(most_forms(), forms), hooks, values)()
+        try:
+            yield
+        finally:
+            put_back()

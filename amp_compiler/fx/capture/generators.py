@@ -1,7 +1,5 @@
 """Random numbers that tracing and compiling draw are put back: only running a model uses them up."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """Hooks that a graph would not run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

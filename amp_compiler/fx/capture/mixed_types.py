@@ -1,7 +1,5 @@
 """Products and norms whose operands torch refuses to mix, of which a capture takes no notice."""
 
-from __future__ import annotations
-
 import torch
 from torch import fx
 

@@ -1,7 +1,5 @@
 """Modules and tensors that are spread over devices or processes already: a graph would lose their messages."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

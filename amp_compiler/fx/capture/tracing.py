@@ -1,7 +1,5 @@
 """What stands around a model while it is traced: casts kept apart, no autocast, no noise."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

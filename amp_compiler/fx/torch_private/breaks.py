@@ -1,7 +1,5 @@
 """What Dynamo says of what it cannot take, and of what it compiles again."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Sequence

@@ -1,18 +1,12 @@
 """What is private of Dynamo: its settings, and where what it captures would be wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import logging
-import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextvars import ContextVar
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,7 +19,6 @@ from amp_compiler.fx.torch_private.tracing import BUILDING, anomalies_aside, dyn
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_OPERATORS = str(Path(__file__).parents[2] / "ops")
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
@@ -68,54 +61,6 @@ def prints_ignored() -> contextlib.AbstractContextManager[Any]:
     """Within it a capture takes no note of `print`; for graphs that are read and not run."""
     config: Any = torch._dynamo.config
     return config.patch(ignore_logging_functions={*config.ignore_logging_functions, print})  # type: ignore[no-any-return]
-
-
-def settings_not_logged() -> contextlib.AbstractContextManager[None]:
-    """Within it torch logs no settings of Dynamo: before 2.13 it fails at functions in `ignore_logging_functions`."""
-    return exchanged(torch._dynamo.utils, "_get_dynamo_config_for_logging", lambda: None)
-
-
-@functools.cache
-def settings_are_of_threads() -> bool:
-    """Whether each thread has its own settings of Dynamo, as since torch 2.13; before, they are the process's."""
-    entries = getattr(torch._dynamo.config, "_config", {})
-    return any(isinstance(getattr(one, "user_override", None), ContextVar) for one in entries.values())
-
-
-@contextlib.contextmanager
-def pad_packed_breaks() -> Iterator[None]:
-    """Within it Dynamo breaks its graph where packed sequences are padded: numbers alone tell how long they are."""
-    padding, left_out = torch._VF._pad_packed_sequence, torch._dynamo.trace_rules._disallowed_callable_ids
-    if id(padding) in left_out:
-        yield
-        return
-    left_out.add(id(padding))
-    try:
-        yield
-    finally:
-        left_out.remove(id(padding))
-
-
-def broken_at_generators() -> contextlib.AbstractContextManager[None]:
-    """Within it Dynamo breaks its graph where a `random.Random` draws: it would draw the same number at every call."""
-    kind: Any = torch._dynamo.variables.misc.RandomVariable
-    return exchanged(kind, "is_supported_random_obj", staticmethod(lambda val: False))
-
-
-def texts_of_numbers() -> contextlib.AbstractContextManager[None]:
-    """Within it an f-string of nothing but a number that is an input is a text; Dynamo gives the number itself."""
-    kind: Any = torch._dynamo.symbolic_convert.InstructionTranslatorBase
-    symbolic: Any = getattr(torch._dynamo.variables, "SymNodeVariable")  # noqa: B009
-    text: Any = torch._dynamo.variables.misc.StringFormatVariable
-    theirs = kind._format_value
-
-    def format_value(self: Any, spec: Any, flags: int) -> None:
-        if isinstance(self.stack[-1], symbolic) and not flags & 3:  # else it is read anew from where it came
-            self.push(text.create("{:" + spec.as_python_constant() + "}", [self.pop()], {}))
-        else:
-            theirs(self, spec, flags)
-
-    return exchanged(kind, "_format_value", format_value)
 
 
 AUTOGRAD_FUNCTION: Any = torch._functorch.autograd_function.autograd_function_apply  # how Dynamo writes one of a user's
@@ -212,28 +157,6 @@ _GIVEN_UP = threading.local()
 _MODELS = [0]  # number of functions that this process has compiled
 
 
-def frames_taken(wanted: Callable[[CodeType], bool]) -> contextlib.AbstractContextManager[None]:
-    """Within it, Dynamo compiles functions of torch's own that it would leave as they are, and none of our operators.
-
-    Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
-
-    Args:
-        wanted: whether the code of a function that is about to run is to be compiled.
-    """
-    rules: Any = torch._dynamo.trace_rules
-    theirs = rules.check
-
-    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
-        if not is_inlined_call and isinstance(looked_at, CodeType):
-            if looked_at.co_filename.startswith(_OPERATORS):
-                return True
-            if wanted(looked_at):
-                return False
-        return theirs(looked_at, is_inlined_call, *rest, **options)
-
-    return exchanged(rules, "check", check)
-
-
 def function_here() -> int:
     """The number of the function that Dynamo compiles just now; -1 where that is not known."""
     number = getattr(torch._guards.CompileContext.current_compile_id(), "frame_id", None)
@@ -267,40 +190,6 @@ def bounded_selections() -> Iterator[None]:
         implementations[select] = theirs
 
 
-def guarded_signs() -> contextlib.AbstractContextManager[None]:
-    """Within it a guard on the number 0 tells -0.0 from 0.0, which are equal."""
-    guards: Any = torch._dynamo.guards
-    theirs = guards.GuardBuilder.CONSTANT_MATCH
-
-    @functools.wraps(theirs)
-    def constant_match(self: Any, guard: Any) -> None:
-        theirs(self, guard)
-        value = self.get(guard)
-        if type(value) is float and value == 0.0:
-            sign = math.copysign(1.0, value)
-            code = guards.get_verbose_code_parts([f"copysign(1.0, {self.arg_ref(guard)}) == {sign}"], guard)
-            manager = self.get_guard_manager(guard)
-            manager.add_lambda_guard(lambda now: math.copysign(1.0, now) == sign, code, guard.user_stack)
-
-    return exchanged(guards.GuardBuilder, "CONSTANT_MATCH", constant_match)
-
-
-def guarded_absent_keys() -> contextlib.AbstractContextManager[None]:
-    """Within it a key that a dict lacks is guarded where the dict is asked for it and raises, as in `os.getenv`."""
-    kind: Any = torch._dynamo.variables.dicts.ConstDictVariable
-    name = "getitem_const_raise_exception_if_absent"
-    theirs = getattr(kind, name)
-
-    def getitem(self: Any, tx: Any, arg: Any) -> Any:
-        try:
-            return theirs(self, tx, arg)
-        except torch._dynamo.exc.ObservedKeyError:
-            self.install_dict_contains_guard(tx, [arg])
-            raise
-
-    return exchanged(kind, name, getitem)
-
-
 def restart_with_plain_numbers(graph_module: fx.GraphModule, symbols: Collection[str] | None = None) -> None:
     """Let Dynamo capture a graph anew, in which numbers with a fraction that became inputs are taken as they are.
 
@@ -320,73 +209,6 @@ def restart_with_plain_numbers(graph_module: fx.GraphModule, symbols: Collection
         for name in plain:
             TensorifyState.specialize(name)
         raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
-
-
-def globals_of_no_module() -> contextlib.AbstractContextManager[None]:
-    """Within it, Dynamo takes the globals of code that is no module's: of `exec`, `runpy.run_path` and doctest.
-
-    Dynamo looks them up in the module of the name `__name__`, which has others, or is none at all. And it guards no
-    global of a standard module, of which the environment changes.
-    """
-    from torch._dynamo.source import DictGetItemSource, GlobalSource, SkipGuardSource
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    translator: Any = InliningInstructionTranslator
-    theirs = translator.get_globals_source_and_value
-
-    def lookup(self: Any, name: str) -> tuple[Any, Any, Any]:
-        module = sys.modules.get(self.f_globals.get("__name__", ""))
-        if getattr(module, "__dict__", None) is self.f_globals:
-            values, variable, source = theirs(self, name)
-            skips = isinstance(source, SkipGuardSource) and vars(module).get(name) is os.environ
-            return values, variable, source.base if skips else source
-        if self.current_instruction.opname == "STORE_GLOBAL":
-            raise torch._dynamo.exc.Unsupported(f"the global '{name}' is written by code that is of no module")
-        source = GlobalSource(self.output.install_global_by_id("___unnamed_scope", self.f_globals))
-        return self.f_globals, VariableBuilder(self, source)(self.f_globals), DictGetItemSource(source, name)
-
-    return exchanged(translator, "get_globals_source_and_value", lookup)
-
-
-@contextlib.contextmanager
-def broken_at_tensor_hooks() -> Iterator[None]:
-    """Within it, Dynamo breaks its graphs where a hook is hung on a tensor that they made, so that it is hung really.
-
-    From torch 2.13 on Dynamo takes such a hook into its graph, as a call that acts only while the graph is traced; and
-    it gives up on a whole function that calls `retain_grad`.
-    """
-    from torch._dynamo.variables.tensor import TensorVariable
-
-    hang: Any = getattr(TensorVariable, "_method_register_hook", None)
-
-    def register(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        if self.source and hang is not None:
-            return hang(self, tx, name, *args, **kwargs)
-        raise torch._dynamo.exc.Unsupported(f"{name} on a tensor of the graph")
-
-    def retain(self: Any, tx: Any) -> Any:
-        raise torch._dynamo.exc.Unsupported("retain_grad on a tensor of the graph")
-
-    ours = {
-        "_method_register_hook": register,
-        "method_attr_retain_grad": lambda self, tx: None,
-        "method_retain_grad": retain,
-    }
-    theirs = {name: vars(TensorVariable).get(name) for name in ours}
-    methods: Any = getattr(TensorVariable, "tp_methods", {"register_hook": None})  # since torch 2.14
-    kind, known = type(methods["register_hook"]), dict(methods)
-    for name, method in ours.items():
-        setattr(TensorVariable, name, method)
-    if known["register_hook"] is not None:
-        methods["retain_grad"] = kind(retain)
-    try:
-        yield
-    finally:
-        methods.clear()
-        methods.update(known)
-        for name, original in theirs.items():
-            delattr(TensorVariable, name) if original is None else setattr(TensorVariable, name, original)
 
 
 def handle_checkpoints(handle: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -1,7 +1,5 @@
 """What is private of Inductor."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence

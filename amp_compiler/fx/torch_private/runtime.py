@@ -1,7 +1,5 @@
 """What is private of autograd, of dispatch modes and of devices."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
@@ -19,11 +17,6 @@ from amp_compiler.errors import AmpError
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The hooks that autograd would give a tensor to save now; `None` where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, fake ones too, lie in one storage."""
-    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """What is private of torch's tracing and graphs."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import threading
