@@ -18,7 +18,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import LoweringError, ValuesReadError
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, traced_graph
+from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, recorded_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 from amp_compiler.ops.fp8 import fp8_product
@@ -226,21 +226,20 @@ def trace_before(
         phase: `forward`, `backward` or `update`; empty in a graph of one phase.
     """
     values = [node.meta["val"] for node in arguments]
-    traced = traced_graph(lambda *inputs: function(*inputs), *values, _allow_non_fake_inputs=True)
-    return splice_before(place, traced, arguments, phase)
+    return splice_before(place, recorded_graph(function, *values), arguments, phase)
 
 
-def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
+def splice_before(place: fx.Node, traced: fx.Graph, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
     """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`. A result may be `None`."""
     graph = place.graph
-    environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    environment = dict(zip(traced.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(place):
-        for node in traced.graph.nodes:
+        for node in traced.nodes:
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
                 if phase:
                     environment[node].meta[Key.PHASE] = phase
-    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
+    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced)]  # type: ignore[misc]
 
 
 def replace_call(call: fx.Node, by: Any) -> None:

@@ -277,7 +277,8 @@ class _Builder:
         watched = [self._stale(index, skip, masters)] if low_weights and not _is_cuda(skip) else []
         gradients_of = [gradients[name] for name in group.masters]
         inputs = [*masters, *gradients_of, *states, *watched, *low_weights, rates, coef, skip]
-        splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
+        traced = trace_update(group, [node.meta["val"] for node in inputs])
+        splice_before(self.output, traced.graph, inputs, "update")
 
     def _rounding(self, like: fx.Node) -> fx.Node:
         """The random state of stochastic rounding; one for all groups, each of which moves it on."""

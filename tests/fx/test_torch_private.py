@@ -2,16 +2,19 @@
 
 import functools
 import logging
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import amp_compiler as amp
 from amp_compiler.fx.torch_private.inductor import inductor_graph_pass
-from amp_compiler.fx.torch_private.tracing import forward_of, is_pointwise, traced_graph
+from amp_compiler.fx.torch_private.tracing import forward_of, is_pointwise, recorded_graph, traced_graph
 
 
 def test_a_rewritten_graph_computes_and_shows_what_it_says() -> None:
@@ -26,6 +29,26 @@ def test_a_rewritten_graph_computes_and_shows_what_it_says() -> None:
     assert torch.equal(forward_of(module)(torch.ones(2)), torch.full((2,), 2.0))
     plain = fx.GraphModule(module, module.graph)
     assert torch.equal(forward_of(plain)(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("size", [4, 5], ids=["of one size", "of a symbol"])
+def test_a_recorded_graph_is_the_traced_one(size: int) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    one = mode.from_tensor(torch.ones(size, 2, requires_grad=True), static_shapes=size == 4)
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        first = a.float().reshape(-1).split(4)[0].neg()
+        torch._foreach_add_([first], 1.0)
+        return [b, torch.where(first > 0, 1 - b.sum(), 0.0), torch.zeros_like(a), torch.full((), 2.0, device=a.device)]
+
+    with torch.no_grad():
+        traced = traced_graph(lambda *inputs: function(*inputs), one, one.clone(), _allow_non_fake_inputs=True)
+    recorded = recorded_graph(function, one, one.clone())
+    shown = [[(str(node.target), node.name) for node in graph.nodes if node.op != "placeholder"] for graph in
+             (recorded, traced.graph)]  # fmt: skip
+    assert shown[0] == shown[1] and len(shown[0]) > 8
+    first, second, output = *recorded.find_nodes(op="placeholder"), recorded_graph(lambda a, b: [a, b], one, one)
+    assert [node.name for node in output.output_node().args[0]] == [first.name, second.name]
 
 
 @pytest.mark.slow  # what imports it reads a user's class, of which there is none here
@@ -47,8 +70,13 @@ def test_the_log_of_a_capture_takes_functions_among_dynamos_settings(monkeypatch
     handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("torch._dynamo.metrics_context")
     log.addHandler(handler)
+    guards, timed = torch._dynamo.guards, list[int]()
+    monkeypatch.setattr(guards, "profile_guard_manager", lambda *_: timed.append(1) or 0.0)
     try:
-        amp.compile(torch.nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+        for _ in range(2):  # the guards are timed where that is read
+            amp.compile(torch.nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+            assert len(timed) == ("TORCH_TRACE" in os.environ)
+            monkeypatch.setenv("TORCH_TRACE", "")
     finally:
         log.removeHandler(handler)
     assert errors == []

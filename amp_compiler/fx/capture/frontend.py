@@ -35,6 +35,7 @@ from amp_compiler.fx.torch_private.dynamo import (
     bounded_selections,
     broken_at_generators,
     broken_at_tensor_hooks,
+    captures_unmeasured,
     code_of,
     compile_with_dynamo,
     compile_within,
@@ -45,7 +46,6 @@ from amp_compiler.fx.torch_private.dynamo import (
     guarded_signs,
     pad_packed_breaks,
     settings_are_of_threads,
-    settings_not_logged,
     texts_of_numbers,
 )
 from amp_compiler.fx.torch_private.runtime import mode_around, modes_again, modes_apart, modes_around
@@ -336,6 +336,7 @@ class _OfProcess:
                 self._stack.enter_context(texts_of_numbers())
                 self._stack.enter_context(whole_powers())
                 self._stack.enter_context(bounded_selections())
+                self._stack.enter_context(captures_unmeasured())
                 self._stack.enter_context(guarded_signs())
                 self._stack.enter_context(guarded_absent_keys())
                 self._stack.enter_context(containers_as_in_python())
@@ -343,7 +344,6 @@ class _OfProcess:
                 self._stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # an error tells of wrong shapes
                 self._stack.enter_context(quiet("torch._dynamo.variables.tensor"))  # `execution` tells of `item()`
                 if not settings_are_of_threads():
-                    self._stack.enter_context(settings_not_logged())
                     self._stack.callback(dynamo_settings(most_forms(), hooks=True)())
             self._within += 1
 
