@@ -198,19 +198,20 @@ def neutral_attribute(argument: Any) -> Attr:
     return str(argument)
 
 
-def call_before(place: fx.Node, target: Any, arguments: Sequence[Any], phase: str) -> fx.Node:
+def call_before(place: fx.Node, target: Any, arguments: Sequence[Any], phase: str, **options: Any) -> fx.Node:
     """Add a call in front of a node, with the fake tensors that it makes.
 
     Args:
         place: the node.
         target: an operator that runs on fake tensors.
         arguments: nodes, lists of them, and numbers.
-        phase: `forward`, `backward` or `update`.
+        phase: `forward`, `backward` or `update`; empty in a graph of one phase.
+        options: named arguments that are no nodes.
     """
-    with place.graph.inserting_before(place):
-        node = place.graph.call_function(target, tuple(arguments))
     values = fx.node.map_arg(tuple(arguments), lambda argument: argument.meta["val"])
-    node.meta = {"val": target(*values), Key.PHASE: phase}
+    with place.graph.inserting_before(place), torch.no_grad():
+        node = place.graph.call_function(target, tuple(arguments), options)
+        node.meta = {"val": target(*values, **options)} | ({Key.PHASE: phase} if phase else {})
     return node
 
 
@@ -293,10 +294,7 @@ def _annotated(function: Callable[..., Any], custom: dict[str, Any]) -> Callable
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
     """A cast of a placeholder to FP32, right behind the placeholders."""
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        cast = graph.call_function(CAST, (source, torch.float32))
-    cast.meta = {"val": source.meta["val"].to(torch.float32)}
-    return cast
+    return call_before(graph.find_nodes(op="placeholder")[-1].next, CAST, [source, torch.float32], "")
 
 
 def own_upcasts(graph: fx.Graph) -> list[fx.Node]:

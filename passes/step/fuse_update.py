@@ -154,8 +154,7 @@ class _Builder:
                     self._call(OPERATORS[group.kind], self._arguments(index, group, gradients, coef, nonfinite))
             self._commit_scale(state, nonfinite, self._norm_of_scale(gradients, inverse, norm))
         kept = self.outputs[: options.results]
-        with self.graph.inserting_before(self.output):
-            self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+        self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
 
     def _inverse(self, state: list[fx.Node]) -> fx.Node:
         """What gradients are multiplied by."""
@@ -341,10 +340,7 @@ class _Builder:
             self._call(COMMIT, [skip, targets, values])
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_before(self.output):
-            item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta = {"val": node.meta["val"][index], Key.PHASE: "update"}
-        return item
+        return self._call(operator.getitem, [node, index])
 
     def _call(self, target: Any, arguments: Sequence[Any]) -> fx.Node:
         return call_before(self.output, target, arguments, "update")
