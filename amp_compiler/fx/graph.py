@@ -226,8 +226,8 @@ def trace_before(
         arguments: nodes of the graph.
         phase: `forward`, `backward` or `update`; empty in a graph of one phase.
     """
-    values = [node.meta["val"] for node in arguments]
-    return splice_before(place, recorded_graph(function, *values), arguments, phase)
+    recorded = recorded_graph(function, *(node.meta["val"] for node in arguments))
+    return splice_before(place, recorded, arguments, phase)
 
 
 def splice_before(place: fx.Node, traced: fx.Graph, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
