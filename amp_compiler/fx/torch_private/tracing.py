@@ -71,8 +71,7 @@ def recorded_graph(function: Callable[..., Any], *inputs: Any) -> fx.Graph:
         inputs = tuple(one.detach() for one in inputs)
     if not all(type(size) is int for one in inputs for size in one.shape):
         return traced_graph(lambda *args: function(*args), *inputs, _allow_non_fake_inputs=True).graph
-    graph = fx.Graph()
-    recorder = _Recorder(graph, inputs)
+    recorder = _Recorder(graph := fx.Graph(), inputs)
     with torch.no_grad(), getattr(inputs[0], "fake_mode", contextlib.nullcontext()), recorder:
         results = function(*inputs)
     graph.output(pytree.tree_map(recorder.node_of, results))
@@ -96,8 +95,9 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten.detach.default:  # as C++ calls it of what it has just made
             self._note(self.node_of(args[0]), results)
         elif func._schema.is_mutable or isinstance(results, (torch.Tensor, list, tuple)):  # a device is no node
-            taken = pytree.tree_map(self.node_of, (args, kwargs or {}))
-            self._note(self._graph.create_node("call_function", func, *taken, func.overloadpacket.__name__), results)
+            args, kwargs = pytree.tree_map(self.node_of, (args, kwargs or {}))
+            node = self._graph.create_node("call_function", func, args, kwargs, func.overloadpacket.__name__)
+            self._note(node, results)
         return results
 
     def _note(self, node: fx.Node, value: Any) -> None:
