@@ -152,17 +152,6 @@ def _keep_registry_of_exporter() -> None:
     registry.from_torchlib = staticmethod(again)
 
 
-def _leave_captures_unmeasured() -> None:
-    """For its log Dynamo times the guards of each capture, with the processor's caches flushed, and writes all settings
-    of Inductor down: 25 ms and 3."""
-    guards: Any = sys.modules.get("torch._dynamo.guards")
-    if hasattr(guards, "profile_guard_manager"):
-        guards.profile_guard_manager = lambda *arguments: 0.0
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    if hasattr(utils, "_scrubbed_inductor_config_for_logging"):
-        utils._scrubbed_inductor_config_for_logging = lambda: None
-
-
 def _seed_without_stacks() -> None:
     """For a device that is not in use `torch.manual_seed` writes the stack down, once for each kind: milliseconds."""
     for kind in ("cuda", "mtia", "xpu"):
@@ -214,7 +203,6 @@ def _keep_operators_of_exports() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Count before the first fixture is made."""
     _keep_registry_of_exporter()
-    _leave_captures_unmeasured()
     _seed_without_stacks()
     _find_no_test_case()
     _trace_without_patches()

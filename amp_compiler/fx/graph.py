@@ -16,7 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import LoweringError, ValuesReadError
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, traced_graph
+from amp_compiler.fx.torch_private.tracing import new_graph_module, own_decompositions, recorded_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 from amp_compiler.ops.fp8 import fp8_product
@@ -196,19 +196,20 @@ def neutral_attribute(argument: Any) -> Attr:
     return str(argument)
 
 
-def call_before(place: fx.Node, target: Any, arguments: Sequence[Any], phase: str) -> fx.Node:
+def call_before(place: fx.Node, target: Any, arguments: Sequence[Any], phase: str, **options: Any) -> fx.Node:
     """Add a call in front of a node, with the fake tensors that it makes.
 
     Args:
         place: the node.
         target: an operator that runs on fake tensors.
         arguments: nodes, lists of them, and numbers.
-        phase: `forward`, `backward` or `update`.
+        phase: `forward`, `backward` or `update`; empty in a graph of one phase.
+        options: named arguments that are no nodes.
     """
-    with place.graph.inserting_before(place):
-        node = place.graph.call_function(target, tuple(arguments))
     values = fx.node.map_arg(tuple(arguments), lambda argument: argument.meta["val"])
-    node.meta = {"val": target(*values), Key.PHASE: phase}
+    with place.graph.inserting_before(place), torch.no_grad():
+        node = place.graph.call_function(target, tuple(arguments), options)
+        node.meta = {"val": target(*values, **options)} | ({Key.PHASE: phase} if phase else {})
     return node
 
 
@@ -223,22 +224,21 @@ def trace_before(
         arguments: nodes of the graph.
         phase: `forward`, `backward` or `update`; empty in a graph of one phase.
     """
-    values = [node.meta["val"] for node in arguments]
-    traced = traced_graph(lambda *inputs: function(*inputs), *values, _allow_non_fake_inputs=True)
-    return splice_before(place, traced, arguments, phase)
+    recorded = recorded_graph(function, *(node.meta["val"] for node in arguments))
+    return splice_before(place, recorded, arguments, phase)
 
 
-def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
+def splice_before(place: fx.Node, traced: fx.Graph, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
     """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`. A result may be `None`."""
     graph = place.graph
-    environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    environment = dict(zip(traced.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(place):
-        for node in traced.graph.nodes:
+        for node in traced.nodes:
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
                 if phase:
                     environment[node].meta[Key.PHASE] = phase
-    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
+    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced)]  # type: ignore[misc]
 
 
 def replace_call(call: fx.Node, by: Any) -> None:
@@ -292,10 +292,7 @@ def _annotated(function: Callable[..., Any], custom: dict[str, Any]) -> Callable
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
     """A cast of a placeholder to FP32, right behind the placeholders."""
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        cast = graph.call_function(CAST, (source, torch.float32))
-    cast.meta = {"val": source.meta["val"].to(torch.float32)}
-    return cast
+    return call_before(graph.find_nodes(op="placeholder")[-1].next, CAST, [source, torch.float32], "")
 
 
 def own_upcasts(graph: fx.Graph) -> list[fx.Node]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -91,13 +92,9 @@ def held_by(function: Any) -> Iterator[tuple[str, Any]]:
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     code, cells = function.__code__, function.__closure__ or ()
     for name, cell in zip(code.co_freevars, cells, strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
             yield name, cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
     yield from (function.__kwdefaults__ or {}).items()
     defaults = function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor, replace_call
+from amp_compiler.fx.graph import call_before, node_tensor, replace_call
 from amp_compiler.passes.base import RewritePass
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ class OpenCells(RewritePass):
         """Rewrite in place."""
         cells = [node for node in graph.nodes if self.low is not None and _is_cell_on_cpu(node)]
         for node in cells:
-            _open(graph, node)
+            _open(node)
         return bool(cells)
 
 
@@ -60,15 +60,13 @@ def _is_cell_on_cpu(node: fx.Node) -> bool:
     return tensor is not None and tensor.device.type == "cpu"
 
 
-def _open(graph: fx.Graph, cell: fx.Node) -> None:
+def _open(cell: fx.Node) -> None:
     def call(op: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(op, args)
-        node.meta = {key: value for key, value in cell.meta.items() if key != "val"}
-        node.meta["val"] = op(*fx.node.map_arg(args, lambda one: one.meta["val"]))
+        node = call_before(cell, op, args, "")
+        node.meta = {**cell.meta, "val": node.meta["val"]}
         return node
 
-    with graph.inserting_before(cell), torch.no_grad():
-        results = _CELLS[cell.target](call, *cell.args, **cell.kwargs)
+    results = _CELLS[cell.target](call, *cell.args, **cell.kwargs)
     replace_call(cell, results if len(results) > 1 else results[0])
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import schema_argument
+from amp_compiler.fx.graph import call_before, schema_argument
 from amp_compiler.fx.meta import source_of
 from amp_compiler.passes.base import RewritePass
 
@@ -59,8 +59,6 @@ class ZeroHiddenRows(RewritePass):
 
 def _behind(place: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
     """A call behind a node, with its fake result."""
-    with place.graph.inserting_after(place):
-        node: fx.Node = place.graph.call_function(op, args)
-    with torch.no_grad():
-        node.meta = {**source_of(place), "val": op(*fx.node.map_arg(args, lambda one: one.meta["val"]))}  # type: ignore[misc]
+    node = call_before(place.next, op, args, "")
+    node.meta.update(source_of(place))
     return node

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.graph import node_tensor, results_of, trace_before
+from amp_compiler.fx.graph import call_before, node_tensor, results_of, trace_before
 from amp_compiler.passes.base import RewritePass
 from amp_compiler.passes.step.separate_buffers import work_on_copies
 
@@ -60,8 +60,7 @@ class ProtectBuffers(RewritePass):
         (finite,) = trace_before(output, _all_finite, read, "") if read else (None,)
         for node, copy in pairs:
             new = copy if finite is None else trace_before(output, torch.where, [finite, copy, node], "")[0]
-            with graph.inserting_before(output):
-                graph.call_function(aten.copy_.default, (node, new)).meta["val"] = node.meta["val"]
+            call_before(output, aten.copy_.default, [node, new], "")
         return True
 
 

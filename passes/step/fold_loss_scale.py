@@ -112,7 +112,7 @@ class FoldLossScale(RewritePass):
             scale = _weighed(scale, seed)
         source = scale
         if loss is not None and (loss.dtype is not torch.float32 or loss.dim()):
-            source = _fit(graph, scale, seed, loss)
+            source = _fit(scale, seed, loss)
         replace_call(seed, source)
         for expand in list(source.users):  # of which constants right behind the seed become part
             if expand.target is aten.expand.default:
@@ -127,11 +127,6 @@ def _weighed(scale: fx.Node, seed: fx.Node) -> fx.Node:
     return call_before(seed, aten.mul.Tensor, [scale, weight], "backward")
 
 
-def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
-    with graph.inserting_before(seed):
-        node = graph.call_function(aten._to_copy.default, (scale,), {"dtype": loss.dtype})
-        node.meta = {"val": loss.new_empty(()), Key.PHASE: "backward"}
-        if loss.dim():
-            node = graph.call_function(aten.view.default, (node, list(loss.shape)))
-            node.meta = {"val": loss, Key.PHASE: "backward"}
-    return node
+def _fit(scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
+    number = call_before(seed, aten._to_copy.default, [scale], "backward", dtype=loss.dtype)
+    return call_before(seed, aten.view.default, [number, list(loss.shape)], "backward") if loss.dim() else number

@@ -133,7 +133,7 @@ class _Builder:
         inverse = self._inverse(state)
         if options.parts:
             norm, nonfinite, flags = self._checked_together(list(gradients.values()), inverse)
-        elif self._looks_at_gradients():
+        elif options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm:
             check = self._call(CHECK, [list(gradients.values()), inverse])
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         else:
@@ -153,9 +153,7 @@ class _Builder:
                 else:
                     self._call(OPERATORS[group.kind], self._arguments(index, group, gradients, coef, nonfinite))
             self._commit_scale(state, nonfinite, self._norm_of_scale(gradients, inverse, norm))
-        kept = self.outputs[: options.results]
-        with self.graph.inserting_before(self.output):
-            self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+        self.output.args = ((*self.outputs[: options.results], norm, nonfinite, flags, *gradients.values()),)
 
     def _inverse(self, state: list[fx.Node]) -> fx.Node:
         """What gradients are multiplied by."""
@@ -168,11 +166,6 @@ class _Builder:
             return scale / (fields[-1] if weights else options.divisor)
 
         return self._inline(inverse, [*state, *total])[0]
-
-    def _looks_at_gradients(self) -> bool:
-        """Whether the step needs a pass over the gradients in front of the update."""
-        options = self.options
-        return options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm
 
     def _checked_together(self, gradients: list[fx.Node], inverse: fx.Node) -> list[fx.Node]:
         """Norm and flags of gradients of which this rank has parts, the others whole; as `grad_check` gives them."""
@@ -252,7 +245,8 @@ class _Builder:
         if group.storage is None:
             mode: list[int] = []
         else:
-            extra, mode = [*extra, self._rounding(skip)], [group.storage]
+            # The random state of stochastic rounding; one for all groups, each of which moves it on.
+            extra, mode = [*extra, self._scalar_state(0, "rng", skip, torch.int64, (2,))], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
         watched = [self._stale(index, skip, masters, group.takes), *group.takes] if group.low_weights else []
         return [*lists, *extra, hyper, coef, skip, *mode, *group.flags, *watched]
@@ -274,14 +268,13 @@ class _Builder:
             states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
         low_weights = [self.placeholders[name] for name in group.low_weights if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
-        watched = [self._stale(index, skip, masters)] if low_weights and not _is_cuda(skip) else []
+        # On a GPU traced code that looked at 16-bit copies would read masters once more, which was never measured.
+        looks = bool(low_weights) and node_tensor(skip).device.type != "cuda"  # type: ignore[union-attr]
+        watched = [self._stale(index, skip, masters)] if looks else []
         gradients_of = [gradients[name] for name in group.masters]
         inputs = [*masters, *gradients_of, *states, *watched, *low_weights, rates, coef, skip]
-        splice_before(self.output, trace_update(group, [node.meta["val"] for node in inputs]), inputs, "update")
-
-    def _rounding(self, like: fx.Node) -> fx.Node:
-        """The random state of stochastic rounding; one for all groups, each of which moves it on."""
-        return self._scalar_state(0, "rng", like, torch.int64, (2,))
+        traced = trace_update(group, [node.meta["val"] for node in inputs])
+        splice_before(self.output, traced.graph, inputs, "update")
 
     def _state(self, group: int, column: str, number: int, master: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         tensor = node_tensor(master)
@@ -340,18 +333,10 @@ class _Builder:
             self._call(COMMIT, [skip, targets, values])
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_before(self.output):
-            item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta = {"val": node.meta["val"][index], Key.PHASE: "update"}
-        return item
+        return self._call(operator.getitem, [node, index])
 
     def _call(self, target: Any, arguments: Sequence[Any]) -> fx.Node:
         return call_before(self.output, target, arguments, "update")
 
     def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
         return trace_before(self.output, function, arguments, "update")
-
-
-def _is_cuda(node: fx.Node) -> bool:
-    """Where traced code that looked at 16-bit copies would read masters once more, which was never measured."""
-    return node_tensor(node).device.type == "cuda"  # type: ignore[union-attr]

@@ -152,7 +152,7 @@ def open_call(node: fx.Node, target: Any, phase: str) -> None:
     traced.graph.eliminate_dead_code()
     for one in traced.graph.nodes:
         one.meta.update(written_at(node))
-    results = splice_before(node, traced, read, phase)
+    results = splice_before(node, traced.graph, read, phase)
     replace_call(node, results if isinstance(traced.graph.output_node().args[0], (list, tuple)) else results[0])
 
 
@@ -183,7 +183,7 @@ def _place(weight: fx.Node, values: list[fx.Node], is_updated: bool) -> None:
     for node in values:
         node.replace_all_uses_with(placed[copies[node]])
     output = graph.output_node()
-    new = splice_before(output, fx.GraphModule({}, recipe), [weight], "update") if is_updated else []
+    new = splice_before(output, recipe, [weight], "update") if is_updated else []
     for placeholder, value in zip(placed.values(), new, strict=False):
         call_before(output, _aten.copy_.default, [placeholder, value], "update")
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.graph import replace_other_uses, results_of
+from amp_compiler.fx.graph import call_before, replace_other_uses, results_of
 from amp_compiler.passes.base import RewritePass
 
 
@@ -62,9 +62,7 @@ def work_on_copies(graph: fx.Graph, names: Iterable[str]) -> list[tuple[fx.Node,
     placeholders, wanted = graph.find_nodes(op="placeholder"), frozenset(names)
     pairs = []
     for node in [node for node in placeholders if node.name in wanted]:
-        with graph.inserting_after(placeholders[-1]):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta["val"] = node.meta["val"].clone()  # a trace tells two values apart by their tensors
+        copy = call_before(placeholders[-1].next, torch.ops.aten.clone.default, [node], "")
         replace_other_uses(node, copy)
         pairs.append((node, copy))
     return pairs

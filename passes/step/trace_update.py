@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.alias import is_view, readers
-from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.graph import call_before, results_of
 from amp_compiler.fx.torch_private.tracing import traced_graph
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.ops.update.reference import follow
@@ -150,24 +150,18 @@ def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: 
             f"the update of {name} uses a tensor that is neither a parameter nor its state",
             hint="keep it in the optimizer's state",
         )
-    with traced.graph.inserting_before(node):
-        constant = traced.graph.call_function(
-            _aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": like.device}
-        )
-    constant.meta = {"val": like.new_empty((), dtype=value.dtype)}
-    node.replace_all_uses_with(constant)
+    with like.fake_mode:  # type: ignore[attr-defined]
+        options = {"dtype": value.dtype, "device": like.device}
+        node.replace_all_uses_with(call_before(node, _aten.full.default, [[], value.item()], "", **options))
 
 
-def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
+def _apart(olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
     """The new values, with a copy where one is the old value of another tensor, or a view of it."""
     shared = {*olds, *(user for old in olds for user in readers(old) if is_view(user))}
     tensors = []
     for old, new in zip(olds, news, strict=True):
         if new in shared and new is not old:
-            with graph.inserting_after(first if new in olds else new):
-                copy = graph.call_function(_aten.clone.default, (new,))
-            copy.meta = {"val": new.meta["val"]}
-            new = copy
+            new = call_before((first if new in olds else new).next, _aten.clone.default, [new], "")
         tensors.append(new)
     return tensors
 
@@ -186,19 +180,13 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
             hint="let step() change the parameters in place, under torch.no_grad()",
         )
     low_weights = [*update.placed(placeholders[2 * count + held : -3]), *[None] * held]
-    with graph.inserting_after(placeholders[-1]):
-        bad = graph.call_function(_aten.ne.Scalar, (placeholders[-1], 0))
-    bad.meta = {"val": placeholders[-1].meta["val"] != 0}
-    news = _apart(graph, olds, news, bad)
+    bad = call_before(placeholders[-1].next, _aten.ne.Scalar, [placeholders[-1], 0], "")
+    news = _apart(olds, news, bad)
     place: dict[fx.Node, int] = {node: number for number, node in enumerate(graph.nodes)}
     for old, new, low in zip(olds, news, low_weights, strict=True):
         if new is old:
             continue
         last = max([bad, new, *(user for user in readers(old) if user in place)], key=lambda node: place[node])
-        with graph.inserting_after(last):
-            kept = graph.call_function(_aten.where.self, (bad, old, new))
+        kept = call_before(last.next, _aten.where.self, [bad, old, new], "")
         for target in (old,) if low is None else (low, old):
-            with graph.inserting_after(kept):
-                written: Any = graph.call_function(_aten.copy_.default, (target, kept))
-            written.meta = {"val": target.meta["val"]}
-        kept.meta = {"val": old.meta["val"]}
+            call_before(kept.next, _aten.copy_.default, [target, kept], "")

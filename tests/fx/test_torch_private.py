@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import amp_compiler as amp
 from amp_compiler.fx.torch_private.inductor import inductor_graph_pass
-from amp_compiler.fx.torch_private.tracing import forward_of, is_pointwise, traced_graph
+from amp_compiler.fx.torch_private.tracing import forward_of, is_pointwise, recorded_graph, traced_graph
 
 
 def test_a_rewritten_graph_computes_and_shows_what_it_says() -> None:
@@ -28,6 +30,21 @@ def test_a_rewritten_graph_computes_and_shows_what_it_says() -> None:
     assert torch.equal(forward_of(plain)(torch.ones(2)), torch.full((2,), 2.0))
 
 
+@pytest.mark.parametrize("is_static", [True, False])
+def test_a_recorded_graph_is_the_traced_one(is_static) -> None:
+    def function(a, b):
+        first = a.float().reshape(-1).split(4)[0].neg()
+        torch._foreach_add_([first], 1.0)
+        return [b, torch.where(first > 0, 1 - b.sum(), 0.0), torch.zeros_like(a), torch.full((), 2.0, device=a.device)]
+
+    one = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 2), static_shapes=is_static)
+    traced = traced_graph(lambda *inputs: function(*inputs), one, one.clone(), _allow_non_fake_inputs=True).graph
+    graphs = traced, recorded_graph(function, one, one.clone())
+    shown = [[(str(node.target), node.name) for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
+    assert shown[0] == shown[1] and len(shown[0]) > 8
+    assert len({*recorded_graph(lambda a, b: [a, b], one, one).output_node().args[0]}) == 2  # one tensor, two inputs
+
+
 @pytest.mark.slow  # what imports it reads a user's class, of which there is none here
 def test_a_model_of_ones_own_loads_nothing_of_transformers() -> None:
     code = (
@@ -42,13 +59,17 @@ def test_a_model_of_ones_own_loads_nothing_of_transformers() -> None:
 def test_the_log_of_a_capture_takes_functions_among_dynamos_settings(monkeypatch) -> None:
     for name in ("warning_once", "info_once"):  # as transformers adds them
         monkeypatch.setattr(logging.Logger, name, functools.lru_cache(lambda self, text: None), raising=False)
-    errors: list[str] = []
+    errors, timed = list[str](), list[int]()
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("torch._dynamo.metrics_context")
     log.addHandler(handler)
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: timed.append(1) or 0.0)
     try:
-        amp.compile(torch.nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+        for is_read in (False, True):  # guards are timed where that is read
+            amp.compile(torch.nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+            assert bool(timed) == is_read
+            monkeypatch.setenv("TORCH_TRACE", "")
     finally:
         log.removeHandler(handler)
     assert errors == []

@@ -1,6 +1,7 @@
 """What is private of torch's tracing and graphs."""
 
 import contextlib
+import operator
 import re
 import threading
 import weakref
@@ -8,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx.torch_private.runtime import exchanged, saved_tensor_hooks, transforms_here
+from amp_compiler.fx.torch_private.runtime import TorchDispatchMode, exchanged, saved_tensor_hooks, transforms_here
 
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
@@ -56,6 +58,52 @@ def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> 
         # ones behind any operator of our own, also where all is fake.
         table = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
         return make_fx(function, decomposition_table=table, **options)(*inputs)  # type: ignore[no-any-return]
+
+
+def recorded_graph(function: Callable[..., Any], *inputs: Any) -> fx.Graph:
+    """The graph of `traced_graph` for a function of a few operators, in a fifth of the time that `make_fx` takes.
+
+    Where a size is a symbol `make_fx` traces, which writes down how it is worked out.
+    """
+    if len({id(one) for one in inputs}) < len(inputs):  # by which their nodes are known
+        inputs = tuple(one.detach() for one in inputs)
+    if not all(type(size) is int for one in inputs for size in one.shape):
+        return traced_graph(lambda *args: function(*args), *inputs, _allow_non_fake_inputs=True).graph
+    recorder = _Recorder(graph := fx.Graph(), inputs)
+    with torch.no_grad(), getattr(inputs[0], "fake_mode", contextlib.nullcontext()), recorder:
+        results = function(*inputs)
+    graph.output(pytree.tree_map(recorder.node_of, results))
+    return graph
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes each operator that runs into a graph, under the name that `make_fx` gives it."""
+
+    def __init__(self, graph: fx.Graph, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._graph, self._nodes, self._alive = graph, dict[int, fx.Node](), list[Any]()
+        for one in inputs:
+            self._note(graph.placeholder("input"), one)
+
+    def node_of(self, value: Any) -> Any:
+        return self._nodes[id(value)] if isinstance(value, torch.Tensor) else value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **kwargs or {})
+        if func is torch.ops.aten.detach.default:  # as C++ calls it of what it has just made
+            self._note(self.node_of(args[0]), results)
+        elif func._schema.is_mutable or isinstance(results, (torch.Tensor, list, tuple)):  # a device is no node
+            args, kwargs = pytree.tree_map(self.node_of, (args, kwargs or {}))
+            node = self._graph.create_node("call_function", func, args, kwargs, func.overloadpacket.__name__)
+            self._note(node, results)
+        return results
+
+    def _note(self, node: fx.Node, value: Any) -> None:
+        node.meta["val"] = value
+        self._nodes[id(value)] = node
+        self._alive.append(value)  # else its id would be another's
+        for place, one in enumerate(value if isinstance(value, (list, tuple)) else ()):
+            self._note(self._graph.call_function(operator.getitem, (node, place)), one)
 
 
 def wrap_while_it_lives(module: fx.GraphModule) -> None:

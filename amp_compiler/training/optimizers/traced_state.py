@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,26 +150,16 @@ def _init_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Sta
     return [state[stand_in] for group in stand_ins for stand_in in group["params"]]
 
 
-class _FirstValues(dict[str, Any]):
-    """A parameter's state that notes the first value of every key."""
+class _FirstValues(UserDict[str, Any]):
+    """A parameter's state that notes the first value of every key that is not present."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.first: State = {}
+    def __init__(self, present: State | None = None) -> None:
+        self.data, self.first = present or {}, dict[str, Any]()
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self and key not in self.first:
             self.first[key] = value.clone() if isinstance(value, Tensor) else value
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **more: Any) -> None:
-        for key, value in dict(*args, **more).items():
-            self[key] = value
 
 
 def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[State]:
