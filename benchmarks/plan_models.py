@@ -43,7 +43,7 @@ def measure_model(name: str, rules: RuleSet, dtype: str, device: str, repeats: i
         repeats: runs of each, of which the best counts.
     """
     model, batch = cases.build_for_inference(name, cases.LARGE, device)
-    captured = capture_model(model, (), batch, None).captured
+    captured, _ = capture_model(model, (), batch, None)
     settings = Settings(rules, dtype)
     normalize(captured.graph_module, settings)
     nodes = sum(node.op == "call_function" for node in captured.graph_module.graph.nodes)

@@ -24,7 +24,7 @@ from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.functions import compiled_function, is_function
 from amp_compiler.forward.kinds import refuse_lightning
 from amp_compiler.forward.program import plan_captured
-from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, check_enabled, device_of, make_settings
+from amp_compiler.forward.settings import AUTO, Settings, WeightsArgument, device_of, make_settings
 from amp_compiler.forward.subgraphs import build_subgraph
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.autocast_state import refuse_other_autocast
@@ -126,9 +126,7 @@ def compile(
         >>> model(torch.ones(2, 8)).dtype
         torch.float32
     """
-    check_enabled(enabled)
-    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, fullgraph, weights)
-    settings = replace(settings, enabled=enabled)
+    settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, fullgraph, weights, enabled)
     return functools.partial(_compiled, settings) if model is None else _compiled(settings, model)
 
 
@@ -255,7 +253,7 @@ def explain(
         )
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
-    captured = capture_model(model, args, kwargs, torch_dtype(low), dynamic_shapes is not None).captured
+    captured, _ = capture_model(model, args, kwargs, torch_dtype(low), dynamic_shapes is not None)
     plan = plan_captured(captured, settings, low, device=device or "", name=type(model).__name__)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +16,6 @@ from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.torch_private.dynamo import prints_ignored
 from amp_compiler.fx.torch_private.runtime import no_saved_tensor_hooks
-
-
-@dataclass(frozen=True)
-class CapturedModel:
-    """A forward.
-
-    Args:
-        captured: its graph.
-        inputs: what it was captured with, one for each placeholder.
-    """
-
-    captured: Captured
-    inputs: tuple[Any, ...]
 
 
 def inputs_for(inputs: Sequence[Any], leaves: Sequence[Any], captured_for: Sequence[Any]) -> list[Any]:
@@ -50,7 +36,7 @@ def capture_model(
     kwargs: Mapping[str, Any],
     low: torch.dtype | None,
     dynamic: bool = False,
-) -> CapturedModel:
+) -> tuple[Captured, tuple[Any, ...]]:
     """Capture a forward through the door by which `amp.compile` does; nothing runs, and nothing is changed.
 
     Args:
@@ -60,6 +46,9 @@ def capture_model(
         low: the low type that is planned for; `None` where nothing is planned.
         dynamic: whether all sizes are symbolic.
 
+    Returns:
+        Its graph, and what it was captured with, one for each placeholder.
+
     Raises:
         CaptureError: the forward is not one graph.
     """
@@ -68,10 +57,9 @@ def capture_model(
     def run(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> CapturedModel:
+    def make(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Captured, tuple[Any, ...]]:
         with generators_kept(), no_saved_tensor_hooks():
             captured = captured_from_dynamo(graph_module, inputs, low, Names.of(model))
-        return CapturedModel(captured, (*inputs, *captured.constants.values()))
+        return captured, (*inputs, *captured.constants.values())
 
-    captured_model: CapturedModel = capture_once(run, make, name_of(model), args, kwargs, dynamic, prints_ignored)
-    return captured_model
+    return capture_once(run, make, name_of(model), args, kwargs, dynamic, prints_ignored)  # type: ignore[no-any-return]

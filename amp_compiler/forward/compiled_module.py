@@ -147,7 +147,7 @@ class CompiledModule(StandIn):
             if torch.onnx.is_in_onnx_export():
                 hint = "amp.export_onnx(model, example_args, path) writes it in mixed precision"
             else:
-                hint = f"give torch.{traced.rpartition('.')[2]} `model.original`, the module behind it"
+                hint = f"give torch.{traced.rpartition('.')[2]} the module that was compiled"
                 hint += "; amp.export gives the rewritten graph" if "export" in traced else ""
             raise CaptureError(f"a compiled module cannot be {traced}", hint=hint)
         if self._amp_settings.weights == "low":
@@ -183,6 +183,7 @@ class CompiledModule(StandIn):
             object.__dict__["__class__"].__set__(self, kind)
         else:
             self._amp_original.__class__ = kind
+            object.__dict__["__class__"].__set__(self, _class_for(self._amp_original))
 
     @_OfOurs
     def original(self) -> nn.Module:
@@ -236,7 +237,9 @@ class CompiledModule(StandIn):
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks for it.
-        raise CaptureError("a compiled module cannot be scripted", hint="give torch.jit.script `model.original`")
+        raise CaptureError(
+            "a compiled module cannot be scripted", hint="give torch.jit.script the module that was compiled"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         result = memo[id(self)] = CompiledModule(copy.deepcopy(self._amp_original, memo), self._amp_settings)

@@ -130,10 +130,9 @@ def build_counting(
     settings = replace(settings, dynamic_shapes=None, backend=EAGER)
     low, first = settings.low(device), pytree.tree_leaves((args, kwargs))
     with torch.no_grad():
-        forward = capture_model(model, args, kwargs, torch_dtype(low))
-    plan = plan_captured(forward.captured, settings, low)
-    rewrite(forward.captured.graph_module, plan, settings, Stages())
-    graph_module = forward.captured.graph_module
+        captured, examples = capture_model(model, args, kwargs, torch_dtype(low))
+    plan, graph_module = plan_captured(captured, settings, low), captured.graph_module
+    rewrite(graph_module, plan, settings, Stages())
     for node in graph_module.graph.nodes:
         if node.op != "output":
             node.meta[Key.PHASE] = "forward"
@@ -143,6 +142,6 @@ def build_counting(
         return build_run(graph_module, [], settings, True, Stages())
 
     def inputs(leaves: Sequence[Any]) -> list[Any]:
-        return inputs_for(forward.inputs, leaves, first)
+        return inputs_for(examples, leaves, first)
 
     return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device, products=products)

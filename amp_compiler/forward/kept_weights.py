@@ -3,71 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
+from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, versions
 from amp_compiler.fx.captured import Captured
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.stale_copies import CopyWatch
+from amp_compiler.fx.torch_private.runtime import ADDRESS_OF_TENSOR
+from amp_compiler.ops.stale_copies import CopyWatch, compares_all
 from amp_compiler.passes.step.place_operands import Operands
 
-_VERSION = attrgetter("_version")
 _Cast = tuple[int, str, torch.dtype]
-_Seen = tuple[list[int], list[int], list[int | None], int]  # ids, addresses, versions, steps of optimizers
+_Seen = tuple[list[int], list[int], list[int | None]]  # ids, addresses, versions
 
 
 class KeptWeights:
     """Low-precision copies of weights, made once, and all of them again when a parameter changes.
 
-    A change is seen by identity, address and version counter; after a step of any optimizer of torch, whose fused
-    updates move no counter, too. What was written past version counters (`parameter.data.mul_()`)
-    is seen by the values, as `CopyWatch` compares them.
+    A change is seen by the address and by the values, as `CopyWatch` compares them; by identity and version counter of
+    weights of which it does not compare all; after a step of any optimizer of torch, whose fused updates move no
+    counter, too. So what was written past version counters (`parameter.data.mul_()`) is seen as well.
 
     Args:
         casts: for each copy, place and name of the weight among the inputs and the type of the copy.
         operands: what is made of copies: place of the copy, and how it is made.
 
     Attributes:
-        written: the first weight that was seen by its values; empty without one.
+        written: the first weight that was seen by its values alone; empty without one.
     """
 
     def __init__(self, casts: Sequence[_Cast], operands: Sequence[tuple[int, Operands]] = ()) -> None:
         self._operands = tuple(operands)
         self._casts, self.written, self._turn = tuple(casts), "", 0
         self._places = [place for place, *_ in self._casts]
-        # What is known of the weights, what is made of them, what compares: replaced as one, as any thread may call.
-        self._known: tuple[_Seen, list[torch.Tensor], list[CopyWatch]] | None = None
+        # Steps of optimizers, what is seen of the weights whose places stand before it and of all, what is made of
+        # them, what compares: replaced as one, as any thread may call.
+        self._known: tuple[int, list[int], _Seen, _Seen, list[Tensor], list[CopyWatch]] | None = None
         OPTIMIZER_STEPS.watch()
 
-    def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def current(self, inputs: Sequence[Any]) -> list[Tensor]:
         """The copies for today's inputs, and behind them what is made of copies."""
-        # By what CPython does fast: a model has hundreds of them.
-        weights = [*map(inputs.__getitem__, self._places)]
-        seen = [*map(id, weights)], [*map(torch.Tensor.data_ptr, weights)], _versions(weights), OPTIMIZER_STEPS.count
-        known = self._known
-        if known is None or known[0] != seen or None in seen[2]:
-            return self._keep(seen, self._made(weights))
-        _, kept, watches = known
-        copies = kept[: len(weights)]
+        inputs, known = tuple(inputs), self._known
+        if known is None or known[0] != OPTIMIZER_STEPS.count or known[2] != _seen(inputs, known[1]):
+            return self._made(inputs)
+        *_, seen, kept, watches = known
         self._turn += 1
         if not watches:
-            watches.append(CopyWatch([*zip(weights, copies, strict=True)]))
-        stale = watches[0].look(self._turn)
+            pairs = zip(self._weights(inputs), kept, strict=False)
+            watches.append(CopyWatch([*pairs], arguments=self._places, address_of=ADDRESS_OF_TENSOR))
+        stale = watches[0].look(self._turn, inputs)
         if not stale:
             return kept
         # A write is seldom of one weight alone, and sampling may see it in one alone.
-        self.written = self.written or self._casts[stale[0]][1]
-        return self._keep(seen, self._made(weights))
+        if seen == _seen(inputs, self._places) and None not in seen[2]:
+            self.written = self.written or self._casts[stale[0]][1]
+        return self._made(inputs)
 
-    def _made(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _weights(self, inputs: Sequence[Any]) -> list[Tensor]:
+        return [*map(inputs.__getitem__, self._places)]
+
+    def _made(self, inputs: Sequence[Any]) -> list[Tensor]:
+        weights, steps = self._weights(inputs), OPTIMIZER_STEPS.count
         pairs = zip(weights, self._casts, strict=True)
-        return [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
-
-    def _keep(self, seen: _Seen, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        copies = [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
         kept = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
-        self._known = seen, kept, []
+        places = [
+            place
+            for place, *pair in zip(self._places, weights, copies, strict=True)
+            if not (ADDRESS_OF_TENSOR and compares_all(*pair))
+        ]
+        seen = _seen(inputs, places)
+        self._known = None if None in seen[2] else (steps, places, seen, _seen(inputs, self._places), kept, [])
         return kept
 
     def drop(self) -> None:
@@ -75,12 +83,10 @@ class KeptWeights:
         self._known = None
 
 
-def _versions(weights: Sequence[torch.Tensor]) -> list[int | None]:
-    """Version counters; an inference tensor has none, and no copy is kept where there is one."""
-    try:
-        return [*map(_VERSION, weights)]
-    except RuntimeError:
-        return [None if one.is_inference() else one._version for one in weights]
+def _seen(inputs: Sequence[Any], places: Sequence[int]) -> _Seen:
+    # By what CPython does fast: a model has hundreds of them.
+    weights = [*map(inputs.__getitem__, places)]
+    return [*map(id, weights)], [*map(Tensor.data_ptr, weights)], versions(weights)
 
 
 def kept_weights(captured: Captured) -> KeptWeights:

@@ -14,7 +14,7 @@ from amp_compiler.backends import find_backend
 from amp_compiler.errors import DoubleBackwardError
 from amp_compiler.forward.redraw import Build, NotRedrawnError, Redraw, is_redrawable
 from amp_compiler.forward.settings import device_of
-from amp_compiler.forward.tensor_versions import writable
+from amp_compiler.forward.tensor_versions import versions
 from amp_compiler.fx.alias import alias_sources, takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
@@ -74,8 +74,9 @@ class Rerun:
             if grad:
                 for i in self._before:
                     read[i] = inputs[i].clone()
+            if grad and self._build is not None:
                 device = device_of(inputs)
-                if self._build is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                     states.append(random_state(device))  # which cannot be had while a stream is captured
             results = run(*inputs)
             if grad and (node := compiled_node(results)):
@@ -133,13 +134,9 @@ class Rerun:
             )
         return results
 
-    def versions(self, inputs: Sequence[Any]) -> list[int]:
+    def versions(self, inputs: Sequence[Any]) -> list[int | None]:
         """Of what a call reads; what it writes has others after each call, and no result hangs on it."""
-        read = [inputs[i] for i in self._read]
-        try:
-            return [one._version for one in read]
-        except RuntimeError:  # a tensor that inference mode made has none
-            return [one._version for one in writable(read)]
+        return versions([inputs[i] for i in self._read])
 
     def error(self, why: str) -> DoubleBackwardError:
         """The error of a call that cannot run once more."""

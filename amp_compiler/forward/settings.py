@@ -93,15 +93,18 @@ def make_settings(
     mode: Mode = DEFAULT,
     fullgraph: bool = False,
     weights: WeightsArgument = "fp32",
+    enabled: bool = True,
 ) -> Settings:
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend, mode or storage of weights, or `dynamic_shapes` of no form that
-            torch.export takes.
+        AmpError: an unknown dtype, backend, mode or storage of weights, `enabled` of another type, or `dynamic_shapes`
+            of no form that torch.export takes.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
+    if type(enabled) is not bool:
+        raise AmpError(f"enabled={enabled!r}", hint="pass True or False")
     low = low_name(dtype)
     known_form = dynamic_shapes is None or isinstance(dynamic_shapes, _FORMS)
     if not known_form and not (isinstance(dynamic_shapes, str) and dynamic_shapes == AUTO):
@@ -114,15 +117,7 @@ def make_settings(
     if weights not in get_args(WeightsArgument):
         raise AmpError(f"weights={weights!r}", hint="use 'fp32', or 'low' for inference on 16-bit weights alone")
     pipelines = pipelines_with(passes, allowed)
-    return Settings(
-        load_rules(rules), low, backend, dynamic_shapes, pipelines, mode, fullgraph=bool(fullgraph), weights=weights
-    )
-
-
-def check_enabled(enabled: Any) -> None:
-    """It is True or False."""
-    if type(enabled) is not bool:
-        raise AmpError(f"enabled={enabled!r}", hint="pass True or False")
+    return Settings(load_rules(rules), low, backend, dynamic_shapes, pipelines, mode, enabled, bool(fullgraph), weights)
 
 
 def device_of(tensors: Any) -> torch.device:

@@ -75,14 +75,10 @@ class Subgraph:
         """The rewritten graph."""
         return self.captured.graph_module
 
-    def inputs(self, args: Sequence[Any]) -> list[Any]:
-        """All that the graph takes, by what Dynamo gives."""
-        return [*args, *self.captured.constants.values(), *self.weights.current(args)]
-
     def __call__(self, *args: Any) -> Any:
         """Run it on what Dynamo gives."""
         with autocast_off():
-            return self.run(*self.inputs(args))
+            return self.run(*args, *self.captured.constants.values(), *self.weights.current(args))
 
 
 @without_full_collections()
@@ -194,11 +190,6 @@ class Subgraphs:
         self._frontends: dict[object, Frontend] = {}  # by the hooks that stand, and whether it has to be one graph
         self._regions: dict[object, Frontend] = {}  # of checkpointing, by their code
 
-    @property
-    def given_up(self) -> str:
-        """Why it is to run under `torch.autocast` from now on; empty while it is not."""
-        return self._forms.given_up
-
     def forget(self) -> None:
         """Drop what was compiled."""
         self._frontends.clear()
@@ -234,7 +225,7 @@ class Subgraphs:
         """
         modes = modes_around()  # which are to see all that a call runs: of one graph, or under autocast
         cut = f"a dispatch mode is around the call, and {self._cut}" if modes and self._cut else ""
-        reason = self.given_up or why_not_captured() or cut
+        reason = self._forms.given_up or why_not_captured() or cut
         if reason and self._settings.fullgraph:
             raise CaptureError(f"{self._name} is not one graph: {reason}", hint="leave out fullgraph=True")
         if reason:
@@ -273,8 +264,8 @@ class Subgraphs:
         self.without = "" if graphs else f"as it is written: {self._unplanned or 'Dynamo captured nothing of it'}"
         if functions_given_up() > skipped or not (graphs or self.graphs or self._unplanned):
             self._forms.note_skipped(any(True for _ in self._model.parameters()))
-        if self.given_up and not self.graphs:
-            self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self.given_up)
+        if self._forms.given_up and not self.graphs:
+            self._warn("%s ran as it is, and runs under torch.autocast from now on: %s", self._forms.given_up)
         return result
 
     def _without_capture(self, error: CaptureError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

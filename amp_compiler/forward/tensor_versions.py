@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 logger = logging.getLogger("amp_compiler")
+VERSION = attrgetter("_version")  # of tensors, fast
 
 
 class StepCounter:
@@ -33,19 +34,17 @@ class StepCounter:
 OPTIMIZER_STEPS = StepCounter()
 
 
+def versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Their version counters; an inference tensor has none."""
+    try:
+        return [*map(VERSION, tensors)]
+    except RuntimeError:
+        return [None if one.is_inference() else one._version for one in tensors]
+
+
 def writable(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of some tensors that have a version counter."""
     return [tensor for tensor in tensors if not tensor.is_inference()]
-
-
-def note_writes(tensors: list[Tensor]) -> None:
-    """Move the version counters of tensors that a kernel or a replayed graph has written, as torch's own writes do.
-
-    Args:
-        tensors: as `writable` gives them.
-    """
-    if tensors:
-        torch.autograd.graph.increment_version(tensors)
 
 
 def tell_of_hidden_write(name: str) -> None:

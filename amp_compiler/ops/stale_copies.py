@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from amp_compiler.ops.layout import is_dense, same_layout
 
 _CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in types.h
 _LOOKED_AT = 1024  # elements of a tensor at a look; as in stale.cpp
+_POINTER = ctypes.c_void_p
+_Look = ctypes.PYFUNCTYPE(  # which keeps Python's lock
+    None, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.py_object, _POINTER, _POINTER, _POINTER
+)
 
 
 class CopyWatch:
@@ -28,6 +33,8 @@ class CopyWatch:
             with operators of their own, such as sharded tensors, are passed over.
         takes: places of the pairs in which the copy is what counts, and the tensor takes what it has otherwise.
         whole: places of the pairs of which a look on a CPU takes all elements.
+        arguments: for each pair, which argument of a call its tensor is.
+        address_of: where C code lies that gives the address of a tensor of Python's.
 
     Example:
         >>> weight = torch.ones(3)
@@ -40,7 +47,12 @@ class CopyWatch:
     """
 
     def __init__(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = (), whole: Collection[int] = ()
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        takes: Collection[int] = (),
+        whole: Collection[int] = (),
+        arguments: Sequence[int] = (),
+        address_of: int = 0,
     ) -> None:
         pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
         self._pairs, self._whole = pairs, whole
@@ -53,26 +65,27 @@ class CopyWatch:
         self._places = taken
         self._table = np.array([_row(*pairs[place], place in whole) for place in taken], np.int64)
         if compiled is not None:
-            self._call = compiled.amp_stale
-            self._call.restype = None
-            self._call.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-            self._arguments = self._table.ctypes.data, len(taken)
+            self._call = _Look(ctypes.cast(compiled.amp_stale, _POINTER).value or 0)
+            self._at = np.array([arguments[place] for place in taken] if arguments else [], np.int64)
+            item = ctypes.cast(ctypes.pythonapi.PyTuple_GetItem, _POINTER)
+            self._addresses = self._at.ctypes.data if arguments else None, item, address_of
             self._new_flags = ctypes.c_uint8 * len(taken)
         self._elsewhere: list[_Elsewhere] = []
         for take in (False, True):
             places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
             self._elsewhere += [_Elsewhere(pairs, places, take)] if places else []
 
-    def look(self, turn: int = 0) -> list[int]:
+    def look(self, turn: int = 0, args: tuple[Any, ...] = ()) -> list[int]:
         """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together.
 
         Args:
             turn: number of the look, which says where in large tensors it looks.
+            args: the arguments of a call: of a pair that compiled code looks at, one that lies elsewhere differs.
         """
         stale: list[int] = []
         if self._places:
             flags = self._new_flags()  # of this call: several threads may look
-            self._call(*self._arguments, turn, flags)
+            self._call(self._table.ctypes.data, len(flags), turn, flags, args, *self._addresses)
             marks = bytes(flags)
             if 1 in marks:
                 stale = [place for place, mark in zip(self._places, marks, strict=True) if mark]
@@ -106,6 +119,12 @@ class _Elsewhere:
                 torch._foreach_copy_([copy for _, copy in self._rest], [tensor for tensor, _ in self._rest])
             for tensor, copy in self._rest if self._take else ():
                 tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
+
+
+def compares_all(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether compiled code looks at each bit of a pair, so that no write to it goes unseen."""
+    small = tensor.is_cpu and tensor.numel() <= _LOOKED_AT
+    return small and _is_plain(tensor) and _is_taken(tensor, copy) and library() is not None
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
+from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, VERSION, writable
 from amp_compiler.fx.plain import is_plain
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import RoundingState
 from amp_compiler.ranks.checksum import checksums
 
-_VERSION = attrgetter("_version")
 _Mark = tuple[int, int, int]  # which tensor, where it lies, its version
 
 
@@ -84,7 +82,7 @@ class RankValues:
             self._loads,
             sum(self._left.get(name, mark) != mark for name, mark in self._begun.items()),
             not self._left_states.keys() <= self._states.keys()
-            or sum(map(_VERSION, self._left_states.values())) != self._state_versions,
+            or sum(map(VERSION, self._left_states.values())) != self._state_versions,
             OPTIMIZER_STEPS.count != self._steps,
             self._scale.last if self._scale.assigned != self._assigned else "",
         )
@@ -95,7 +93,7 @@ class RankValues:
         self._left = self._present()
         self._own = frozenset(name for name, mark in self._left.items() if mark != self._begun.get(name))
         self._left_states, self._loads = self._states, 0
-        self._state_versions = sum(map(_VERSION, self._states.values()))
+        self._state_versions = sum(map(VERSION, self._states.values()))
         self._steps, self._assigned = OPTIMIZER_STEPS.count, self._scale.assigned
 
     def _find(self) -> None:

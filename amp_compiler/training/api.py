@@ -15,7 +15,7 @@ from amp_compiler.backends.backend import Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.forward.low_weights import refuse_as_trained
-from amp_compiler.forward.settings import Settings, check_enabled, device_of, make_settings
+from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture.spread import refuse_spread
 from amp_compiler.fx.graph import torch_dtype
@@ -136,12 +136,11 @@ def training_step(
     """
     ranks = None if process_group is ALONE else ranks_of(process_group, mesh)
     with contextlib.nullcontext() if ranks is None else ranks.announcing_failure():
-        check_enabled(enabled)
         for one in pytree.tree_leaves(model):
             refuse_as_trained(one)
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         check_options(clip_norm, accumulate, uneven)
-        settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
+        settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode, enabled=enabled)
         module = LossModule(model, loss_fn)
         refuse_spread(module, PARALLEL, of_step=True)
         optimizers = check_optimizers(optimizer)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
+from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, VERSION
 from amp_compiler.fx.capture.hooks import has_hooks, hooks_made
 from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.state import StepState
@@ -27,7 +27,6 @@ _PLAIN = {Tensor, nn.Parameter}
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TABLES = attrgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
-_VERSION = attrgetter("_version")
 
 
 class ChangeDetector:
@@ -99,7 +98,7 @@ class ChangeDetector:
 
     def left(self) -> None:
         """At the end of a call: what was written to parameters up to now, this step wrote."""
-        self._versions = [*map(_VERSION, self._parameters)] if self._comparable else []
+        self._versions = [*map(VERSION, self._parameters)] if self._comparable else []
         self._steps = OPTIMIZER_STEPS.count
 
     def _is_same(self) -> bool:

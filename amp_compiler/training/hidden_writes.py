@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_write, writable
+from amp_compiler.forward.tensor_versions import tell_of_hidden_write, writable
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.loss_module import LossModule
@@ -61,7 +61,7 @@ class HiddenWrites:
             # A write is seldom of one weight alone, and sampling may see it in one alone: all copies are cast anew. Of
             # a 16-bit weight its master would lose digits by that.
             written = [w for place, w in enumerate(self._weights) if place in places or w.dtype not in LOW_TYPES]
-            note_writes(list({id(weight): weight for weight in written}.values()))
+            torch.autograd.graph.increment_version(list({id(weight): weight for weight in written}.values()))
             self._say(self._weights[places[0]])
         return bool(places)
 

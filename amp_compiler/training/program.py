@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun
-from amp_compiler.forward.tensor_versions import note_writes, writable
+from amp_compiler.forward.tensor_versions import writable
 from amp_compiler.fx.torch_private.tracing import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
@@ -215,7 +215,7 @@ class StepProgram:
             flat = list(self.compiled.run(*inputs)) if copied is None else copied
         finally:
             SET_GRAD_ENABLED(recorded)
-        note_writes(seen.written)
+        torch.autograd.graph.increment_version(seen.written)
         published = [group.publish() for group in self.compiled.groups]
         if any(published) and detector is not None:
             with TENSORS:  # so that a state that is taken away again is seen

@@ -183,8 +183,8 @@ row(
     doors=FORWARD,
     builds=0,
     refused={
-        "inference": "a compiled module cannot be traced by torch.fx; give torch.fx `model",
-        "compile": "a compiled module cannot be traced by torch.fx; give torch.fx `model",
+        "inference": "a compiled module cannot be traced by torch.fx; give torch.fx the module",
+        "compile": "a compiled module cannot be traced by torch.fx; give torch.fx the module",
     },
     today={"backend": "raises NotImplementedError: Module [OptimizedModule] is missing the re"},
 )(lambda m, x: m.out(m.fc(x)))

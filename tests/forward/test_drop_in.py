@@ -46,6 +46,8 @@ def test_forward_has_the_signature_of_the_originals():
     assert list(inspect.signature(type(model).forward).parameters)[1:] == ["features", "labels", "scale"]
     assert isinstance(model, amp.CompiledModule) and type(model).__name__ == "Net"
     assert type(compiled()) is type(model) and type(copy.deepcopy(model)) is type(model)
+    model.__class__ = kind = type("Other", (Net,), {})
+    assert isinstance(model, kind) and type(model.original) is kind
     own = Net()
     own.forward = lambda features: features  # type: ignore[method-assign, assignment]
     assert str(inspect.signature(compiled(own).forward)) == "(features)"

@@ -88,6 +88,8 @@ def test_the_first_such_weight_is_named_once(caplog):
     fast = amp.compile(model, dtype="bf16", backend="eager").eval()
     with caplog.at_level(logging.WARNING, "amp_compiler"), torch.no_grad():
         for value in (0.0, 1.0):
+            model[0].weight.sub_(0.5)  # which its counter tells, and the next is another tensor
+            model[0].bias = nn.Parameter(model[0].bias + 1)
             fast(X), fast(X)
             assert len(caplog.records) == value
             model[2].weight.data.fill_(value)
@@ -151,9 +153,8 @@ def test_of_weights_and_copies_that_were_nothing_is_kept():
 
 @pytest.mark.parametrize("kind", ["training", "inference", "step", "step in subgraphs"])
 def test_parameters_are_swapped_where_torch_is_told_to(kind, monkeypatch):
-    monkeypatch.setattr(
-        torch.__future__, "_swap_module_params_on_conversion", True
-    )  # refuses where a weak reference is
+    # It refuses where a weak reference is.
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     model, other, x = nn.Linear(8, 4), nn.Linear(8, 4), torch.rand(2, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     call = amp.compile(model, dtype="bf16", backend="eager")

@@ -131,8 +131,7 @@ class TorchSubject(Subject):
 
     def _captured(self, batch: Arguments) -> tuple[Captured, tuple[Any, ...]]:
         if not isinstance(self._model, LossModule):
-            forward = capture_model(self._model, *batch, torch_dtype(self.low))
-            return forward.captured, forward.inputs
+            return capture_model(self._model, *batch, torch_dtype(self.low))
         loss = capture_once(self._model, batch[0], torch_dtype(self.low))
         return loss.captured, (*loss.inputs, *loss.captured.constants.values())
 

@@ -136,15 +136,16 @@ class Frontend:
         self._reason, self._has_made = reason_here(), True
         run = self._build(graph_module, inputs)
 
+        self._running.append(run)
+        running = weakref.ref(run)
+
         def run_within_modes(*values: Any) -> Any:
             if not getattr(_THREAD, "modes", ()):
-                return run(*values)
+                return running()(*values)  # type: ignore[misc]
             with modes_again(_THREAD.modes):
-                return run(*values)
+                return running()(*values)  # type: ignore[misc]
 
-        self._running.append(run_within_modes)
-        running = weakref.ref(run_within_modes)
-        return lambda *values: running()(*values)  # type: ignore[misc]
+        return run_within_modes
 
     @contextlib.contextmanager
     def _timed(self, code: CodeType) -> Iterator[None]:

@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp_compiler.errors import AmpError
 
+# Where C code lies that gives the address of a tensor of Python's, as Inductor's own code has it; 0 without it.
+ADDRESS_OF_TENSOR: int = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", 0)
+
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The hooks that autograd would give a tensor to save now; `None` where there are none."""

@@ -24,15 +24,21 @@ bool is_stale(const Pair& pair, int64_t turn) {
   return false;
 }
 
+using Item = void* (*)(void*, ptrdiff_t);  // PyTuple_GetItem
+using Address = void* (*)(void*);          // of the elements of a tensor of Python's
+
 }  // namespace
 
 extern "C" {
 
-// Sets the flags of the pairs that differ. All elements of a large tensor have been looked at after as many turns as runs
-// fit between the starts of two.
-void amp_stale(const Pair* pairs, int64_t count, int64_t turn, uint8_t* flags) {
-  for (int64_t i = 0; i < count; ++i)
-    flags[i] = pairs[i].type == kBf16 ? is_stale<Bf16>(pairs[i], turn) : is_stale<Half>(pairs[i], turn);
+// Sets the flags of the pairs that differ, and of those whose FP32 tensor, at its place of a tuple, lies elsewhere. All
+// elements of a large tensor have been looked at after as many turns as runs fit between the starts of two.
+void amp_stale(const Pair* pairs, int64_t count, int64_t turn, uint8_t* flags, void* tuple, const int64_t* places,
+               Item item, Address address) {
+  for (int64_t i = 0; i < count; ++i) {
+    const bool moved = places && reinterpret_cast<int64_t>(address(item(tuple, places[i]))) != pairs[i].wide;
+    flags[i] = moved || (pairs[i].type == kBf16 ? is_stale<Bf16>(pairs[i], turn) : is_stale<Half>(pairs[i], turn));
+  }
 }
 
 }  // extern "C"
