@@ -101,7 +101,7 @@ def _log_no_settings(theirs: _Ours) -> None:
 
 @_around("_dynamo.guards", "profile_guard_manager")
 def _time_no_guards(theirs: _Ours, *args: Any) -> float:
-    """Each capture would time its guards with the processor's caches emptied, 25 ms; where Dynamo's log is read it does."""
+    """Each capture would time them with the caches of the processor emptied, 25 ms; where its log is read it does."""
     return float(theirs(*args)) if _is_logged() else 0.0
 
 
