@@ -7,20 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 
 logger = logging.getLogger("amp_compiler")
 PATIENCE = 2.0  # seconds that nothing is said of
-_TOLD = ContextVar("told", default=False)
 
 
 @contextmanager
 def sign_of_life(name: str) -> Iterator[None]:
-    """Around a call of `name`; within another one nothing is said. A decorator too."""
-    if _TOLD.get():
-        yield
-        return
-    token, began = _TOLD.set(True), time.perf_counter()
+    """Around a call of `name`. A decorator too."""
+    began = time.perf_counter()
     # Of this thread's context, which may be silent.
     timer = threading.Timer(PATIENCE, copy_context().run, (logger.warning, f"{name} has taken {PATIENCE:g} s so far"))
     timer.daemon = True
@@ -30,6 +26,5 @@ def sign_of_life(name: str) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
-        _TOLD.reset(token)
     if (seconds := time.perf_counter() - began) >= PATIENCE:
         logger.warning("%s is done, in %.1f s", name, seconds)
