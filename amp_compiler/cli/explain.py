@@ -10,15 +10,7 @@ import typer
 
 from amp_compiler.cli import options
 from amp_compiler.cli.options import Backend, Device
-from amp_compiler.cli.usage import (
-    ALL,
-    CAPTURED,
-    UsageError,
-    check_data_files,
-    check_pass,
-    check_place,
-    emit,
-)
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError, check_data_files, check_pass, check_place, emit
 from amp_compiler.errors import AmpError
 from amp_compiler.passes import PASSES
 
