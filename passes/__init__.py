@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import PassError
 from amp_compiler.passes.base import Pass
+from amp_compiler.policy.marks import nearest
 
 _ROOMS = ("capture", "onnx_plan", "plan", "precision", "step", "device", "onnx_export", "diagnose")
 
@@ -48,10 +48,7 @@ def find_pass(name: str) -> type[Pass[Any]]:
         'PlaceCasts'
     """
     if name not in PASSES:
-        near = difflib.get_close_matches(name, PASSES, 1)
-        raise PassError(
-            f"'{name}' is no pass", hint=f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PASSES)}"
-        )
+        raise PassError(f"'{name}' is no pass", hint=nearest(name, PASSES, f"there are {', '.join(PASSES)}"))
     module, _, attribute = PASSES[name].partition(":")
     pass_class: type[Pass[Any]] = getattr(import_module(module), attribute)
     return pass_class

@@ -442,7 +442,7 @@ def pipelines_with(argument: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipe
         PassError: something is no pipeline, or one that this call does not run, or one lacks a pass that must be there.
     """
     by_name = {one.name: one for one in allowed}
-    several = [] if argument is None else [argument] if isinstance(argument, Pipeline) else list(argument)
+    several = () if argument is None else argument if isinstance(argument, list | tuple) else (argument,)
     for one in several:
         if not isinstance(one, Pipeline):
             raise PassError(f"{one!r} is no pipeline", hint="give one such as amp.pipelines.FORWARD.insert_after(...)")

@@ -75,7 +75,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long on a busy machine is not told: tests read what is logged."""
-    monkeypatch.setattr("amp_compiler.forward.notices.PATIENCE", 3600.0)
+    monkeypatch.setattr("amp_compiler.fx.sign_of_life.PATIENCE", 3600.0)
 
 
 @pytest.fixture

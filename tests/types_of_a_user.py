@@ -38,6 +38,7 @@ reveal_type(amp.compile("m.onnx", dtype=torch.float16))  # CompiledModule
 reveal_type(amp.compile(torch.relu)(x))  # Tensor
 reveal_type(step(x))  # tuple[Tensor, dict[str, int]]
 reveal_type(amp.explain(net, x))  # PrecisionPlan
+reveal_type(amp.compile(net).plan)  # PrecisionPlan
 reveal_type(amp.convert_onnx("m.onnx", "n.onnx").plan)  # PrecisionPlan
 amp.compile(net, dtype="fp61")  # error
 amp.compile(net, backend="inductr")  # error

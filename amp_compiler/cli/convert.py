@@ -8,17 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.options import JsonOption, RulesOption, TargetOption
-from amp_compiler.cli.usage import UsageError, check_place, read_stored_type
+from amp_compiler.cli.options import JsonOption, RulesOption, StoredTypeOption, TargetOption
+from amp_compiler.cli.usage import UsageError, check_place
 
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="The FP32 model; it is never changed.")],
     output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     rules: RulesOption = "default",
-    dtype: Annotated[
-        Any, typer.Option("--dtype", parser=read_stored_type, metavar="[fp16|bf16]", help="The 16-bit type.")
-    ] = "fp16",
+    dtype: StoredTypeOption = "fp16",
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -87,6 +85,7 @@ def convert(
         typer.Option(
             "--as-fp32",
             metavar="TYPE",
+            autocompletion=lambda: ("fp64", "fp16", "bf16"),
             help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
         ),
     ] = None,

@@ -7,18 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.options import ArgsOption, EvalOption, OutputOption, RulesOption, TypeOption
+from amp_compiler.cli import options
 from amp_compiler.cli.tune import model_and_batches
 from amp_compiler.cli.usage import check_place, emit
-
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory, or an ONNX file.")]
-_Data = Annotated[
-    Path | None, typer.Option("--data", metavar="DATA", help="Of an ONNX file: an npz file of inputs, or a folder.")
-]
-_Loss = Annotated[
-    str,
-    typer.Option("--loss", metavar="FUNCTION", help="Called as loss(model, *args), named as MODEL is: gradients too."),
-]
 
 
 def _opened(
@@ -32,28 +23,30 @@ def _opened(
 
 
 def profile(
-    model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
-    dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
+    model: options.ModelArgument, data: options.DataOption = None, args: options.ArgsOption = None,
+    rules: options.RulesOption = "default", dtype: options.TypeOption = "auto", loss: options.LossOption = "",
+    eval_mode: options.EvalOption = False, output: options.OutputOption = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="Print a rule for each product instead: how it fits FP8.")] = False,
 ) -> None:  # fmt: skip
     """Count the exponents of all that a model computes: what becomes zero, subnormal or infinite in 16 bits."""
-    subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
+    subject, batches, keywords = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import run
 
-    result = run.profile(subject, batches, **options)
+    result = run.profile(subject, batches, **keywords)
     matches = "".join(f"{one}\n" for one in result.fp8()) or "[]  # no product may compute of FP8 operands\n"
     emit(f"version: 1\nrules:\n{matches}" if fp8 else f"{result}\n", output)
 
 
 def find_nonfinite(
-    model: _Model, data: _Data = None, args: ArgsOption = None, rules: RulesOption = "default",
-    dtype: TypeOption = "auto", loss: _Loss = "", eval_mode: EvalOption = False, output: OutputOption = None,
+    model: options.ModelArgument, data: options.DataOption = None, args: options.ArgsOption = None,
+    rules: options.RulesOption = "default", dtype: options.TypeOption = "auto", loss: options.LossOption = "",
+    eval_mode: options.EvalOption = False, output: options.OutputOption = None,
 ) -> None:  # fmt: skip
     """Name the first nodes that make an inf or a NaN, with a rule that fixes it. Exit code 3 where there is one."""
-    subject, batches, options = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
+    subject, batches, keywords = _opened(model, data, args, rules, dtype, loss, eval_mode, output)
     from amp_compiler.diagnose import find
 
-    report = next(filter(None, (find.find_nonfinite(subject, one, **options) for one in batches)), None)
+    report = next(filter(None, (find.find_nonfinite(subject, one, **keywords) for one in batches)), None)
     emit("all was finite\n" if report is None else f"{str(report).rstrip()}\n", output)
     if report is not None:
         raise typer.Exit(3)

@@ -8,26 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.options import ArgsOption, Device, EvalOption, OutputOption, RulesOption, TargetOption, TypeOption
-from amp_compiler.cli.usage import (
-    ALL,
-    CAPTURED,
-    NODE_BY_NODE,
-    UsageError,
-    check_data_files,
-    check_pass,
-    check_place,
-    emit,
-)
+from amp_compiler.cli import options
+from amp_compiler.cli.options import Backend, Device
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError, check_data_files, check_pass, check_place, emit
 from amp_compiler.errors import AmpError
+from amp_compiler.passes import PASSES
 
-
-class PlanFormat(enum.StrEnum):
-    """How `explain` writes a plan."""
-
-    TABLE = "table"
-    TEXT = "text"
-    JSON = "json"
+PlanFormat = enum.StrEnum("PlanFormat", "TABLE TEXT JSON")
 
 
 def explain(
@@ -39,15 +26,15 @@ def explain(
             "function that gives (model, example_args)), or an ONNX file.",
         ),
     ],
-    args: ArgsOption = None,
-    rules: RulesOption = "default",
-    dtype: TypeOption = "auto",
-    eval_mode: EvalOption = False,
+    args: options.ArgsOption = None,
+    rules: options.RulesOption = "default",
+    dtype: options.TypeOption = "auto",
+    eval_mode: options.EvalOption = False,
     format_: Annotated[
         PlanFormat,
         typer.Option("--format", help="What to print; a table shows reasons where a line has room."),
     ] = PlanFormat.TABLE,
-    output: OutputOption = None,
+    output: options.OutputOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
     print_after: Annotated[
@@ -55,6 +42,7 @@ def explain(
         typer.Option(
             "--print-after",
             metavar="PASS",
+            autocompletion=lambda: (ALL, CAPTURED, *PASSES),
             help="Print the graph behind this pass instead of the plan, or behind each with `all`: the first in full, "
             "then what each pass changed. `amp-compiler passes` lists them. For the passes of a training step a copy "
             "of the model is trained by AdamW for one step, on the --loss.",
@@ -70,8 +58,8 @@ def explain(
         ),
     ] = "",
     backend: Annotated[
-        str, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
-    ] = NODE_BY_NODE,
+        Backend, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
+    ] = Backend.EAGER,
     device: Annotated[
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
@@ -81,7 +69,7 @@ def explain(
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
-    target: TargetOption = None,
+    target: options.TargetOption = None,
 ) -> None:
     """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
@@ -94,7 +82,7 @@ def explain(
         read[option] = path
     if print_after not in ("", CAPTURED, ALL):
         check_pass(print_after, "--print-after")
-    of_stages = {"--loss": loss, "--backend": backend != NODE_BY_NODE}
+    of_stages = {"--loss": loss, "--backend": backend != Backend.EAGER}
     of_plan = {
         "--html": html, "--svg": svg, "--fuse": fuse, "--opset": opset is not None, "--device": device != Device.AUTO,
         "--target": target is not None,
@@ -113,7 +101,7 @@ def explain(
         from amp_compiler.cli.stages import make_stages, print_stages, stages_json, stages_text
 
         stages = make_stages(
-            loaded, example, print_after, loss=loss_fn, rules=rules, dtype=dtype, backend=backend,
+            loaded, example, print_after, loss=loss_fn, rules=rules, dtype=dtype, backend=backend.value,
         )  # fmt: skip
         if format_ == PlanFormat.JSON:
             emit(stages_json(stages, print_after), output)
@@ -145,7 +133,7 @@ def explain(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
-    output: OutputOption = None,
+    output: options.OutputOption = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page for the browser as well, with both side by side.")
     ] = None,

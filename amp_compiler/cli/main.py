@@ -13,13 +13,14 @@ from amp_compiler.cli.convert import convert
 from amp_compiler.cli.diagnose import find_nonfinite, profile
 from amp_compiler.cli.env import env
 from amp_compiler.cli.explain import diff, explain
-from amp_compiler.cli.options import Device
+from amp_compiler.cli.options import Backend, Device
 from amp_compiler.cli.plot import plot
 from amp_compiler.cli.rules import rules_app
 from amp_compiler.cli.tune import tune
 from amp_compiler.cli.usage import UsageError, check_pass, print_error
 from amp_compiler.errors import AmpError
 from amp_compiler.onnx import needs_onnx
+from amp_compiler.passes import PASSES
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -66,7 +67,8 @@ app.command(name="find-nonfinite")(find_nonfinite)
 @app.command()
 def passes(
     name: Annotated[
-        str, typer.Argument(metavar="[PASS]", help="Print all that this pass says of itself.", show_default=False)
+        str,
+        typer.Argument(metavar="[PASS]", autocompletion=lambda: PASSES, show_default=False, help="Tell all about it."),
     ] = "",
 ) -> None:
     """List the passes, pipeline by pipeline in the order in which they run, or tell all about one."""
@@ -87,12 +89,12 @@ def demo(
     device: Annotated[
         Device, typer.Option("--device", help="Where to train; `auto` is a GPU where there is one.")
     ] = Device.AUTO,
-    backend: Annotated[str, typer.Option("--backend", help="What runs the compiled model.")] = "inductor",
+    backend: Annotated[Backend, typer.Option("--backend", help="What runs the compiled model.")] = Backend.INDUCTOR,
 ) -> None:
     """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
-    run_demo(epochs=epochs, device=device.value, backend=backend)
+    run_demo(epochs=epochs, device=device.value, backend=backend.value)
 
 
 app.command()(env)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -20,6 +19,7 @@ from amp_compiler.cli.usage import UsageError
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import dtype_from_short
+from amp_compiler.policy.marks import nearest
 
 _ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>\s*(?:\d+\s*(?:,\s*\d+\s*)*)?)\]$")
 _SPEC_HINT = "write `package.module:name` or `path/to/file.py:name`"
@@ -152,8 +152,8 @@ def _find(spec: str) -> Any:
     value: Any = _import(place)
     for part in name.split("."):
         if not hasattr(value, part):
-            near = difflib.get_close_matches(part, [known for known in dir(value) if not known.startswith("_")], n=1)
-            hint = f"did you mean '{near[0]}'?" if near else "name a model, a class or a function of that module"
+            names = [known for known in dir(value) if not known.startswith("_")]
+            hint = nearest(part, names, "name a model, a class or a function of that module")
             raise AmpError(f"there is no '{part}' in it", where=place, hint=hint)
         value = getattr(value, part)
     return value

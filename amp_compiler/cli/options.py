@@ -3,25 +3,52 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.usage import read_type
+from amp_compiler.cli.usage import read_stored_type, read_type
+from amp_compiler.policy.sources import preset_names
+from amp_compiler.policy.targets import TARGETS
+
+# What options take whose values are few, in small letters.
+Device = enum.StrEnum("Device", "AUTO CPU CUDA")
+Backend = enum.StrEnum("Backend", "INDUCTOR EAGER")
 
 
-class Device(enum.StrEnum):
-    """What `--device` takes."""
+def _type(parser: Callable[[str], str], *names: str) -> Any:
+    metavar = f"[{'|'.join(names)}]"
+    return typer.Option(
+        "--dtype", parser=parser, metavar=metavar, autocompletion=lambda: names, help="The 16-bit type."
+    )
 
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
-
-RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
-TypeOption = Annotated[
-    Any, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
+RulesOption = Annotated[
+    str, typer.Option("--rules", autocompletion=preset_names, help="A preset's name or a path to a rule file.")
+]
+TypeOption = Annotated[Any, _type(read_type, "auto", "fp16", "bf16")]
+StoredTypeOption = Annotated[Any, _type(read_stored_type, "fp16", "bf16")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory of one, or an ONNX file.")
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="DATA",
+        help="Of an ONNX file: an npz file of inputs, or a folder of them, one batch a file. Without it inputs are "
+        "drawn, which says little of a trained model.",
+    ),
+]
+LossOption = Annotated[
+    str,
+    typer.Option(
+        "--loss",
+        metavar="FUNCTION",
+        help="Called as loss(model, *args), named as MODEL is: loss and gradients count, not outputs.",
+    ),
 ]
 EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
 ArgsOption = Annotated[
@@ -38,7 +65,8 @@ TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        metavar="<cpu|cuda|directml|webgpu|tensorrt>",
+        metavar=f"<{'|'.join(TARGETS)}>",
+        autocompletion=lambda: TARGETS,
         help="Execution provider that is to run the file: what it has no 16-bit kernel for stays FP32.",
     ),
 ]

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
+from amp_compiler.cli.options import OutputOption
 from amp_compiler.cli.usage import check_place, print_error
 from amp_compiler.errors import AmpError
+from amp_compiler.policy.sources import preset_names
 
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
 
@@ -20,7 +22,7 @@ def rules_list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from amp_compiler.policy.loader import load_rules, preset_names
+    from amp_compiler.policy.loader import load_rules
 
     table = Table("name", "rules", "what it is for", header_style="bold")
     for name in preset_names():
@@ -29,9 +31,11 @@ def rules_list() -> None:
 
 
 @rules_app.command("show")
-def rules_show(name: Annotated[str, typer.Argument(help="A preset's name or a path to a rule file.")]) -> None:
+def rules_show(
+    name: Annotated[str, typer.Argument(autocompletion=preset_names, help="A preset's name or a path to a rule file.")],
+) -> None:
     """Print a rule file as it stands."""
-    from amp_compiler.policy.loader import load_rules, preset_names
+    from amp_compiler.policy.loader import load_rules
 
     load_rules(name)  # a file with an error is reported, not shown
     typer.echo(_preset_text(name) if name in preset_names() else Path(name).read_text(encoding="utf-8"), nl=False)
@@ -77,10 +81,12 @@ def rules_import(
             "the float16 converters (op_block_list, node_block_list).",
         ),
     ],
-    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    output: OutputOption = None,
     extends: Annotated[
         str | None,
-        typer.Option("--extends", help="What the rules stand on: of a list `default`, of the others what fits them."),
+        typer.Option(
+            "--extends", autocompletion=preset_names, help="What the rules stand on; by default what fits them."
+        ),
     ] = None,
 ) -> None:
     """Make a rule file of another system's: NVCaffe's nets, DeepSpeed's options, lists of what stays FP32."""

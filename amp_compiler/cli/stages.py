@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError
 from amp_compiler.errors import AmpError
 from amp_compiler.forward import api as forward
 from amp_compiler.fx.examples import split_example
@@ -36,7 +36,7 @@ def make_stages(
     loss: Callable[..., Any] | None = None,
     rules: str = "default",
     dtype: Literal[ShortName, "auto"] = "auto",
-    backend: str = NODE_BY_NODE,
+    backend: str = "eager",
 ) -> Stages:
     """The stages that a model goes through.
 

@@ -7,27 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from amp_compiler.cli.options import ArgsOption, EvalOption, JsonOption, RulesOption, TypeOption
+from amp_compiler.cli import options
 from amp_compiler.cli.usage import UsageError, check_data_files, check_place
 
 
 def tune(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory of one, or an ONNX file.")
-    ],
+    model: options.ModelArgument,
     output: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="The rule file to write.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            "--data",
-            metavar="DATA",
-            help="Of an ONNX file: an npz file of inputs, or a folder of them, one batch a file. Without it inputs are "
-            "drawn, which says little of a trained model.",
-        ),
-    ] = None,
-    args: ArgsOption = None,
-    rules: RulesOption = "default",
-    dtype: TypeOption = "auto",
+    data: options.DataOption = None,
+    args: options.ArgsOption = None,
+    rules: options.RulesOption = "default",
+    dtype: options.TypeOption = "auto",
     tolerance: Annotated[
         float | None,
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
@@ -36,16 +26,9 @@ def tune(
     max_runs: Annotated[
         int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
     ] = None,
-    loss: Annotated[
-        str,
-        typer.Option(
-            "--loss",
-            metavar="FUNCTION",
-            help="Called as loss(model, *args), named as MODEL is: loss and gradients are compared, not outputs.",
-        ),
-    ] = "",
-    eval_mode: EvalOption = False,
-    json_: JsonOption = False,
+    loss: options.LossOption = "",
+    eval_mode: options.EvalOption = False,
+    json_: options.JsonOption = False,
 ) -> None:
     """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
 

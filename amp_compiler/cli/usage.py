@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,9 +9,10 @@ from types import MappingProxyType
 import typer
 
 from amp_compiler.errors import AmpError
+from amp_compiler.passes import PASSES
+from amp_compiler.policy.marks import nearest
 
 ALL, CAPTURED = "all", "capture"  # what `--print-after` takes beside the names of passes
-NODE_BY_NODE = "eager"  # the backend for reading stages: nothing is compiled
 
 
 class UsageError(AmpError):
@@ -54,11 +54,8 @@ def check_pass(name: str, option: str) -> None:
     Raises:
         UsageError: with the nearest name.
     """
-    from amp_compiler.passes import PASSES  # here, so that help does not wait
-
     if name not in PASSES:
-        near = difflib.get_close_matches(name, PASSES, 1)
-        hint = f"did you mean '{near[0]}'?" if near else "`amp-compiler passes` lists them"
+        hint = nearest(name, PASSES, "`amp-compiler passes` lists them")
         raise UsageError(f"there is no pass '{name}'", where=option, hint=hint)
 
 

@@ -37,6 +37,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.fx.graph import annotate_calls, canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.sign_of_life import sign_of_life
 from amp_compiler.fx.torch_private.tracing import building
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
@@ -50,6 +51,7 @@ _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
 
 
+@sign_of_life("amp.profile")
 def profile(
     subject: Any,
     batches: Iterable[Any],

@@ -33,6 +33,7 @@ from amp_compiler.fx.capture.frontend import as_backend
 from amp_compiler.fx.captured import captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.sign_of_life import sign_of_life
 from amp_compiler.fx.torch_private.runtime import has_native_bf16
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
@@ -181,6 +182,7 @@ Raises:
 """
 
 
+@sign_of_life("amp.explain")
 def explain(
     model: Any,
     example_args: Any = None,

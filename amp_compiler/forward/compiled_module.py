@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,14 +36,18 @@ _OWN = ("forward", "_original_forward", "__class__", "__dict__")  # the second i
 _OF_A_CALL = ("plan", "graph_module", "stages", "execution")  # of a module: there once it was called
 
 
-class _OfOurs(property):
-    """A property that the model's own member of that name goes before, which its methods mean."""
+if TYPE_CHECKING:
+    from builtins import property as _OfOurs
+else:
 
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
-        model, name = getattr(module, "_amp_original", None), self.fget.__name__  # type: ignore[union-attr]
-        if model is not None and name in nn.Module.__dir__(model):
-            return module.__getattr__(name)
-        return super().__get__(module, owner)
+    class _OfOurs(property):
+        """A property that the model's own member of that name goes before, which its methods mean."""
+
+        def __get__(self, module: Any, owner: type | None = None) -> Any:
+            model, name = getattr(module, "_amp_original", None), self.fget.__name__
+            if model is not None and name in nn.Module.__dir__(model):
+                return module.__getattr__(name)
+            return super().__get__(module, owner)
 
 
 class CompiledModule(StandIn):

@@ -19,6 +19,7 @@ from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.captured import Captured, Source
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import CAST, results_of, torch_dtype
+from amp_compiler.fx.sign_of_life import sign_of_life
 from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ops.fp8 import fp8_product
 from amp_compiler.passes.pipeline import Pipeline
@@ -33,6 +34,7 @@ EXPORT = Pipeline(  # INFERENCE without operators of this package, and without f
 )
 
 
+@sign_of_life("amp.export")
 def export(
     model: nn.Module,
     example_args: Any,

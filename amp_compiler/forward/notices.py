@@ -25,13 +25,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from torch import nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx import sign_of_life
 from amp_compiler.fx.torch_private.inductor import LATE, cached_graphs
 from amp_compiler.ir.plan import PrecisionPlan, many
 from amp_compiler.passes.pipeline import PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
 _SILENT = ContextVar("silent", default=False)
-PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -179,7 +179,8 @@ def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Co
         return
     done, token = threading.Event(), _COURSE.set(current)
     later = LATE.set(partial(telling, f"the backward of {name}", late=True))
-    thread = threading.Thread(target=_tell, args=(current, PATIENCE - captured, done), name="amp_compiler", daemon=True)
+    patience = sign_of_life.PATIENCE - captured
+    thread = threading.Thread(target=_tell, args=(current, patience, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
         yield current
@@ -188,9 +189,9 @@ def telling(name: str, captured: float = 0.0, late: bool = False) -> Iterator[Co
         thread.join()
         _COURSE.reset(token)
         LATE.reset(later)
-    if late and current.seconds() >= PATIENCE:
+    if late and current.seconds() >= sign_of_life.PATIENCE:
         logger.warning("compiled %s in %.1f s", name, current.seconds())
-    if current.plan is not None and current.stages is not None and current.seconds() >= PATIENCE:
+    if current.plan is not None and current.stages is not None and current.seconds() >= sign_of_life.PATIENCE:
         logger.warning(current.report(current.plan, current.stages))
 
 
@@ -200,7 +201,7 @@ def _tell(course: Course, patience: float, done: threading.Event) -> None:
     console = Console(stderr=True)
     if not (console.is_terminal or (console.is_jupyter and find_spec("ipywidgets"))):
         if patience > 0 or not course.captured:  # it was said while it was captured
-            logger.warning("compiling %s, for %g s now: %s", course.name, PATIENCE, course.doing)
+            logger.warning("compiling %s, for %g s now: %s", course.name, sign_of_life.PATIENCE, course.doing)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:

@@ -23,6 +23,7 @@ from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.capture.export import export_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import results_of, schema_argument
+from amp_compiler.fx.sign_of_life import sign_of_life
 from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
@@ -46,6 +47,7 @@ DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfl
 
 
 @needs_onnx()
+@sign_of_life("amp.export_onnx")
 def export_onnx(
     model: nn.Module,
     example_args: Any,

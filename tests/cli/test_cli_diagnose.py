@@ -90,9 +90,20 @@ def test_quiet_and_verbose_set_the_level(wide, shell, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_shell_completes_commands():
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("fin", "find-nonfinite"),
+        ("tune --dtype b", "bf16"),
+        ("profile --rules mxf", "mxfp8"),
+        ("convert --target w", "webgpu"),
+        ("explain --print-after cla", "classify"),
+    ],
+)
+def test_a_shell_completes_commands_and_values(typed, completed):
     code = "from amp_compiler.cli.main import main; main()"
-    variables = {"_AMP_COMPILER_COMPLETE": "complete_bash", "COMP_WORDS": "amp-compiler fin", "COMP_CWORD": "1"}
+    variables = {"_AMP_COMPILER_COMPLETE": "complete_bash", "COMP_WORDS": f"amp-compiler {typed}",
+                 "COMP_CWORD": str(len(typed.split()))}  # fmt: skip
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False,
                           env={**os.environ, **variables})  # fmt: skip
-    assert done.stdout.split() == ["find-nonfinite"], done.stderr
+    assert done.stdout.split() == [completed], done.stderr

@@ -16,6 +16,7 @@ from toys import relative as error
 
 import amp_compiler as amp
 from amp_compiler.forward import notices
+from amp_compiler.fx import sign_of_life
 from amp_compiler.passes.pipeline import Stages
 
 BF16_ERROR = 2e-2
@@ -152,15 +153,16 @@ KINDS = ("log", "terminal", "notebook", "notebook without widgets")
     ("kind", "level"), [*((kind, None) for kind in KINDS), ("log", "error"), ("terminal", "error")]
 )
 def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog, kind, level):
+    plan = amp.explain(nn.Linear(4, 2), (torch.ones(2, 4),), dtype="bf16")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+    monkeypatch.setattr(sign_of_life, "PATIENCE", 1e-9)
     monkeypatch.setattr("sys.stderr", error_output := ErrorOutput(kind == "terminal"))
     monkeypatch.setattr("rich.console._is_jupyter", lambda: "notebook" in kind)
     monkeypatch.setattr(notices, "find_spec", lambda name: None if "without" in kind else name)
     monkeypatch.setattr(notices, "Progress", Bars)
     caplog.set_level(logging.WARNING, "amp_compiler")  # as Python has it; sets the level back
     notices.set_level(level)
-    draws, model = kind in ("terminal", "notebook") and level != "error", nn.Linear(4, 2)
+    draws = kind in ("terminal", "notebook") and level != "error"
     with notices.telling("Model") as message:
         if draws:
             assert Bars.shown.wait(60)
@@ -170,7 +172,7 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
         for name in ("capture", "classify", "apply_plan"):
             message.stages.note(name, name)
         message.stages.begin_subgraph("subgraph")
-        message.plan = amp.explain(model, (torch.ones(2, 4),), dtype="bf16")
+        message.plan = plan
     said = [record.getMessage() for record in caplog.records]
     assert Bars.texts.pop("Model: capturing it", None) is (True if draws else None)
     assert not error_output.getvalue()
@@ -185,16 +187,23 @@ def test_what_takes_long_is_said_unless_the_level_forbids_it(monkeypatch, caplog
     )
 
 
-def test_of_a_model_and_a_step_a_begin_and_an_end_are_told(monkeypatch, caplog):
-    monkeypatch.setattr(notices, "PATIENCE", 1e-9)
+def test_of_a_model_a_step_and_all_that_takes_long_a_begin_and_an_end_are_told(monkeypatch, caplog):
+    monkeypatch.setattr(sign_of_life, "PATIENCE", 1e-9)
     monkeypatch.setattr("sys.stderr", ErrorOutput())
-    model = nn.Linear(4, 2)
+    model, x = nn.Linear(4, 2), torch.ones(2, 4)
     for call in (amp.compile(model, dtype="bf16", backend="eager"), eager_step(model, lambda m, x: m(x).mean())):
-        call(torch.ones(2, 4)), call(torch.ones(2, 4))
+        call(x), call(x)
     kinds = [record.getMessage().partition(",")[0].partition(" in ")[0] for record in caplog.records]
     names = "Linear", "the training step"
     # Dynamo looks at frames that it leaves alone too, which takes no time that anybody would be told of.
     assert list(dict.fromkeys(kinds)) == [f"{word} {name}" for name in names for word in ("compiling", "compiled")]
+    caplog.clear()
+    calls = "explain", "export", "export_onnx", "profile", "tune"
+    for name in calls:
+        getattr(amp, name)(model.eval(), [x] if name in ("profile", "tune") else (x,), dtype="bf16")
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("amp.")]
+    begins_and_ends = [(f"amp.{name} has taken 1e-09 s so far", f"amp.{name} is done") for name in calls]
+    assert [*zip(said[::2], [one.partition(",")[0] for one in said[1::2]], strict=True)] == begins_and_ends
 
 
 def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):

@@ -78,9 +78,11 @@ def test_aotinductor_compiles_it(tmp_path):
     assert float((result - expected).abs().max()) <= 2**-7 * float(expected.abs().max())
 
 
-def test_torchs_onnx_exporter_is_told_of_ours_and_what_is_no_module_is_refused():
+def test_torchs_onnx_exporter_is_told_of_ours_and_what_is_no_module_is_refused(caplog):
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match=r"amp\.export_onnx"):
         torch.onnx.export(amp.compile(small(), dtype="bf16", backend="eager"), (X,), io.BytesIO(), dynamo=True)
+    torch.onnx.export(amp.compile(small(), dtype="bf16", backend="eager"), (X,), io.BytesIO(), dynamo=False)
+    assert "amp.export_onnx writes a file" in caplog.text
     with pytest.raises(amp.AmpError, match=r"amp\.convert_onnx"):
         amp.export("m.onnx", (X,))

@@ -217,7 +217,7 @@ def test_what_compiles_draws_nothing_is_told_and_the_first_call_draws_what_later
         return real(*args, **kwargs)
 
     monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", drawing)
-    monkeypatch.setattr("amp_compiler.forward.notices.PATIENCE", 1e-9)
+    monkeypatch.setattr("amp_compiler.fx.sign_of_life.PATIENCE", 1e-9)
     monkeypatch.setattr("sys.stderr", io.StringIO())
     model, drawn = amp.compile(Noisy(), dtype="bf16"), []
     with torch._inductor.config.patch(force_disable_caches=True):  # a backward that is in a cache is not compiled

@@ -9,11 +9,13 @@ from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.options import TuneOptions, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
+from amp_compiler.fx.sign_of_life import sign_of_life
 from amp_compiler.ir.dtypes import DTypeArgument, low_name
 from amp_compiler.onnx import needs_onnx
 
 
 @needs_onnx()
+@sign_of_life("amp.tune")
 def tune(
     subject: Any,
     batches: Any,

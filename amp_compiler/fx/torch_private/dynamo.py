@@ -233,7 +233,9 @@ def tracer_around(levels: bool = True) -> str:
     if transforms_here(levels):
         return "torch.func or forward_ad is around the call"
     if torch._C._get_tracing_state() is not None:
-        return "a tracer (torch.jit.trace) is around the call"
+        onnx = torch.onnx.is_in_onnx_export()
+        tracer = "torch.onnx.export; amp.export_onnx writes a file" if onnx else "torch.jit.trace"
+        return f"a tracer ({tracer}) is around the call"
     if torch._C._len_torch_dispatch_stack():
         keys = torch._C._TorchDispatchModeKey
         if any(torch._C._get_dispatch_mode(key) is not None for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)):
