@@ -133,11 +133,11 @@ class _Builder:
         inverse = self._inverse(state)
         if options.parts:
             norm, nonfinite, flags = self._checked_together(list(gradients.values()), inverse)
-        elif self._looks_at_gradients():
+        elif options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm:
             check = self._call(CHECK, [list(gradients.values()), inverse])
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
-        else:
-            check = self._call(CHECK, [[], inverse])  # of no gradient
+        else:  # without a pass over the gradients in front of the update
+            check = self._call(CHECK, [[], inverse])
             (norm,) = self._inline(lambda one: torch.full_like(one, math.nan), [inverse])
             nonfinite, flags = self._item(check, 1), self._item(check, 2)
         if not options.scale.checks_finite:
@@ -168,11 +168,6 @@ class _Builder:
             return scale / (fields[-1] if weights else options.divisor)
 
         return self._inline(inverse, [*state, *total])[0]
-
-    def _looks_at_gradients(self) -> bool:
-        """Whether the step needs a pass over the gradients in front of the update."""
-        options = self.options
-        return options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm
 
     def _checked_together(self, gradients: list[fx.Node], inverse: fx.Node) -> list[fx.Node]:
         """Norm and flags of gradients of which this rank has parts, the others whole; as `grad_check` gives them."""
