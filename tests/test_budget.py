@@ -17,23 +17,23 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 BUDGET = {
     "errors": 180,
     "ir": 1_720,  # to come to 1,700: FP8 as a word of rules came, what people are shown of a plan, least magnitudes
-    "policy": 3_430,
+    "policy": 3_420,
     "planner": 1_940,
     "fx": 5_470,  # to come to 3,900: exchanged memory, bounded deques, orders, idle checkpoints came
     "forward": 3_180,  # to come to 1,500: functions, low weights, amp.export, parametrizations, own names came
     "training": 6_720,  # to come to 4,600: it has the capture of the loss, its subgraphs and what FP8 and writes need
     "ranks": 1_600,
     "backends": 1_040,
-    "ops": 7_410,
-    "onnx": 11_710,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "ops": 7_400,
+    "onnx": 11_680,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_600,
     "report": 2_870,
     "cli": 1_900,
     "integrations": 290,
-    "passes": 9_530,
+    "passes": 9_490,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_740  # of all rooms together; to come to 59,400
+SOURCES = 62_660  # of all rooms together; to come to 59,400
 TESTS = 49_840  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
