@@ -66,8 +66,8 @@ def _make_functional(graph: fx.Graph) -> bool:
         if not _keeps_type(node, variant):
             continue
         node.target = variant
-        later = order[node]
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, later=later: order[user] > later)
+        for user in [user for user in target.users if order[user] > order[node]]:
+            user.replace_input_with(target, node)
         modified = True
     return modified
 
