@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,16 @@ class _Reader:
         self.low: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self._options: dict[str, Callable[[str, Any], None]] = {
-            "nodes_to_exclude": self._nodes("fp32", _pattern),
-            "nodes_to_include": self._nodes("low", _pattern),
-            "op_types_to_exclude": self._ops("fp32"),
-            "op_types_to_include": self._ops("low"),
-            "op_block_list": self._ops("fp32"),
-            "node_block_list": self._nodes("fp32", lambda name: f"^{re.escape(name)}$"),
+            "nodes_to_exclude": partial(self._nodes, "fp32", _pattern),
+            "nodes_to_include": partial(self._nodes, "low", _pattern),
+            "op_types_to_exclude": partial(self._ops, "fp32"),
+            "op_types_to_include": partial(self._ops, "low"),
+            "op_block_list": partial(self._ops, "fp32"),
+            "node_block_list": partial(self._nodes, "fp32", lambda name: f"^{re.escape(name)}$"),
             "layer_precisions": self._precisions,
-            "data_max": self._bound("absmax"),
-            "init_max": self._bound("weight_absmax"),
-            "max_depth_of_reduction": self._bound("reduction_size"),
+            "data_max": partial(self._bound, "absmax"),
+            "init_max": partial(self._bound, "weight_absmax"),
+            "max_depth_of_reduction": partial(self._bound, "reduction_size"),
         }
 
     def option(self, key: str, value: Any) -> None:
@@ -193,42 +194,33 @@ class _Reader:
             raise self._error("it is no list of names", "write [name, name]", key)
         return [self.text(entry, key) for entry in entries]
 
-    def _nodes(self, precision: str, form: Callable[[str], str]) -> Callable[[str, Any], None]:
-        def read(key: str, value: Any) -> None:
-            patterns = []
-            for entry in self._listed(key, value):
-                try:
-                    re.compile(form(entry))
-                except re.error as cause:
-                    raise self._error(f"'{entry}' is no regular expression: {cause}", "correct it", key) from cause
-                patterns.append(form(entry))
-            if patterns:
-                self._add(precision, {"node": patterns}, key)
+    def _nodes(self, precision: str, form: Callable[[str], str], key: str, value: Any) -> None:
+        patterns = []
+        for entry in self._listed(key, value):
+            try:
+                re.compile(form(entry))
+            except re.error as cause:
+                raise self._error(f"'{entry}' is no regular expression: {cause}", "correct it", key) from cause
+            patterns.append(form(entry))
+        if patterns:
+            self._add(precision, {"node": patterns}, key)
 
-        return read
+    def _ops(self, precision: str, key: str, value: Any) -> None:
+        known = op_table().ops
+        matches = []
+        for entry in self._listed(key, value):
+            name = entry if "." in entry else f"onnx.{entry}"
+            if name.startswith("onnx.") and name not in known:
+                names = sorted(op.removeprefix("onnx.") for op in known if op.startswith("onnx."))
+                raise self._error(f"there is no ONNX op '{entry}'", nearest(entry, names), key)
+            matches.append(name)
+        if matches:
+            self._add(precision, {"op": matches}, key)
 
-    def _ops(self, precision: str) -> Callable[[str, Any], None]:
-        def read(key: str, value: Any) -> None:
-            known = op_table().ops
-            matches = []
-            for entry in self._listed(key, value):
-                name = entry if "." in entry else f"onnx.{entry}"
-                if name.startswith("onnx.") and name not in known:
-                    names = sorted(op.removeprefix("onnx.") for op in known if op.startswith("onnx."))
-                    raise self._error(f"there is no ONNX op '{entry}'", nearest(entry, names), key)
-                matches.append(name)
-            if matches:
-                self._add(precision, {"op": matches}, key)
-
-        return read
-
-    def _bound(self, matcher: str) -> Callable[[str, Any], None]:
-        def read(key: str, value: Any) -> None:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise self._error(f"it is {json.dumps(value)[:60]}, which is no number", "write a number", key)
-            self._add("fp32", {matcher: f"> {value:g}"}, key)
-
-        return read
+    def _bound(self, matcher: str, key: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self._error(f"it is {json.dumps(value)[:60]}, which is no number", "write a number", key)
+        self._add("fp32", {matcher: f"> {value:g}"}, key)
 
     def _precisions(self, key: str, value: Any) -> None:
         if isinstance(value, dict):

@@ -90,20 +90,19 @@ def _no_backward(written: Any) -> tuple[str, str] | None:
 # ---- what is the same for all nodes of an op
 
 
-def _of_family(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
-    return info.family in wanted
-
-
 def _of_op(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
     return matches(wanted, info.name)
 
 
-def _on_device(wanted: tuple[str, ...], info: OpInfo, context: Context) -> bool:
-    return context.device in wanted
+def _among(
+    read: Callable[[OpInfo, Context], object], wanted: tuple[object, ...], info: OpInfo, context: Context
+) -> bool:
+    return read(info, context) in wanted
 
 
-def _in_low(wanted: tuple[DType, ...], info: OpInfo, context: Context) -> bool:
-    return context.low in wanted
+_of_family = partial(_among, lambda info, context: info.family)
+_on_device = partial(_among, lambda info, context: context.device)
+_in_low = partial(_among, lambda info, context: context.low)
 
 
 # ---- what differs from node to node

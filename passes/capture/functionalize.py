@@ -66,16 +66,10 @@ def _make_functional(graph: fx.Graph) -> bool:
         if not _keeps_type(node, variant):
             continue
         node.target = variant
-        _replace_later_uses(target, node, order)
+        for user in [user for user in target.users if order[user] > order[node]]:
+            user.replace_input_with(target, node)
         modified = True
     return modified
-
-
-def _replace_later_uses(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
-    def is_later(user: fx.Node) -> bool:
-        return order[user] > order[new]
-
-    old.replace_all_uses_with(new, delete_user_cb=is_later)
 
 
 def _functional_variant(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -88,13 +88,9 @@ class _Finder(Walker):
     def kind(self, path: list[str]) -> str:
         """What the nodes between a state and its next value make of it: a sum, a product, or neither."""
         nodes = [self.graph.nodes[name] for name in path]
-        if any(self._adds(node) for node in nodes):
+        if any(node.op in _ADDING or node.attrs.get("reduction") == "add" for node in nodes):
             return "sum"
         return "product" if any(node.op in _MULTIPLYING for node in nodes) else ""
-
-    def _adds(self, node: Node) -> bool:
-        """True for a node that adds its operands up."""
-        return node.op in _ADDING or (node.op in _SCATTERING and node.attrs.get("reduction") == "add")
 
     def _carries(self, node: Node) -> bool:
         plain = self.info(node).family in ("elementwise", "transcendental")

@@ -60,28 +60,22 @@ class PinStoredNumbers(PinPass):
 class _Finder(Walker):
     def misfit(self, name: str, numbers: StoredNumbers) -> None:
         """Pin what reads numbers that do not fit."""
-        over = numbers.largest > self.low.format.max
+        fmt, reason = self.low.format, f"'{name}' holds numbers up to {numbers.largest:g}, beyond {self.low.short}"
+        over, tiny = numbers.largest > fmt.max, numbers.largest < fmt.smallest_normal
         if not over and not numbers.subnormal and not numbers.lost:
             return
         moves, sinks = self._spread(name)
-        if not over and not numbers.lost:
+        if not over and numbers.lost:
+            reason = f"{numbers.lost} of the numbers in '{name}' would become zero in {self.low.short}"
+            gathered = any(self.info(node).moves == "index" for node in moves)
+            if not tiny and (gathered or all(self.info(node).factors for node in sinks)):
+                return
+        elif not over:
+            reason = f"'{name}' holds numbers up to {numbers.largest:g}, subnormal in {self.low.short}"
             sinks = [node for node in sinks if node.op in _SCALING or self.info(node).factors]
-            fmt = self.low.format
             fits = numbers.number is not None and numbers.number % fmt.smallest_subnormal == 0
-            if sinks and numbers.largest < fmt.smallest_normal and not fits:
-                reason = f"'{name}' holds numbers up to {numbers.largest:g}, subnormal in {self.low.short}"
-                self._pin_onward(moves, sinks, reason, name)
-            return
-        if over:
-            self._pin_onward(
-                moves, sinks, f"'{name}' holds numbers up to {numbers.largest:g}, beyond {self.low.short}", name
-            )
-            return
-        tolerant = numbers.largest >= self.low.format.smallest_normal
-        gathered = any(self.info(node).moves == "index" for node in moves)
-        if tolerant and (gathered or all(self.info(node).factors for node in sinks)):
-            return
-        reason = f"{numbers.lost} of the numbers in '{name}' would become zero in {self.low.short}"
+            if not sinks or not tiny or fits:
+                return
         self._pin_onward(moves, sinks, reason, name)
 
     def bounds(self, node: Node) -> None:

@@ -89,8 +89,7 @@ class _WholeNumbers(Walker):
             return any(end is None or abs(end) > self.low.format.max for end in ends)
         name = node.inputs[0].value
         terms = self._terms(node) if node.op == "onnx.ReduceSum" else 1.0
-        while terms != 1 and (maker := self.graph.producer(name)) is not None and self._gives_on(maker):
-            name = maker.inputs[0].value
+        name = name if terms == 1 else self._source(name)
         if self.graph.values[name].dtype not in _BY_TYPE:
             return False
         return max(map(abs, self._bounds(name))) * terms > self.low.format.max and not self._hides(name)
@@ -153,14 +152,12 @@ class _WholeNumbers(Walker):
 
     def _hides(self, name: str) -> bool:
         """True for zeros and ones that say what an attention sees: a multiple of them is added before a softmax."""
-        source = name
-        while (maker := self.graph.producer(source)) is not None and self._gives_on(maker):
-            source = maker.inputs[0].value
-        pending, seen = [source], {source}
+        pending = [self._source(name)]
+        seen = set(pending)
         while pending:
             for node, index in self.graph.users(pending.pop()):
                 scale = self.scalar(node, 1 - index) if len(node.inputs) == 2 else None
-                if node.op == "onnx.Mul" and scale is not None and self._is_added_to_scores(node):
+                if node.op == "onnx.Mul" and scale is not None and mask_path(self, node.outputs[0])[0]:
                     return True
                 if self._gives_on(node) or (node.op == "onnx.Sub" and scale == 1):
                     pending += [output for output in node.outputs if output not in seen]
@@ -170,8 +167,11 @@ class _WholeNumbers(Walker):
     def _gives_on(self, node: Node) -> bool:
         return node.op == "onnx.Cast" or (self.info(node).moves == "shape" and len(node.outputs) == 1)
 
-    def _is_added_to_scores(self, node: Node) -> bool:
-        return bool(mask_path(self, node.outputs[0])[0])
+    def _source(self, name: str) -> str:
+        """The value behind casts and views."""
+        while (maker := self.graph.producer(name)) is not None and self._gives_on(maker):
+            name = maker.inputs[0].value
+        return name
 
 
 def _combined(op: str, one: _Bounds, other: _Bounds) -> _Bounds:

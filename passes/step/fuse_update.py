@@ -136,8 +136,8 @@ class _Builder:
         elif options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm:
             check = self._call(CHECK, [list(gradients.values()), inverse])
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
-        else:
-            check = self._call(CHECK, [[], inverse])  # of no gradient
+        else:  # without a pass over the gradients in front of the update
+            check = self._call(CHECK, [[], inverse])
             (norm,) = self._inline(lambda one: torch.full_like(one, math.nan), [inverse])
             nonfinite, flags = self._item(check, 1), self._item(check, 2)
         if not options.scale.checks_finite:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -147,13 +147,23 @@ def placed_weights(graph: fx.Graph, trained: tuple[str, ...]) -> PlacedWeights:
     )
 
 
-def is_read_low(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
-    """True where a value is cast to the low type, at once or behind ops with which rounding commutes."""
-    return any(
-        (user.target is CAST and user.args[1] is low)
-        or (user.op == "call_function" and ops.info(canonical_op(user.target)).exact and is_read_low(user, low, ops))
-        for user in node.users
-    )
+def is_read_low(node: fx.Node, low: torch.dtype, ops: OpTable, readers: Callable[[Iterable[bool]], bool] = any) -> bool:
+    """True where a value is cast to the low type, at once or behind ops with which rounding commutes.
+
+    Args:
+        node: what makes the value.
+        low: the 16-bit type.
+        ops: the op table.
+        readers: `all` asks that of each reader.
+    """
+
+    def reads_low(user: fx.Node) -> bool:
+        if user.target is CAST:
+            return user.args[1] is low
+        exact = user.op == "call_function" and ops.info(canonical_op(user.target)).exact
+        return exact and is_read_low(user, low, ops, readers)
+
+    return bool(node.users) and readers(map(reads_low, node.users))
 
 
 def is_read_low_alone(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
@@ -167,16 +177,7 @@ def is_read_low_alone(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
     captured = node_tensor(node)
     if captured is not None and captured.dtype in LOW_TYPES:
         return not _wide_casts(node)
-    return bool(node.users) and all(
-        (user.target is CAST and user.args[1] is low)
-        or (
-            user.op == "call_function"
-            and user.target is not CAST
-            and ops.info(canonical_op(user.target)).exact
-            and is_read_low_alone(user, low, ops)
-        )
-        for user in node.users
-    )
+    return is_read_low(node, low, ops, all)
 
 
 def _wide_casts(node: fx.Node) -> list[fx.Node]:

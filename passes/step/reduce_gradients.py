@@ -285,7 +285,10 @@ class _Builder:
         def parts(whole: Tensor) -> list[Tensor]:
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
             cut = _cut(whole, ordered)
-            return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
+            return [
+                _turned(part, sorted(range(len(one.order)), key=one.order.__getitem__))
+                for part, one in zip(cut, bucket.gradients, strict=True)
+            ]
 
         sums = trace_before(self.output, parts, [flat], "update")
         return dict(zip([one.name for one in bucket.gradients], sums, strict=True))
@@ -349,7 +352,3 @@ def _order(value: Tensor) -> tuple[int, ...]:
 
 def _turned(value: Tensor, order: Sequence[int]) -> Tensor:
     return value if list(order) == sorted(order) else value.permute(list(order))
-
-
-def _inverse(order: Sequence[int]) -> list[int]:
-    return [list(order).index(d) for d in range(len(order))]

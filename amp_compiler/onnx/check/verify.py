@@ -65,22 +65,16 @@ def verify(
     findings = _Findings(names)
     spoilt: list[tuple[dict[str, float], dict[str, float]]] = []  # the ranges of batches with infinite values
     for batch in iterate_batches(batches, before) if probes is None else probes:
+        label, expected = probes.label if probes is not None else "", None
         try:
             expected = first.run(batch)
-        except OnnxError as refused:
-            if probes is None:
-                raise
-            probes.refuse(refused)
-            continue
-        label = probes.label if probes is not None else ""
-        try:
             built = second.run(batch)
-        except LimitError as refused:
-            if probes is None:
-                raise
-            probes.refuse(refused)
-            continue
         except OnnxError as failed:
+            if expected is None or isinstance(failed, LimitError):
+                if probes is None:
+                    raise
+                probes.refuse(failed)
+                continue
             findings.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
         else:
             findings.add(batch, label, expected, built)
@@ -89,15 +83,14 @@ def verify(
                 spoilt.append((first.ranges(expected), ranges))
         if on_batch is not None:
             on_batch(findings.count)
-    errors = tuple(total.result(name) for name, total in findings.sums.items())
     worst = findings.worst
     if worst is not None and math.inf > worst.relative > min(TOLERANCES.values()):
         alone, (inputs, expected) = _Findings(names), findings.compared
         alone.add(inputs, "", expected, Side(after, False, engine, as_twin=True, rounds=False).run(inputs))
-        worst = replace(worst, stored=max(total.result(name).relative for name, total in alone.sums.items()))
+        worst = replace(worst, stored=max(error.relative for error in alone.errors()))
     engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(errors, findings.count, *first_bad(after.proto, spoilt), engines, worst, untried)
+    return VerifyReport(findings.errors(), findings.count, *first_bad(after.proto, spoilt), engines, worst, untried)
 
 
 class Expected:
@@ -128,19 +121,14 @@ class Expected:
             OnnxError: its inputs or outputs have other names.
         """
         _same_interface(self._original, converted)
-        findings = _Findings(list(self.names))
-        try:
-            side = Side(converted, False, None, as_twin=True)
-        except OnnxError as refused:
-            for batch, _ in self.batches:
-                findings.fail(batch, "", refused.what)
-            return tuple(total.result(name) for name, total in findings.sums.items())
+        findings, side = _Findings(list(self.names)), None
         for batch, expected in self.batches:
             try:
+                side = side or Side(converted, False, None, as_twin=True)
                 findings.add(batch, "", expected, side.run(batch))
             except OnnxError as failed:
                 findings.fail(batch, "", failed.what)
-        return tuple(total.result(name) for name, total in findings.sums.items())
+        return findings.errors()
 
 
 def _is_spoilt(value: Any) -> bool:
@@ -159,6 +147,10 @@ class _Findings:
         self.count = 0
         self.worst: WorstBatch | None = None
         self.compared: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # the worst batch, and what it is to give
+
+    def errors(self) -> tuple[OutputError, ...]:
+        """Those of the outputs, in their order."""
+        return tuple(total.result(name) for name, total in self.sums.items())
 
     def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], result: Mapping[str, Any]) -> None:
         """Add what the two models gave for one batch."""

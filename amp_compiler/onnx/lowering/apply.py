@@ -67,7 +67,7 @@ class _Writer:
         self.lowered, self.plan, self.floors = lowered, plan, floors
         self.main = lowered.model.ir.graph
         self.placed: dict[tuple[str, str, ir.Graph], ir.Value] = {}
-        self.folded: dict[tuple[str, DType], ir.Value] = {}
+        self.folded: dict[tuple[str, DType], tuple[ir.Value, list[Site]]] = {}
         self.retired: set[str] = set()
         self.outputs: dict[int, ir.Value] = {}
         self.scopes = Scopes(lowered.owners, {self.main: 0})
@@ -101,8 +101,8 @@ class _Writer:
                 self._place(cast)
                 changed = True
         self._settle_outputs()
-        for (name, _), new in self.folded.items():
-            self._retire(name, new)
+        for (name, dtype), (new, sites) in self.folded.items():
+            self._store(name, dtype, new, sites)
         for name, floor in self.floors.items():
             changed |= self._raise(name, floor)
         if changed:
@@ -125,7 +125,9 @@ class _Writer:
         if cast.src == cast.dst:
             new = source
         elif self.lowered.graph.is_folded(cast.value) and self._may_hold(source, dst):
-            new = self._fold(cast.value, dst)
+            new, readers = self._fold(cast.value, dst)
+            readers += [site for site in sites if site.body is None]
+            sites = [site for site in sites if site.body is not None]
         else:
             new = self._cast(cast, source, dst, sites, bool(returned))
         for site in sites:
@@ -212,51 +214,47 @@ class _Writer:
         formal = signature.output(0) if signature is not None else None
         return formal is None or dst in formal.allowed
 
-    def _fold(self, name: str, dst: DType) -> ir.Value:
+    def _fold(self, name: str, dst: DType) -> tuple[ir.Value, list[Site]]:
+        """What holds stored data in another type, and the inputs that are to read that; `_store` puts it in place."""
         known = self.folded.get((name, dst))
-        if known is not None:
-            return known
-        old, element = self.lowered.values[name], ir_type(dst)
-        title = unique(f"{old.name}_{dst.short}", self.value_names)
-        new = ir.Value(name=title, type=ir.TensorType(element), shape=old.shape)
-        held = ir.AttrInt64("dtype", element.value)  # of an empty list
-        if name in self.lowered.graph.lists:
-            new.type = ir.SequenceType(ir.TensorType(element))
-        else:
+        if known is None:
+            old, element = self.lowered.values[name], ir_type(dst)
+            title = unique(f"{old.name}_{dst.short}", self.value_names)
+            new = ir.Value(name=title, type=ir.TensorType(element), shape=old.shape)
+            if name in self.lowered.graph.lists:
+                new.type = ir.SequenceType(ir.TensorType(element))
+            known = self.folded[name, dst] = new, []
+        return known
+
+    def _store(self, name: str, dst: DType, new: ir.Value, readers: list[Site]) -> None:
+        """Round data where they stand, or beside them where others read them too."""
+        old = self.lowered.values[name]
+        held = ir.AttrInt64("dtype", ir_type(dst).value)  # of an empty list
+        if name not in self.lowered.graph.lists:
             tensor = tensor_of(old)
             if tensor is None:
                 raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
-            held = ir.AttrTensor("value", convert(tensor, dst, name=title, floor=self.floors.get(name)))
-        producer = old.producer()
-        if producer is None:
-            new.const_value = held.value
-            self._home(old).register_initializer(new)
-        else:
-            producer.prepend(with_data(producer, held, new, unique(f"{producer.name}_{dst.short}", self.node_names)))
-        self.folded[name, dst] = new
-        return new
-
-    def _retire(self, name: str, new: ir.Value) -> None:
-        """Let rounded data take the place and the name of data that nobody reads any more."""
-        old, maker = self.lowered.values[name], new.producer()
-        if old.uses() or old.is_graph_output():
+            held = ir.AttrTensor("value", convert(tensor, dst, name=new.name or "", floor=self.floors.get(name)))
+        maker = old.producer()
+        if len(old.uses()) > len(readers) or old.is_graph_output():
+            for site in readers:
+                site.node.replace_input_with(site.index, new)
+            if maker is None:
+                new.const_value = held.value
+                self._home(old).register_initializer(new)
+            else:
+                maker.prepend(with_data(maker, held, new, unique(f"{maker.name}_{dst.short}", self.node_names)))
             return
         self.retired.add(name)
         new.replace_all_uses_with(old, replace_graph_outputs=True)
-        producer = old.producer()
-        if producer is None or maker is None:
-            data = new.const_value
-            self._home(old).initializers.pop(new.name or "")
-            if data is not None:
-                data.name = old.name
-            old.const_value = data
+        if maker is None:
+            held.value.name = old.name
+            old.const_value = held.value
+        elif maker.op_type == EMPTY_LIST:
+            maker.attributes["dtype"] = held
         else:
-            if producer.op_type == EMPTY_LIST:
-                producer.attributes["dtype"] = maker.attributes["dtype"]
-            else:
-                set_data(producer, maker.attributes["value"].value)
-            self._home(old).remove(maker, safe=True)
-        set_type(old, neutral_type(new.dtype.value) if new.dtype is not None else self.lowered.low)
+            set_data(maker, held.value)
+        set_type(old, dst)
 
     def _raise(self, name: str, floor: float) -> bool:
         """Raise the FP32 copy of a mask, where there is one left."""

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.model.edit import graph_of, names_of, unique
+from amp_compiler.onnx.model.edit import graph_of, names_of, new_node, take_place, unique
 from amp_compiler.planner.typing import LOW
 
 _AXES_ARE_READ = 13  # the first opset in which the axes of `Unsqueeze` and `Squeeze` are an input
@@ -66,19 +66,15 @@ def _raise_rank(node: ir.Node, opset: int, values: set[str], nodes: set[str]) ->
         axes = [ir.Value(name=name, const_value=ir.tensor([0], ir.DataType.INT64, name=name))]
         graph.register_initializer(axes[0])
 
-    def move(op: str, source: ir.Value | None, value: str) -> ir.Node:
-        attributes = [] if axes else [ir.AttrInt64s("axes", [0])]
-        output = ir.Value(name=unique(value, values))
-        return ir.Node("", op, [source, *axes], attributes, outputs=[output], name=unique(output.name or "", nodes))
+    def move(op: str, source: ir.Value, value: str) -> ir.Node:
+        attributes, name = [] if axes else [ir.AttrInt64s("axes", [0])], unique(value, values)
+        return new_node(op, [source, *axes], name, unique(name, nodes), attributes)
 
-    before = move("Unsqueeze", node.inputs[0], f"{result.name}_unsqueezed")
+    before = move("Unsqueeze", node.inputs[0], f"{result.name}_unsqueezed")  # type: ignore[arg-type]
     after = move("Squeeze", result, f"{result.name}_squeezed")
     node.replace_input_with(0, before.outputs[0])
     node.attributes["perm"] = ir.AttrInt64s("perm", [0, *(axis + 1 for axis in node.attributes["perm"].as_ints())])
     graph.insert_before(node, before)
-    whole = after.outputs[0]
-    whole.type, whole.shape, result.shape = result.type, result.shape, None
-    ir.convenience.replace_all_uses_with(result, whole, replace_graph_outputs=True)
-    after.replace_input_with(0, result)
+    take_place(result, after.outputs[0], after, after.outputs[0].name or "")
+    result.shape = None
     graph.insert_after(node, after)
-    result.name, whole.name = whole.name, result.name

@@ -32,7 +32,7 @@ def _order(nodes: Sequence[onnx.NodeProto]) -> list[int]:
     """The places of nodes in order; none where they are, or read one another in a circle."""
     read: set[str] = set()
     for node in nodes:
-        read |= _read(node)
+        read.update(_read(node) if node.attribute else node.input)
         read.discard("")
         if not read.isdisjoint(node.output):
             break

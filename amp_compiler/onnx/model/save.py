@@ -82,15 +82,21 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
     _load_attributes(model)
     try:
         with workspace(target.parent) as folder:
-            draft = folder / target.name
+            draft, data = folder / target.name, folder / f"{target.name}.data"
             if external:
-                _write_with_data(model, draft, target, check)
+                proto = _write_with_data(model, draft, data, check)
             else:
                 proto = serialized(model)
                 check(proto, target.parent)
                 _write(proto, draft)
-                with alone(target.parent) as locked:
-                    _replace(draft, target, None, model, locked)
+            with alone(target.parent) as locked:
+                taken = not locked or target.exists() or target.with_name(data.name).exists()
+                if data.exists() and taken:
+                    name = f"{target.name}.{_digest(data)}.data"
+                    _rename_data(proto, data.name, name)
+                    _write(proto, draft)
+                    data = data.replace(data.with_name(name))
+                _replace(draft, target, data if data.exists() else None, model, locked)
     except OSError as cause:
         raise OnnxError(
             f"cannot write there: {cause.strerror or cause}",
@@ -109,25 +115,16 @@ def _load_attributes(model: OnnxModel) -> None:
                     node.attributes[name] = ir.AttrTensor(name, loaded)
 
 
-def _write_with_data(model: OnnxModel, draft: Path, target: Path, check: Check) -> None:
-    data = draft.with_name(f"{target.name}.data")
+def _write_with_data(model: OnnxModel, draft: Path, data: Path, check: Check) -> onnx.ModelProto:
+    """Write a model, and beside it its data, as far as a tensor is large enough for that."""
     ir.save(model.ir, draft, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
     proto = onnx.load(draft, load_external_data=False)
     if restore_maps(proto, model.proto):
         _write(proto, draft)
     check(proto, draft.parent)
-    if not data.exists():  # no tensor was large enough for it
-        with alone(target.parent) as locked:
-            _replace(draft, target, None, model, locked)
-        return
-    data.chmod(draft.stat().st_mode)
-    with alone(target.parent) as locked:
-        if not locked or target.exists() or target.with_name(data.name).exists():
-            name = f"{target.name}.{_digest(data)}.data"
-            _rename_data(proto, data.name, name)
-            _write(proto, draft)
-            data = data.replace(data.with_name(name))
-        _replace(draft, target, data, model, locked)
+    if data.exists():
+        data.chmod(draft.stat().st_mode)
+    return proto
 
 
 def _write(proto: onnx.ModelProto, path: Path) -> None:

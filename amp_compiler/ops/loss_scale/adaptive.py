@@ -115,6 +115,7 @@ class NvcaffeLossScale(LossScale):
     coefficient: float = 1.0
     formula: str = "max"
     mode: ClassVar[str] = "nvcaffe"
+    adapts: ClassVar[bool] = True
     needs_norm: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -127,11 +128,6 @@ class NvcaffeLossScale(LossScale):
     def first(self) -> float:
         """The scale of the first step: 1."""
         return 1.0
-
-    @property
-    def constant(self) -> None:
-        """`None`: the scale is read from the state."""
-        return None
 
     @property
     def norm_order(self) -> float:

@@ -59,6 +59,7 @@ class LossScale(ABC):
     patience: int = field(default=20, kw_only=True)
     mode: ClassVar[str]
     needs_norm: ClassVar[bool] = False  # whether `next` reads its `norm`
+    adapts: ClassVar[bool] = False  # whether `next` changes the scale
 
     def __post_init__(self) -> None:
         self._check_count("patience")
@@ -71,7 +72,7 @@ class LossScale(ABC):
     @property
     def constant(self) -> float | None:
         """The scale where it never changes, so that a pass may fold it; `None` where it is read from the state."""
-        return self.first
+        return None if self.adapts else self.first
 
     @property
     def checks_finite(self) -> bool:

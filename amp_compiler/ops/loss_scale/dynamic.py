@@ -66,6 +66,7 @@ class DynamicLossScale(LossScale):
     consecutive_hysteresis: bool = True
     growth_delay: int = 0
     mode: ClassVar[str] = "dynamic"
+    adapts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,11 +88,6 @@ class DynamicLossScale(LossScale):
     def first(self) -> float:
         """The scale of the first step."""
         return self._inside(self.init_scale)
-
-    @property
-    def constant(self) -> None:
-        """`None`: the scale is read from the state."""
-        return None
 
     @property
     def floor(self) -> float:
@@ -156,12 +152,9 @@ class DynamicLossScale(LossScale):
             counted = counted.changed(bad_steps=overflows * ~grows)
         if self.hysteresis > 1:
             counted = counted.changed(floor_steps=counted.floor_steps * backs_off)
-        return counted.changed(growth_tracker=self._restarted(counted.growth_tracker, grows)), backs_off, grows
-
-    def _restarted(self, tracker: Tensor, grows: Tensor) -> Tensor:
-        """The tracker, which a growth brings back to where the first steps have counted."""
-        delay = self.growth_delay
-        return (tracker - delay) * ~grows + delay if delay else tracker * ~grows
+        tracker, delay = counted.growth_tracker, self.growth_delay  # a growth brings it back to where the first counted
+        tracker = (tracker - delay) * ~grows + delay if delay else tracker * ~grows
+        return counted.changed(growth_tracker=tracker), backs_off, grows
 
     # GradScaler multiplies in fp64 and rounds once: a factor rounded to fp32 first would give other last bits.
     def _lowered(self, scale: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from amp_compiler.onnx.importing.ops.registry import host_op, op
-from amp_compiler.onnx.importing.ops.values import DTYPES, Host, as_host, host_dtype, numbers
+from amp_compiler.onnx.importing.ops.values import DTYPES, Host, as_host, host_dtype, numbers, slices
 
 
 def _array(values: list[Any]) -> Host:
@@ -158,23 +158,9 @@ def _transpose(x: Host, *, perm: Any = None) -> Host:
 
 
 @host_op("Slice")
-def _slice(
-    x: Host,
-    starts_input: Host | None = None,
-    ends_input: Host | None = None,
-    axes_input: Host | None = None,
-    steps_input: Host | None = None,
-    *,
-    starts: Any = None,
-    ends: Any = None,
-    axes: Any = None,
-) -> Host:
-    begin = numbers(starts_input) if starts is None else list(starts)
-    stop = numbers(ends_input) if ends is None else list(ends)
-    where = list(axes) if axes is not None else range(len(begin)) if axes_input is None else numbers(axes_input)
-    step = [1] * len(begin) if steps_input is None else numbers(steps_input)
+def _slice(x: Host, *inputs: Host | None, starts: Any = None, ends: Any = None, axes: Any = None) -> Host:
     cut = [slice(None)] * x.ndim
-    for axis, a, b, c in zip(where, begin, stop, step, strict=True):
+    for axis, a, b, c in slices(inputs, starts, ends, axes):
         cut[axis] = slice(a, b if c > 0 or b > -(2**31) else None, c)
     return x[tuple(cut)]
 

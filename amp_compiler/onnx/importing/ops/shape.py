@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import axes_of, number, numbers
+from amp_compiler.onnx.importing.ops.values import axes_of, number, numbers, slices
 
 
 @op("Reshape", host=(1,))
@@ -71,22 +71,8 @@ def _split(
 
 
 @op("Slice", host=(1, 2, 3, 4))
-def _slice(
-    x: Tensor,
-    starts_input: Any = None,
-    ends_input: Any = None,
-    axes_input: Any = None,
-    steps_input: Any = None,
-    *,
-    starts: Any = None,
-    ends: Any = None,
-    axes: Any = None,
-) -> Tensor:
-    begin = numbers(starts_input) if starts is None else list(starts)
-    stop = numbers(ends_input) if ends is None else list(ends)
-    where = list(axes) if axes is not None else range(len(begin)) if axes_input is None else numbers(axes_input)
-    step = [1] * len(begin) if steps_input is None else numbers(steps_input)
-    for axis, a, b, c in zip(where, begin, stop, step, strict=True):
+def _slice(x: Tensor, *inputs: Any, starts: Any = None, ends: Any = None, axes: Any = None) -> Tensor:
+    for axis, a, b, c in slices(inputs, starts, ends, axes):
         x = _slice_one(x, axis % x.dim(), a, b, c)
     return x
 

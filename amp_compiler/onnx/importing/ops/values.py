@@ -7,7 +7,8 @@ on the host: of a number type where the sizes are known, of objects where `torch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -104,6 +105,15 @@ def to_tensor(value: Host, like: Tensor | None = None) -> Tensor:
 def axes_of(axes: Any, rank: int) -> list[int]:
     """Axes as numbers from 0 on."""
     return [int(axis) % max(rank, 1) for axis in numbers(axes)]
+
+
+def slices(inputs: Sequence[Any], starts: Any, ends: Any, axes: Any) -> Iterator[tuple[int, Any, Any, int]]:
+    """Axis, start, end and step of each cut of a Slice; the attributes, before opset 10, go before the inputs."""
+    pairs = itertools.zip_longest((starts, ends, axes, None), inputs)
+    first, last, over, step = (held if attribute is None else attribute for attribute, held in pairs)
+    begin = numbers(first)
+    where = range(len(begin)) if over is None else numbers(over)
+    return zip(where, begin, numbers(last), [1] * len(begin) if step is None else numbers(step), strict=True)
 
 
 def broadcastable(vector: Tensor, rank: int, axis: int = 1) -> Tensor:
