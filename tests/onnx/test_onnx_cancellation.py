@@ -9,6 +9,7 @@ import amp_compiler as amp
 
 RNG = np.random.default_rng(7)
 EYE = nh.from_array(np.eye(16, dtype=np.float32), "eye")
+LESS = nh.from_array(np.eye(16, dtype=np.float32) - np.float32(1 / 16), "less")  # takes the mean of a row away
 
 
 def axes(opset, op="ReduceMean", **attrs):
@@ -145,15 +146,28 @@ INPUTS = {
     "batch norm": [node("BatchNormalization", ["x", "ones", "zeros", "mus", "vars"], ["n"])],
     "instance norm": [node("InstanceNormalization", ["x", "ones", "zeros"], ["n"])],
     "another input": [node("Sub", ["x", "z"], ["d"]), SCALED],
+    "a mean over a window": [node("AveragePool", ["x"], ["m"], kernel_shape=[3], pads=[1, 1]),
+                             node("Sub", ["x", "m"], ["d"]), SCALED],
+    "one window less another": [node("Conv", ["x", "wide"], ["a"], pads=[1, 1], group=3),
+                                node("Conv", ["x", "narrow"], ["b"], pads=[1, 1], group=3),
+                                node("Sub", ["a", "b"], ["d"]), SCALED],
+    "a filter": [node("Identity", ["filter"], ["f"]), node("Conv", ["x", "f"], ["d"], pads=[1, 1], group=3), SCALED],
+    "a filter of a window": [node("Conv", ["x", "wide"], ["a"], pads=[1, 1], group=3),
+                             node("Conv", ["a", "filter"], ["d"], pads=[1, 1], group=3), SCALED],
+    "a matrix of differences": [node("MatMul", ["x", "less"], ["d"]), SCALED],
+    "differences of columns": [node("Transpose", ["x"], ["t"], perm=[0, 2, 1]), node("MatMul", ["less", "t"], ["u"]),
+                               node("Transpose", ["u"], ["d"], perm=[0, 2, 1]), SCALED],
 }  # fmt: skip
+WINDOWS = {"wide": [1 / 3] * 3, "narrow": [0.25, 0.5, 0.25], "filter": [-0.97, 1.0, 0.0]}
 
 
 @BOTH
 @pytest.mark.parametrize("form", INPUTS)
 def test_an_input_less_a_mean_is_rounded_behind_it(form, dtype):
-    data = [scalar("mu", 300.0), scalar("minus", -300.0), scalar("sd", 0.2), scalar("one", 1.0), EYE]
+    data = [scalar("mu", 300.0), scalar("minus", -300.0), scalar("sd", 0.2), scalar("one", 1.0), EYE, LESS]
     data += [nh.from_array(np.full(3, number, np.float32), name)
              for name, number in (("ones", 1), ("zeros", 0), ("mus", 300), ("vars", 0.04))]  # fmt: skip
+    data += [nh.from_array(np.tile(np.array(row, np.float32), (3, 1, 1)), name) for name, row in WINDOWS.items()]
     nodes = [*INPUTS[form], node("MatMul", ["n", "eye"], ["y"], "product")]
     used = {name for entry in nodes for name in entry.input}
     inputs = [info(name, 2, 3, 16) for name in ("x", "z") if name in used]
@@ -172,13 +186,26 @@ LEFT_OF_ONE = {
 }  # fmt: skip
 
 
+WAYS = {
+    "less": [node("Sub", ["one", "p"], ["q"], "left")],
+    "negative": [node("Neg", ["p"], ["n"]), node("Add", ["n", "one"], ["q"], "left")],
+    "a negative factor": [node("Mul", ["p", "minus"], ["n"]), node("Add", ["one", "n"], ["q"], "left")],
+    "the other sign": [node("Sub", ["p", "one"], ["n"], "left"), node("Neg", ["n"], ["q"])],
+}
+
+
 @BOTH
-@pytest.mark.parametrize("form", LEFT_OF_ONE)
-def test_what_a_probability_leaves_of_one(form, dtype):
+@pytest.mark.parametrize(
+    ("form", "way"), [*((form, "less") for form in LEFT_OF_ONE), *(("output", way) for way in WAYS)]
+)
+def test_what_a_probability_leaves_of_one(form, way, dtype):
     """At 0.999 FP16 has half of a digit of it left; beside another summand it does not count."""
-    start = [node("MatMul", ["x", "eye"], ["a"], "product"), node("Sigmoid", ["a"], ["p"], "sigmoid"),
-             node("Sub", ["one", "p"], ["q"], "left")]  # fmt: skip
-    data, ends = [EYE, scalar("one", 1.0), scalar("two", 2.0)], ([info("x", 4, 16)], [info("y", 4, 16)])
+    start = [node("MatMul", ["x", "eye"], ["a"], "product"), node("Sigmoid", ["a"], ["p"], "sigmoid"), *WAYS[way]]
+    numbers = {"one": 1.0, "two": 2.0, "minus": -1.0}
+    data, ends = (
+        [EYE, *(scalar(name, number) for name, number in numbers.items())],
+        ([info("x", 4, 16)], [info("y", 4, 16)]),
+    )
     source = model([*start, *LEFT_OF_ONE[form]], *ends, data)
     feeds = {"x": np.round(7 + RNG.standard_normal((4, 16)) * 4).astype(np.float32) / 4}
     done = check(source, dtype)
@@ -191,8 +218,14 @@ TURN = [node("Mul", ["b", "k"], ["t"]), node("Cos", ["t"], ["c"])]
 NEAR_ONE = {
     "one and data": [node("Add", ["one", "a"], ["s"]), node("Log", ["s"], ["y"])],
     "one less data": [node("Sub", ["one", "a"], ["s"]), node("Log", ["s"], ["y"])],
+    "one and data, summed": [node("Unsqueeze", ["b", "last"], ["u"]), node("Sum", ["u", "one"], ["s"]),
+                             node("ReduceLogSum", ["s", "last"], ["y"], keepdims=0)],
     "exponential": [node("Exp", ["a"], ["s"]), node("Sub", ["s", "one"], ["d"]), node("Sign", ["a"], ["g"]),
                     node("Mul", ["d", "g"], ["y"])],
+    "minus one and exponential": [node("Exp", ["a"], ["s"]), node("Add", ["minus", "s"], ["d"]),
+                                  node("Sign", ["a"], ["g"]), node("Mul", ["d", "g"], ["y"])],
+    "root": [node("Mul", ["b", "k"], ["t"]), node("Add", ["t", "one"], ["s"]), node("Sqrt", ["s"], ["r"]),
+             node("Sub", ["r", "one"], ["y"])],
     "cosine": [*TURN, node("Sub", ["one", "c"], ["d"]), node("Div", ["d", "t"], ["y"])],
     "squared": [*TURN, node("Mul", ["c", "c"], ["s"]), node("Sub", ["one", "s"], ["d"]), node("Sqrt", ["d"], ["y"])],
 }  # fmt: skip
@@ -202,7 +235,9 @@ NEAR_ONE = {
 @pytest.mark.parametrize("form", NEAR_ONE)
 def test_what_is_near_one_is_as_small_as_the_data(form, dtype):
     nodes = [node("MatMul", ["x", "eye"], ["a"]), node("Abs", ["a"], ["b"]), *NEAR_ONE[form]]
-    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [EYE, scalar("one", 1.0), scalar("k", 50.0)])
+    source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [
+        EYE, scalar("one", 1.0), scalar("minus", -1.0), scalar("k", 50.0), scalar("last", [-1], np.int64)
+    ])  # fmt: skip
     feeds = {"x": RNG.standard_normal((4, 16)).astype(np.float32) * np.float32(1e-3)}
     assert error(source, check(source, dtype, keep_io_types=False).model, feeds) < NEAR[dtype]
 
@@ -287,20 +322,27 @@ def test_other_differences_are_low(form, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize(("op", "third"), [("Sub", []), ("Sum", ["x"])])
-def test_calibration_finds_what_cancels(op, third, dtype):
-    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["x", "v"], ["b"], "second"),
-             node(op, ["a", "b", *third], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
+@pytest.mark.parametrize(("op", "third", "between"), [
+    ("Sub", [], []), ("Sum", ["x"], []),
+    ("Sub", [], [node("LogSoftmax", ["a"], ["la"]), node("LogSoftmax", ["b"], ["lb"])]),
+])  # fmt: skip
+def test_calibration_finds_what_cancels(op, third, between, dtype):
+    ends = ["la", "lb"] if between else ["a", "b"]
+    nodes = [node("MatMul", ["x", "w"], ["a"], "first"), node("MatMul", ["x", "v"], ["b"], "second"), *between,
+             node(op, [*ends, *third], ["d"], "difference"), node("MatMul", ["d", "w"], ["y"], "last")]  # fmt: skip
     base = RNG.standard_normal((16, 16)).astype(np.float32)
     more = (base + RNG.standard_normal((16, 16)).astype(np.float32) * 1e-3).astype(np.float32)
     more = -more - np.eye(16, dtype=np.float32) if third else more
     source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], [nh.from_array(base, "w"), nh.from_array(more, "v")])
     feeds = {"x": np.round(RNG.standard_normal((4, 16)) * 8).astype(np.float32)}
-    assert low_nodes(check(source, dtype)) == {"first", "second", "difference", "last"}
+    assert low_nodes(check(source, dtype)) >= {"first", "second", "last"}
     done = amp.convert_onnx(source, dtype=dtype, calibration=[feeds])
     assert low_nodes(done) == {"last"}
     assert error(source, done.model, feeds) < NEAR[dtype]
-    assert done.notes[0] == "by calibration 3 of 4 nodes in FP32: 3 for sums and differences that cancel"
+    of, number = 4 + len(between), 3 + len(between)
+    assert (
+        done.notes[0] == f"by calibration {number} of {of} nodes in FP32: {number} for sums and differences that cancel"
+    )
 
 
 NORMS = {
@@ -312,6 +354,7 @@ NORMS = {
     "GroupNormalization": [node("GroupNormalization", ["a", "two", "two"], ["y"], "norm", num_groups=2)],
     "Softmax": [node("Softmax", ["a"], ["y"], "norm")],
     "LogSoftmax": [node("LogSoftmax", ["a"], ["y"], "norm", axis=2)],
+    "differences": [node("MatMul", ["a", "less"], ["y"])],
 }  # fmt: skip
 
 
@@ -323,7 +366,7 @@ def test_calibration_finds_what_a_norm_leaves_of_numbers_far_from_zero(form, ops
     opset = {"LayerNormalization": 17, "GroupNormalization": 21}.get(form, opset)
     nodes = [node("MatMul", ["x", "eye"], ["h"], "product"), node("Relu", ["h"], ["r"]), node("Add", ["r", "x"], ["a"]),
              *NORMS[form]]  # fmt: skip
-    data = [EYE, nh.from_array(np.ones(16, np.float32), "ones"), nh.from_array(np.ones(2, np.float32), "two"),
+    data = [EYE, LESS, nh.from_array(np.ones(16, np.float32), "ones"), nh.from_array(np.ones(2, np.float32), "two"),
             scalar("last", [-1], np.int64)]  # fmt: skip
     source = model(nodes, [info("x", 3, 2, 16)], [info("y", 3, 2, 16)], data, opset=opset)
     x = (RNG.standard_normal((3, 2, 16)) + np.array([1000, 500, 0]).reshape(3, 1, 1)).astype(np.float32)
@@ -336,12 +379,12 @@ def test_calibration_finds_what_a_norm_leaves_of_numbers_far_from_zero(form, ops
 
 
 @BOTH
-@pytest.mark.parametrize("form", ["LayerNormalization", "in parts"])
+@pytest.mark.parametrize("form", ["LayerNormalization", "in parts", "differences"])
 @pytest.mark.parametrize("op", ["Add", "Gemm"])
 def test_stored_numbers_say_that_a_norm_takes_a_mean_far_from_zero_away(op, form, dtype):
     more = node(op, ["h", *(["eye"] if op == "Gemm" else []), "far"], ["a"], "sum")
     nodes = [node("MatMul", ["x", "eye"], ["h"], "product"), more, *NORMS[form]]
-    data = [EYE, scalar("last", [-1], np.int64)]
+    data = [EYE, LESS, scalar("last", [-1], np.int64)]
     data += [nh.from_array(np.full(16, number, np.float32), name) for name, number in (("ones", 1), ("far", 1e3))]
     source = model(nodes, [info("x", 4, 16)], [info("y", 4, 16)], data, opset=18)
     done = check(source, dtype)

@@ -30,6 +30,7 @@ BETWEEN = {
     "view": ([node("Transpose", ["p"], ["q"], perm=[1, 0])], []),
     "mean": ([node("ReduceMean", ["p"], ["q"], axes=[0])], []),
     "scaled": ([node("Mul", ["p", "c"], ["q"])], [scalar("c", 0.5)]),
+    "through FP64": ([node("Cast", ["p"], ["d"], to=T.DOUBLE), node("Cast", ["d"], ["q"], to=T.FLOAT)], []),
     "optional": ([node("Optional", ["p"], ["o"]), node("OptionalGetElement", ["o"], ["q"])], []),
 }
 
@@ -140,6 +141,7 @@ SUMS = {
     "cosines": [*(node("Einsum", [*pair], [pair], equation="bi,bi->b") for pair in ("aa", "ax", "xx")),
                 node("Mul", ["aa", "xx"], ["p"]), node("Sqrt", ["p"], ["q"]), node("Div", ["ax", "q"], ["y"])],
     "its logarithm": [node("ReduceLogSum", ["s"], ["y"])],
+    "running": [node("CumSum", ["s", "last"], ["p"]), node("Sqrt", ["p"], ["y"])],
     "expanded power": [node("Expand", ["two", "row"], ["t"]), node("Pow", ["a", "t"], ["p"]),
                        node("ReduceMean", ["p"], ["q"]), node("Sqrt", ["q"], ["y"])],
     "rows": [node("Reshape", ["a", "row"], ["r"]), node("Reshape", ["a", "column"], ["c"]),
@@ -155,7 +157,7 @@ def test_squares_that_are_weighed_pooled_or_single(kind, size):
     data = [
         nh.from_array(np.eye(16, dtype=np.float32), "w"),
         scalar("e", 1e-6), scalar("half", 0.5), scalar("many", 2304.0), scalar("k4", 4.0), scalar("two", 2.0),
-        *(nh.from_array(np.array(at), name) for name, at in
+        scalar("last", -1, np.int64), *(nh.from_array(np.array(at), name) for name, at in
           (("rows", [4, 1, 16]), ("row", [4, 1, 16]), ("column", [4, 16, 1]), ("flat", [-1]))),
         nh.from_array(np.ones((16, 1), np.float32), "ones"),
     ]  # fmt: skip
@@ -231,7 +233,7 @@ def test_bounds_that_fit_are_low(bounds):
 
 
 @pytest.mark.parametrize("form", ["initializer", "vector", "constant", "filled"])
-@pytest.mark.parametrize("op", ["Mul", "Div"])
+@pytest.mark.parametrize("op", ["Mul", "Div", "PRelu"])
 def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
     scale = nh.from_array(np.array([3e-7], np.float32), "c")
     result = {
