@@ -202,24 +202,18 @@ class _Finder(Squares):
                     continue
                 others = [one.value for place, one in enumerate(user.inputs) if place != index]
                 stored = bool(others) and all(map(self.holds_data, others))
-                mean = self._mean(others[0], seen, user.op == "onnx.Add") if user.op in _TAKING else None
-                if self.filters(user) or (index == 0 and user.op in CENTRING.keys() - _SHIFTED):
-                    self._pin_centred(source, [*scaled, user])
-                elif mean is not None:
-                    self._pin_centred(source, [*scaled, *mean, user])
-                elif (
-                    self.passes(user)
-                    or user.op in _BOUNDING
-                    or (user.op in _SCALING and stored)
-                    or (user.op in SUMS or self.averages(user))
-                ):
+                centres = self.filters(user) or (index == 0 and user.op in CENTRING.keys() - _SHIFTED)
+                mean: list[Node] | None = [] if centres else None
+                if user.op in _TAKING:
+                    mean = self._mean(others[0], seen, user.op == "onnx.Add")
+                path = [*scaled, *(mean or ()), *([] if self.passes(user) else [user])]
+                averages = user.op in SUMS or self.averages(user)
+                if mean is not None:
+                    for node in path:
+                        self.pin(node, f"it takes a mean away from the input '{source}', which may be nearly equal")
+                elif self.passes(user) or user.op in _BOUNDING or averages or (user.op in _SCALING and stored):
                     seen.update(user.outputs)
-                    beside = [] if self.passes(user) else [user]
-                    pending += [(output, [*scaled, *beside]) for output in user.outputs]
-
-    def _pin_centred(self, source: str, nodes: list[Node]) -> None:
-        for node in nodes:
-            self.pin(node, f"it takes a mean away from the input '{source}', which may be nearly equal")
+                    pending += [(output, path) for output in user.outputs]
 
     def _mean(self, name: str, sources: set[str], added: bool) -> list[Node] | None:
         """What makes a mean that is taken away from an input; `None` where it may be anything else."""
@@ -270,23 +264,18 @@ class _Finder(Squares):
 
     def _logarithm(self, square: Node) -> Node | None:
         """The logarithm that a square ends in, sums, scales, roots and bounds between."""
-        frontier, seen = [square], {square.name}
-        for _ in range(REACH):
-            users = [user for node in frontier for user in self.users(node) if user.name not in seen]
-            seen.update(user.name for user in users)
-            for user in users:
-                if user.op in _LOGARITHMS:
-                    return user
-            frontier = [
-                user for user in users if self._is_arithmetic(user) or user.op in _BOUNDING or user.op in _CURVES
-            ]
-        return None
+
+        def through(user: Node) -> bool:
+            return self._is_arithmetic(user) or user.op in _BOUNDING | _CURVES
+
+        users = (user for node in self.reach(square, through, REACH - 1) for user in self.users(node))
+        return next((user for user in users if user.op in _LOGARITHMS), None)
 
     # ---- boxes
 
     def places(self, node: Node) -> None:
         """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
-        makers = [self._maker(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
+        makers = [self.maker(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
         if makers and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
             self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
         if makers and all(maker is not None and maker.op in _TAKING for maker in makers):
@@ -304,7 +293,7 @@ class _Finder(Squares):
     def phases(self, sine: Node) -> None:
         """Pin a product of an input of the model with stored numbers that a sine takes, scaled and shifted."""
         names, between = [operand.value for operand in sine.inputs], list[Node]()
-        while names and (maker := self._maker(names[0])) is not None:
+        while names and (maker := self.maker(names[0])) is not None:
             names = [operand.value for operand in maker.inputs if not self.holds_data(operand.value)]
             product = self.info(maker).family in _PRODUCTS
             if len(names) != 1 or not (product or maker.op in _TAKING | _SCALING):
@@ -318,7 +307,7 @@ class _Finder(Squares):
 
     def near_one(self, reader: Node) -> bool:
         """Pin the sum of one and data, or the difference, that a logarithm takes, or a root less one."""
-        maker = self._maker(reader.inputs[0].value)
+        maker = self.maker(reader.inputs[0].value)
         if (
             maker is None
             or maker.op not in _ADDING
@@ -334,19 +323,19 @@ class _Finder(Squares):
         An exponential less one is pinned wherever it stands. Signs may stand with either of both.
         """
         place = next((index for index in range(2) if abs(self.scalar(node, index) or 0.0) == 1), None)
-        part = self._maker(node.inputs[1 - place].value) if place is not None else None
+        part = self.maker(node.inputs[1 - place].value) if place is not None else None
         sign = (self.scalar(node, place or 0) or 0.0) * (1 if node.op == "onnx.Add" else -1)
         between = [node]
-        while part is not None and (part.op == "onnx.Neg" or (self.scales(part) and self._takes_away(part))):
+        while part is not None and part.op in ("onnx.Neg", "onnx.Mul") and self._takes_away(part):
             sign, between = -sign, [*between, part]
-            part = self._maker(next(one.value for one in part.inputs if not self.holds_data(one.value)))
+            part = self.maker(next(one.value for one in part.inputs if not self.holds_data(one.value)))
         if part is None or sign > 0:
             return
         grows = part.op == "onnx.Exp" and (place == 1) == (len(between) == 1)
         for one in (part, *between) if grows or (part.op == "onnx.Sqrt" and self.near_one(part)) else ():
             self.pin(one, f"'{part.name}' may be near one, of which '{node.name}' leaves few digits")
         squared = part.op in ("onnx.Mul", "onnx.Pow") and self.squares(part)
-        bounded = self._maker(part.inputs[0].value) if squared else part
+        bounded = self.maker(part.inputs[0].value) if squared else part
         turns = bounded is not None and self.info(bounded).periodic
         if bounded is None or not (turns or self.info(bounded).squashes or bounded.op in _UP_TO_ONE):
             return
@@ -376,9 +365,6 @@ class _Finder(Squares):
         """True for a product with stored filters that take differences."""
         stored = [self.graph.stored_numbers(self.origin(one.value)) for one in node.inputs[:2]]
         return self.info(node).family in _PRODUCTS and any(one is not None and one.balanced for one in stored)
-
-    def _maker(self, name: str) -> Node | None:
-        return self.graph.producer(self.origin(name))
 
     def _is_grid(self, name: str) -> bool:
         """True for many stored numbers, none of them negative, that reach 16: a grid of places."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -64,7 +63,9 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
     array = array_of(tensor)
     number = float(np.asarray(array, np.float64).reshape(())) if array.size == 1 else None
     lowest, highest, lost, subnormal, infinite = math.inf, -math.inf, 0, False, False
-    for stored in _chunks(array):
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        stored = flat[start : start + _CHUNK]
         chunk = stored if stored.dtype == np.float32 else stored.astype(np.float64)
         size = np.abs(chunk)
         finite = chunk
@@ -87,16 +88,11 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
 def _is_balanced(array: np.ndarray) -> bool:
     """True where all filters, rows or columns sum to a small part of their magnitudes."""
     filters = np.atleast_2d(np.asarray(array, np.float32))
-    sizes = np.abs(filters)
-    return abs(filters.sum()) <= _BALANCE * sizes.sum() and any(
-        (np.abs(filters.sum(axes)) <= _BALANCE * sizes.sum(axes)).all() for axes in (tuple(range(1, filters.ndim)), -2)
-    )
 
+    def is_small(axes: tuple[int, ...] | int | None) -> bool:
+        return bool((np.abs(filters.sum(axes)) <= _BALANCE * np.abs(filters).sum(axes)).all())
 
-def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    flat = array.reshape(-1)
-    for start in range(0, flat.size, _CHUNK):
-        yield flat[start : start + _CHUNK]
+    return is_small(None) and (is_small(tuple(range(1, filters.ndim))) or is_small(-2))
 
 
 def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float | None = None) -> ir.TensorProtocol:
