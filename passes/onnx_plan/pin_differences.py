@@ -53,8 +53,10 @@ class PinDifferences(PinPass):
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - one part of a running sum less another;
     - a norm of, and a mean taken from, sums with stored numbers that are all far from zero;
+    - products of an input, or of a sum as above, with stored filters that sum to about zero, and differences of means;
     - an exponential less one, and one less a probability, quotient or cosine, or its square, whose digits count;
-    - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away.
+    - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away,
+      and what makes that, back to the next products.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
 
@@ -96,9 +98,8 @@ class PinDifferences(PinPass):
                 finder.phases(node)
         if any(node.op in _LOGARITHMS for node in draft.graph.nodes.values()):
             finder.spectra()
-        for name, value in draft.graph.values.items():
-            if value.kind is ValueKind.INPUT and value.dtype.is_float:
-                finder.centred(name)
+        for name in finder.sources():
+            finder.centred(name)
         kept = find_numbers(draft.graph, draft.rules).kept if finder.pins else {}
         return {name: reason for name, reason in finder.pins.items() if name not in kept}
 
@@ -191,6 +192,11 @@ class _Finder(Squares):
 
     # ---- inputs of the model
 
+    def sources(self) -> list[str]:
+        """The floating-point inputs."""
+        values = self.graph.values.items()
+        return [name for name, value in values if value.kind is ValueKind.INPUT and value.dtype.is_float]
+
     def centred(self, source: str) -> None:
         """Pin what takes a mean away from an input of the model, with the products that scale it before."""
         pending: list[tuple[str, list[Node]]] = [(source, [])]
@@ -230,11 +236,7 @@ class _Finder(Squares):
 
     def spectra(self) -> None:
         """Pin what sums inputs of the model with stored weights, where squares of it end in a logarithm."""
-        linear = {  # values that are linear in inputs of the model: whether weights are in them
-            name: False
-            for name, value in self.graph.values.items()
-            if value.kind is ValueKind.INPUT and value.dtype.is_float
-        }
+        linear = dict.fromkeys(self.sources(), False)  # what is linear in inputs: whether weights are in it
         seen = set(linear)
         for node in self.graph.nodes.values():
             if linear.keys().isdisjoint(one.value for one in node.inputs):
@@ -318,10 +320,7 @@ class _Finder(Squares):
         return True
 
     def complement(self, node: Node) -> None:
-        """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits.
-
-        An exponential less one is pinned wherever it stands. Signs may stand with either of both.
-        """
+        """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits."""
         place = next((index for index in range(2) if abs(self.scalar(node, index) or 0.0) == 1), None)
         part = self.maker(node.inputs[1 - place].value) if place is not None else None
         sign = (self.scalar(node, place or 0) or 0.0) * (1 if node.op == "onnx.Add" else -1)

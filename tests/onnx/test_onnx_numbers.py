@@ -10,7 +10,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_corpus.exported import export
-from onnx_models import BOTH, RNG, casts, check, error, info, model, node, outputs, scalar, weight
+from onnx_models import BOTH, RNG, casts, check, error, info, model, node, outputs, program, scalar, weight
 
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.onnx.convert import convert_onnx
@@ -111,18 +111,17 @@ def test_a_sign_is_a_comparison_with_zero(dtype):
 
 
 COUNTS = {
-    "sizes": [node("Size", ["p"], ["count"]), node("Cast", ["count"], ["wide"], to=T.FLOAT)],
-    "truths": [node("Equal", ["p", "p"], ["same"]), node("Cast", ["same"], ["ones"], to=T.FLOAT),
-               node("ReduceSum", ["ones"], ["wide"], keepdims=0)],
-}  # fmt: skip
+    "sizes": "count = Size(p) wide = Cast<to=1>(count)",
+    "truths": "same = Equal(p, p) ones = Cast<to=1>(same) wide = ReduceSum<keepdims=0>(ones)",
+}
 
 
 @pytest.mark.parametrize("rows", ["n", 8750])
 @pytest.mark.parametrize("kind", COUNTS)
 def test_a_number_of_elements_may_be_beyond_fp16(kind, rows):
     """A mean as a sum over `Size`: 70,000 is infinite in FP16, and what is divided by it zero."""
-    nodes = [node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0), *COUNTS[kind],
-             node("Div", ["m", "wide"], ["y"], "quotient")]  # fmt: skip
+    nodes = [node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0),
+             *program(COUNTS[kind]), node("Div", ["m", "wide"], ["y"], "quotient")]  # fmt: skip
     source = model(nodes, [info("x", rows, 8)], [info("y")], [weight("w", 8, 8)])
     feeds = {"x": RNG.standard_normal((8750, 8)).astype(np.float32)}
     done = check(source, "fp16")
