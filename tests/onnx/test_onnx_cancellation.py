@@ -236,9 +236,8 @@ def test_what_is_near_one_is_as_small_as_the_data(form, dtype):
 
 
 def test_a_mean_over_a_window_as_a_difference_of_running_sums():
-    nodes = [node("CumSum", ["x", "one"], ["c"]), node("Slice", ["c", "ten", "end", "one"], ["u"]),
-             node("Slice", ["c", "none", "minus", "one"], ["v"]), node("Sub", ["u", "v"], ["d"]),
-             node("Div", ["d", "parts"], ["y"])]  # fmt: skip
+    nodes = program("""c = CumSum(x, one) u = Slice(c, ten, end, one) v = Slice(c, none, minus, one)
+        d = Sub(u, v) y = Div(d, parts)""")
     numbers = {"one": [1], "ten": [10], "end": [2000], "none": [0], "minus": [-10]}
     data = [scalar(name, value, np.int64) for name, value in numbers.items()] + [scalar("parts", 10.0)]
     source = model(nodes, [info("x", 1, 2000)], [info("y", 1, 1990)], data)

@@ -174,9 +174,8 @@ def test_powers_of_a_matrix_and_what_a_quotient_leaves_are_low():
 
 def test_the_square_of_an_activation_is_low():
     """Squared ReLU: no root lies behind it but that of the next norm."""
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
-             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["z"]), node("Mul", ["z", "z"], ["q"]),
-             node("ReduceMean", ["q"], ["m"]), node("Sqrt", ["m"], ["n"]), node("Div", ["z", "n"], ["y"])]  # fmt: skip
+    nodes = program("""a = MatMul(x, w) r = Relu(a) [square] s = Mul(r, r) b = MatMul(s, w) z = Add(b, x)
+        q = Mul(z, z) m = ReduceMean(q) n = Sqrt(m) y = Div(z, n)""")
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
     assert "square" in low_nodes(check(source, "fp16"))
 
