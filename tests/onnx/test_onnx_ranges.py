@@ -113,16 +113,8 @@ def test_a_rule_file_leaves_powers_to_its_rules(square):
 
 
 def test_exponentials():
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"]),
-        node("Exp", ["a"], ["e"], "free"),
-        node("ReduceMax", ["a"], ["top"], axes=[-1]),
-        node("Sub", ["a", "top"], ["d"]),
-        node("Exp", ["d"], ["f"], "bounded"),
-        node("Add", ["e", "two"], ["g"], "plus"),
-        node("Log", ["g"], ["l"], "log"),
-        node("Add", ["l", "f"], ["y"]),
-    ]
+    nodes = program("""a = MatMul(x, w) [free] e = Exp(a) top = ReduceMax<axes=[-1]>(a) d = Sub(a, top)
+        [bounded] f = Exp(d) [plus] g = Add(e, two) [log] l = Log(g) y = Add(l, f)""")
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("two", 2.0)], opset=13)
     precisions = {entry.name: entry.precision for entry in check(source, "fp16", "apex-o3").plan.nodes}
     assert precisions["free"] == precisions["plus"] == precisions["log"] == "fp32" and precisions["bounded"] == "low"
@@ -139,12 +131,8 @@ def test_calibrated_ranges_keep_makers_and_readers_in_fp32():
 
 def test_infinite_masks_do_not_count_in_calibration():
     """What -inf fills before a softmax reaches infinity in every run, and that says nothing of the scores."""
-    nodes = [
-        node("MatMul", ["x", "w"], ["s"], "scores"),
-        node("Where", ["keep", "s", "minf"], ["m"], "pick"),
-        node("Softmax", ["m"], ["p"], "softmax", axis=-1),
-        node("MatMul", ["p", "w"], ["y"], "mix"),
-    ]
+    nodes = program("""[scores] s = MatMul(x, w) [pick] m = Where(keep, s, minf)
+        [softmax] p = Softmax<axis=-1>(m) [mix] y = MatMul(p, w)""")
     source = model(nodes, [info("x", 4, 8), info("keep", 4, 8, kind=T.BOOL)], [info("y", 4, 8)],
                    [weight("w", 8, 8), scalar("minf", -np.inf)])  # fmt: skip
     keep = np.arange(8)[None].repeat(4, 0) < 6
