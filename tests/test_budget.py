@@ -30,10 +30,10 @@ BUDGET = {
     "report": 2_870,
     "cli": 1_900,
     "integrations": 290,
-    "passes": 9_543,  # to come to 9,400: differences by filters and by signs came
+    "passes": 9_545,  # to come to 9,400: differences by filters and by signs came
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_770  # of all rooms together; to come to 59,400
+SOURCES = 62_772  # of all rooms together; to come to 59,400
 TESTS = 49_840  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py

@@ -362,8 +362,10 @@ class _Finder(Squares):
 
     def filters(self, node: Node) -> bool:
         """True for a product with stored filters that take differences."""
-        stored = [self.graph.stored_numbers(self.origin(one.value)) for one in node.inputs[:2]]
-        return self.info(node).family in _PRODUCTS and any(one is not None and one.balanced for one in stored)
+        product = self.info(node).family in _PRODUCTS
+        origins = [self.origin(one.value) for one in node.inputs[:2]] if product else []
+        stored = [self.graph.stored_numbers(name) for name in filter(self.holds_data, origins)]
+        return any(numbers is not None and numbers.balanced for numbers in stored)
 
     def _is_grid(self, name: str) -> bool:
         """True for many stored numbers, none of them negative, that reach 16: a grid of places."""

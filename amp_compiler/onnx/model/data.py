@@ -87,7 +87,7 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
 
 def _is_balanced(array: np.ndarray) -> bool:
     """True where all filters, rows or columns sum to a small part of their magnitudes."""
-    filters = np.atleast_2d(np.asarray(array, np.float32))
+    filters = np.atleast_2d(np.asarray(array, np.float64))
 
     def is_small(axes: tuple[int, ...] | int | None) -> bool:
         return bool((np.abs(filters.sum(axes)) <= _BALANCE * np.abs(filters).sum(axes)).all())
