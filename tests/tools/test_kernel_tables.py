@@ -10,5 +10,5 @@ def test_ops_of_onnx_runtime_itself_have_their_lines():
     tables = importlib.util.module_from_spec(SPEC)
     SPEC.loader.exec_module(tables)
     kernel = tables.Kernel(1, tables.OPEN, {"T": {"tensor(float)", "tensor(float16)"}})
-    made = list(tables.lines({("com.microsoft", "FastGelu"): [kernel]}, ["fp32", "fp16"]))
-    assert made[0] == "  com.microsoft.FastGelu: {1-: fp32 fp16}\n"
+    result = list(tables.lines({("com.microsoft", "FastGelu"): [kernel]}, ["fp32", "fp16"]))
+    assert result[0] == "  com.microsoft.FastGelu: {1-: fp32 fp16}\n"
