@@ -7,7 +7,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
-from onnx_models import LOW, casts, check, info, model, node, precisions, program, run, scalar
+from onnx_models import LOW, casts, check, info, model, node, precisions, run, scalar
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.verify import verify
@@ -22,7 +22,10 @@ def qdq(opset: int = 19, scale: float = 0.02, **attributes) -> onnx.ModelProto:
     """Two quantised products with an activation between, as a quantiser writes them."""
     rng = np.random.default_rng(5)
     data = [scalar("z", 0, np.int8), scalar("sx", 0.03), scalar("sa", 0.02), scalar("sb", 0.01)]
-    nodes = program("[q0] xq = QuantizeLinear(x, sx, z) [d0] xd = DequantizeLinear(xq, sx, z)")
+    nodes = [
+        node("QuantizeLinear", ["x", "sx", "z"], ["xq"], "q0"),
+        node("DequantizeLinear", ["xq", "sx", "z"], ["xd"], "d0"),
+    ]
     before = "xd"
     for index, after in ((1, "a"), (2, "b")):
         data.append(nh.from_array(rng.integers(-90, 90, (64, 64)).astype(np.int8), f"w{index}"))
