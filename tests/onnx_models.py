@@ -19,6 +19,7 @@ import pytest
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx import parser
 
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import Runner
@@ -65,6 +66,11 @@ def model(nodes, inputs, outputs, data=(), opset=18, ir_version=9, extra=(), **f
 
 def node(op, inputs, outputs, name="", **attrs):
     return h.make_node(op, list(inputs), list(outputs), name=name or None, **attrs)
+
+
+def program(text):
+    """The nodes that a text in ONNX's own syntax stands for."""
+    return list(parser.parse_graph(f"g () => () {{ {text} }}").node)
 
 
 def check(source, dtype, rules="default", *, full=True, **options):

@@ -122,7 +122,7 @@ def schemas(domain: str, op: str) -> list[OpSchema]:
     if domain:
         from amp_compiler.onnx.model.contrib import contrib_schemas
 
-        return [contrib_schemas()[op]] if op in contrib_schemas() else []
+        return [contrib_schemas()[domain, op]] if (domain, op) in contrib_schemas() else []
     every = [one for one in onnx.defs.get_all_schemas_with_history() if one.name == op and not one.domain]
     return sorted(every, key=lambda one: one.since_version)
 

@@ -67,7 +67,7 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
     behind_logarithms: dict[str, Node] = {}
     for taker in graph.nodes.values():
         slots = info(taker.op).probabilities
-        if not slots or decisions[taker.name].precision is not Precision.FP32:
+        if not slots or decisions[taker.name].precision not in (Precision.FP32, Precision.KEEP):
             continue
         is_loss = info(taker.op).family == "loss"
         if not is_loss and not in_file:
@@ -79,7 +79,7 @@ def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> 
             if maker is None or maker.name in takers:
                 continue
             known = info(maker.op)
-            sums = not is_loss and known.family == "reduction"
+            sums = not is_loss and known.family in ("reduction", "cast")
             if known.squashes or known.carries or known.exact or known.moves or sums:
                 takers[maker.name] = taker
                 pending += [] if known.squashes else [operand.value for operand in maker.inputs]

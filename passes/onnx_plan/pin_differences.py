@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from amp_compiler.ir.facts import Magnitudes
 from amp_compiler.ir.graph import Node, ValueKind
@@ -25,6 +26,7 @@ _REDUCING = SUMS | {"onnx.ReduceMin", "onnx.ReduceMax"}
 _CURVES = frozenset({"onnx.Relu", "onnx.Clip", "onnx.Max", "onnx.Abs", "onnx.Sqrt", "onnx.Reciprocal"})
 _PRODUCTS = ("matmul", "convolution")
 _ARITHMETIC = (*_PRODUCTS, "elementwise", "reduction")
+_LOGARITHMS = frozenset({"onnx.Log", "onnx.ReduceLogSum"})
 _STEEP = frozenset(f"onnx.{op}" for op in ("Log", "Reciprocal", "Sqrt", "Pow", "CumProd", "ReduceProd"))
 _UP_TO_ONE = frozenset({"onnx.Exp", "onnx.Div"})  # besides what squashes
 _SHIFTED = frozenset({"onnx.Softmax", "onnx.LogSoftmax"})  # what counts of their operand is the absolute error
@@ -51,8 +53,10 @@ class PinDifferences(PinPass):
     - one and data, or less data, of which a logarithm is taken: it is as small as the data;
     - one part of a running sum less another;
     - a norm of, and a mean taken from, sums with stored numbers that are all far from zero;
+    - products of an input, or of a sum as above, with stored filters that sum to about zero, and differences of means;
     - an exponential less one, and one less a probability, quotient or cosine, or its square, whose digits count;
-    - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away.
+    - in a calibration, what stays 8 times smaller than both of its operands, or than the mean that a norm takes away,
+      and what makes that, back to the next products.
 
     The rules' `keep: {differences: false}` leaves all of it to the rules.
 
@@ -79,25 +83,23 @@ class PinDifferences(PinPass):
         for node in draft.graph.nodes.values():
             if node.op in SQUARING and (finder.squares(node) or finder.is_moment(node)):
                 finder.expanded(node)
-            if node.op in _ADDING and len(node.inputs) > 1 and draft.ranges:
+            if draft.ranges:
                 finder.cancelled(node, draft.ranges)
             if node.op in CENTRING:
                 finder.centres(node, draft.ranges)
-            if node.op in CENTRING or finder.own_mean(node):
+            if node.op in CENTRING or finder.own_mean(node) or finder.filters(node):
                 finder.far_from_zero(node)
             if node.op in _TAKING:
                 finder.places(node)
-            if node.op == "onnx.Sub":
                 finder.complement(node)
-            if node.op == "onnx.Log":
+            if node.op in _LOGARITHMS:
                 finder.near_one(node)
             if finder.info(node).periodic:
                 finder.phases(node)
-        if any(node.op == "onnx.Log" for node in draft.graph.nodes.values()):
+        if any(node.op in _LOGARITHMS for node in draft.graph.nodes.values()):
             finder.spectra()
-        for name, value in draft.graph.values.items():
-            if value.kind is ValueKind.INPUT and value.dtype.is_float:
-                finder.centred(name)
+        for name in finder.sources():
+            finder.centred(name)
         kept = find_numbers(draft.graph, draft.rules).kept if finder.pins else {}
         return {name: reason for name, reason in finder.pins.items() if name not in kept}
 
@@ -190,6 +192,11 @@ class _Finder(Squares):
 
     # ---- inputs of the model
 
+    def sources(self) -> list[str]:
+        """The floating-point inputs."""
+        values = self.graph.values.items()
+        return [name for name, value in values if value.kind is ValueKind.INPUT and value.dtype.is_float]
+
     def centred(self, source: str) -> None:
         """Pin what takes a mean away from an input of the model, with the products that scale it before."""
         pending: list[tuple[str, list[Node]]] = [(source, [])]
@@ -201,21 +208,20 @@ class _Finder(Squares):
                     continue
                 others = [one.value for place, one in enumerate(user.inputs) if place != index]
                 stored = bool(others) and all(map(self.holds_data, others))
-                mean = self._mean(others[0], source, user.op == "onnx.Add") if user.op in _TAKING else None
-                if index == 0 and user.op in CENTRING.keys() - _SHIFTED:
-                    self._pin_centred(source, [*scaled, user])
-                elif mean is not None:
-                    self._pin_centred(source, [*scaled, *mean, user])
-                elif self.passes(user) or user.op in _BOUNDING or (user.op in _SCALING and stored):
+                centres = self.filters(user) or (index == 0 and user.op in CENTRING.keys() - _SHIFTED)
+                mean: list[Node] | None = [] if centres else None
+                if user.op in _TAKING:
+                    mean = self._mean(others[0], seen, user.op == "onnx.Add")
+                path = [*scaled, *(mean or ()), *([] if self.passes(user) else [user])]
+                averages = user.op in SUMS or self.averages(user)
+                if mean is not None:
+                    for node in path:
+                        self.pin(node, f"it takes a mean away from the input '{source}', which may be nearly equal")
+                elif self.passes(user) or user.op in _BOUNDING or averages or (user.op in _SCALING and stored):
                     seen.update(user.outputs)
-                    beside = [] if self.passes(user) else [user]
-                    pending += [(output, [*scaled, *beside]) for output in user.outputs]
+                    pending += [(output, path) for output in user.outputs]
 
-    def _pin_centred(self, source: str, nodes: list[Node]) -> None:
-        for node in nodes:
-            self.pin(node, f"it takes a mean away from the input '{source}', which may be nearly equal")
-
-    def _mean(self, name: str, source: str, added: bool) -> list[Node] | None:
+    def _mean(self, name: str, sources: set[str], added: bool) -> list[Node] | None:
         """What makes a mean that is taken away from an input; `None` where it may be anything else."""
         if self.holds_data(name):
             numbers = self.graph.stored_numbers(name)
@@ -224,16 +230,13 @@ class _Finder(Squares):
         if self.graph.values[origin].kind is ValueKind.INPUT and not added:
             return []
         maker = self.graph.producer(origin)
-        reduces = maker is not None and maker.op in _REDUCING and self.origin(maker.inputs[0].value) == source
-        return [maker] if maker is not None and reduces and not added else None
+        if maker is None or added or not (maker.op in _REDUCING or self.averages(maker)):
+            return None
+        return [maker] if self.origin(maker.inputs[0].value) in sources else None
 
     def spectra(self) -> None:
         """Pin what sums inputs of the model with stored weights, where squares of it end in a logarithm."""
-        linear = {  # values that are linear in inputs of the model: whether weights are in them
-            name: False
-            for name, value in self.graph.values.items()
-            if value.kind is ValueKind.INPUT and value.dtype.is_float
-        }
+        linear = dict.fromkeys(self.sources(), False)  # what is linear in inputs: whether weights are in it
         seen = set(linear)
         for node in self.graph.nodes.values():
             if linear.keys().isdisjoint(one.value for one in node.inputs):
@@ -263,23 +266,18 @@ class _Finder(Squares):
 
     def _logarithm(self, square: Node) -> Node | None:
         """The logarithm that a square ends in, sums, scales, roots and bounds between."""
-        frontier, seen = [square], {square.name}
-        for _ in range(REACH):
-            users = [user for node in frontier for user in self.users(node) if user.name not in seen]
-            seen.update(user.name for user in users)
-            for user in users:
-                if user.op == "onnx.Log":
-                    return user
-            frontier = [
-                user for user in users if self._is_arithmetic(user) or user.op in _BOUNDING or user.op in _CURVES
-            ]
-        return None
+
+        def through(user: Node) -> bool:
+            return self._is_arithmetic(user) or user.op in _BOUNDING | _CURVES
+
+        users = (user for node in self.reach(square, through, REACH - 1) for user in self.users(node))
+        return next((user for user in users if user.op in _LOGARITHMS), None)
 
     # ---- boxes
 
     def places(self, node: Node) -> None:
         """Pin a difference of two sums with one term, and a sum with places that leaves the model, as corners do."""
-        makers = [self._maker(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
+        makers = [self.maker(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
         if makers and makers[0] is makers[1] and makers[0] is not None and makers[0].op == "onnx.CumSum":
             self.pin(node, f"it takes one part of the running sum '{makers[0].name}' from another: a small rest")
         if makers and all(maker is not None and maker.op in _TAKING for maker in makers):
@@ -297,7 +295,7 @@ class _Finder(Squares):
     def phases(self, sine: Node) -> None:
         """Pin a product of an input of the model with stored numbers that a sine takes, scaled and shifted."""
         names, between = [operand.value for operand in sine.inputs], list[Node]()
-        while names and (maker := self._maker(names[0])) is not None:
+        while names and (maker := self.maker(names[0])) is not None:
             names = [operand.value for operand in maker.inputs if not self.holds_data(operand.value)]
             product = self.info(maker).family in _PRODUCTS
             if len(names) != 1 or not (product or maker.op in _TAKING | _SCALING):
@@ -309,23 +307,34 @@ class _Finder(Squares):
                         node, f"part of the phases that '{sine.name}' takes, of which the whole turns do not count"
                     )
 
-    def near_one(self, logarithm: Node) -> None:
-        """Pin the sum of one and data, or the difference, that a logarithm takes."""
-        maker = self._maker(logarithm.inputs[0].value)
-        indices = {"onnx.Add": (0, 1), "onnx.Sub": (0,)}.get("" if maker is None else maker.op, ())
-        if maker is not None and any(self.scalar(maker, index) == 1 for index in indices):
-            self.pin(maker, f"'{logarithm.name}' takes the logarithm, which near one is as small as the data")
+    def near_one(self, reader: Node) -> bool:
+        """Pin the sum of one and data, or the difference, that a logarithm takes, or a root less one."""
+        maker = self.maker(reader.inputs[0].value)
+        if (
+            maker is None
+            or maker.op not in _ADDING
+            or 1 not in (self.scalar(maker, index) for index in range(2 - (maker.op == "onnx.Sub")))
+        ):
+            return False
+        self.pin(maker, f"'{reader.name}' shows how far from one it is, which is as small as the data")
+        return True
 
     def complement(self, node: Node) -> None:
         """Pin one less what lies between zero and one, where no sum stands before what reads all of its digits."""
-        whole = self._maker(node.inputs[0].value) if self.scalar(node, 1) == 1 else None
-        if whole is not None and whole.op == "onnx.Exp":
-            self.pin(node, f"'{whole.name}' may be near one, of which it leaves few digits")
-        part = self._maker(node.inputs[1].value) if self.scalar(node, 0) == 1 else None
-        if part is None:
+        place = next((index for index in range(2) if abs(self.scalar(node, index) or 0.0) == 1), None)
+        part = self.maker(node.inputs[1 - place].value) if place is not None else None
+        sign = (self.scalar(node, place or 0) or 0.0) * (1 if node.op == "onnx.Add" else -1)
+        between = [node]
+        while part is not None and part.op in ("onnx.Neg", "onnx.Mul") and self._takes_away(part):
+            sign, between = -sign, [*between, part]
+            part = self.maker(next(one.value for one in part.inputs if not self.holds_data(one.value)))
+        if part is None or sign > 0:
             return
+        grows = part.op == "onnx.Exp" and (place == 1) == (len(between) == 1)
+        for one in (part, *between) if grows or (part.op == "onnx.Sqrt" and self.near_one(part)) else ():
+            self.pin(one, f"'{part.name}' may be near one, of which '{node.name}' leaves few digits")
         squared = part.op in ("onnx.Mul", "onnx.Pow") and self.squares(part)
-        bounded = self._maker(part.inputs[0].value) if squared else part
+        bounded = self.maker(part.inputs[0].value) if squared else part
         turns = bounded is not None and self.info(bounded).periodic
         if bounded is None or not (turns or self.info(bounded).squashes or bounded.op in _UP_TO_ONE):
             return
@@ -334,13 +343,13 @@ class _Finder(Squares):
         if self.leaves(onward) or any(
             user.op in _STEEP or (user.op == "onnx.Div" and (index == 1 or turns)) for user, index in readers
         ):
-            for one in (bounded, part, node):
+            for one in (bounded, part, *between):
                 self.pin(one, f"'{node.name}' is what '{part.name}' leaves of one, of which few digits are left")
 
     def own_mean(self, node: Node) -> list[Node]:
         """What makes the mean of a value that is taken away from it."""
         names = [self.origin(operand.value) for operand in node.inputs] if node.op == "onnx.Sub" else []
-        return (self._mean(names[1], names[0], False) if names else None) or []
+        return (self._mean(names[1], {names[0]}, False) if names else None) or []
 
     def far_from_zero(self, norm: Node) -> None:
         """Pin a norm, and what makes its input, where stored numbers take all of that far from zero."""
@@ -351,8 +360,12 @@ class _Finder(Squares):
             for one in (maker, *self.own_mean(norm), norm):
                 self.pin(one, f"'{norm.name}' takes away a mean of which stored numbers say that it is far from zero")
 
-    def _maker(self, name: str) -> Node | None:
-        return self.graph.producer(self.origin(name))
+    def filters(self, node: Node) -> bool:
+        """True for a product with stored filters that take differences."""
+        product = self.info(node).family in _PRODUCTS
+        origins = [self.origin(one.value) for one in node.inputs[:2]] if product else []
+        stored = [self.graph.stored_numbers(name) for name in filter(self.holds_data, origins)]
+        return any(numbers is not None and numbers.balanced for numbers in stored)
 
     def _is_grid(self, name: str) -> bool:
         """True for many stored numbers, none of them negative, that reach 16: a grid of places."""
@@ -364,12 +377,19 @@ class _Finder(Squares):
     # ---- calibration
 
     def cancelled(self, node: Node, ranges: Mapping[str, float]) -> None:
-        """Pin a sum that calibration has seen to be small against two operands, with what makes these."""
-        operand = sorted(self.largest(one.value, ranges) for one in node.inputs)[-2]
+        """Pin what calibration has seen to be small against two operands, products or one, with what makes these."""
+        names = [one.value for one in node.inputs]
+        sizes = sorted(self.largest(name, ranges) for name in names)
+        if node.op in _ADDING and len(names) > 1:
+            operand = sizes[-2]
+        elif self.filters(node):
+            operand = prod(sizes[:2])
+        else:
+            operand = 1.0 if node.op == "onnx.Log" else 0.0
         result = ranges.get(node.outputs[0], 0.0)
         if 0 < result * _CANCELLED < operand:
             seen = f"is at most {result:.3g} in calibration, its operands reach {operand:.3g}"
-            self._pin_cancelled(node, [one.value for one in node.inputs], ranges, result * _CANCELLED, seen)
+            self._pin_cancelled(node, names, ranges, result * _CANCELLED, seen)
 
     def centres(self, node: Node, ranges: Mapping[str, float]) -> None:
         """Pin a norm or softmax of which calibration has seen that little is left of its input without the mean."""
@@ -393,5 +413,6 @@ class _Finder(Squares):
                 known.add(maker.name)
                 if not self.passes(maker):
                     self.pin(maker, reason)
-                if maker.op in _ADDING or self.info(maker).exact:
+                info = self.info(maker)
+                if info.carries or info.exact or info.squashes:
                     names += [one.value for one in maker.inputs]

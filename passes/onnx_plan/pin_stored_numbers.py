@@ -11,7 +11,7 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
 from amp_compiler.planner.draft import Draft
 
-_SCALING = frozenset({"onnx.Mul", "onnx.Div"})  # an error of a factor is one of the result
+_SCALING = frozenset({"onnx.Mul", "onnx.Div", "onnx.PRelu"})  # an error of a factor is one of the result
 _FACTORS = {"onnx.Selu": ("gamma", "alpha"), **dict.fromkeys(("onnx.Gemm", "onnx.HardSigmoid"), ("alpha", "beta")),
             **dict.fromkeys(("onnx.LeakyRelu", "onnx.Elu", "onnx.Celu"), ("alpha",))}  # fmt: skip  # scaling attributes
 _SUMMING = frozenset({"onnx.Gemm", "onnx.HardSigmoid"})  # their result is the sum of what each of these scales

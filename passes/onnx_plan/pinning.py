@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -107,14 +108,14 @@ class Walker:
             for user, _ in self.graph.users(name):
                 yield user
 
-    def reach(self, node: Node, through: Callable[[Node], bool]) -> list[Node]:
-        """A node, and what reads what it makes, as far as nodes are let through."""
-        reached, pending = {node.name: node}, [node]
-        while pending:
-            onward = (user for user in self.users(pending.pop()) if user.name not in reached and through(user))
-            fresh = {user.name: user for user in onward}
+    def reach(self, node: Node, through: Callable[[Node], bool], most: float = math.inf) -> list[Node]:
+        """A node, and what reads what it makes, as far as nodes are let through, and at most so many steps."""
+        reached, frontier = {node.name: node}, [node]
+        while frontier and most > 0:
+            users = (user for one in frontier for user in self.users(one) if user.name not in reached)
+            fresh = {user.name: user for user in users if through(user)}
             reached.update(fresh)
-            pending += fresh.values()
+            frontier, most = list(fresh.values()), most - 1
         return list(reached.values())
 
     def leaves(self, nodes: Iterable[Node]) -> bool:
@@ -143,10 +144,11 @@ class Walker:
 
     def behind(self, node: Node, index: int) -> Node | None:
         """What made an operand, moves of elements looked through."""
-        maker = self.graph.producer(node.inputs[index].value)
-        while maker is not None and self.passes(maker):
-            maker = self.graph.producer(maker.inputs[0].value)
-        return maker
+        return self.maker(node.inputs[index].value)
+
+    def maker(self, name: str) -> Node | None:
+        """What made the elements of a value."""
+        return self.graph.producer(self.origin(name))
 
     def fits(self, name: str) -> bool:
         """True for stored data that the low type holds to all their digits."""

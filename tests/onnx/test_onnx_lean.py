@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
-from onnx_models import BOTH, DTYPES, RNG, casts, check, error, info, model, node, weight
+from onnx_models import BOTH, DTYPES, RNG, casts, check, error, info, model, node, program, weight
 
 from amp_compiler.onnx.convert import convert_onnx
 
@@ -61,10 +61,7 @@ def test_safe_keeps_it_in_fp32(op):
 
 @BOTH
 def test_a_sum_stays_in_fp32(dtype):
-    nodes = [
-        node("MatMul", ["x", "w"], ["h"], "first"),
-        node("ReduceSum", ["h"], ["y"], "sum", keepdims=1),
-    ]
+    nodes = program("[first] h = MatMul(x, w) [sum] y = ReduceSum<keepdims=1>(h)")
     source = model(nodes, [info("x", 3, 8)], [info("y", 1, 1)], [weight("w", 8, 8)])
     plan = convert_onnx(source, dtype=dtype).plan
     assert next(entry for entry in plan.nodes if entry.name == "sum").precision == "fp32"

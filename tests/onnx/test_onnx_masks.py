@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto as T
-from onnx_models import DTYPES, check, info, model, node, scalar, weight
+from onnx_models import DTYPES, check, info, model, node, program, scalar, weight
 
 from amp_compiler.onnx.check.run import open_to_run
 from amp_compiler.onnx.check.verify import Side
@@ -65,13 +65,13 @@ def test_a_row_that_is_masked_whole_is_finite(form, number, rules):
 
 # ---- masks that are inputs of the model: the nodes between the scores `s` and what the softmax reads
 GIVEN = {
-    "alone": [node("Add", ["s", "given"], ["m"])],
-    "taken apart": [node("Slice", ["given", "start", "end"], ["part"]), node("Add", ["s", "part"], ["m"])],
-    "behind a stored one": [node("Add", ["s", "stored"], ["a"]), node("Add", ["a", "given"], ["m"])],
-    "before a stored one": [node("Add", ["s", "given"], ["a"]), node("Add", ["a", "stored"], ["m"])],
-    "with a stored one": [node("Add", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
-    "less than a stored one": [node("Min", ["stored", "given"], ["b"]), node("Add", ["s", "b"], ["m"])],
-    "selected": [KEPT, node("Where", ["kept", "s", "given"], ["m"])],
+    "alone": "m = Add(s, given)",
+    "taken apart": "part = Slice(given, start, end) m = Add(s, part)",
+    "behind a stored one": "a = Add(s, stored) m = Add(a, given)",
+    "before a stored one": "a = Add(s, given) m = Add(a, stored)",
+    "with a stored one": "b = Add(stored, given) m = Add(s, b)",
+    "less than a stored one": "b = Min(stored, given) m = Add(s, b)",
+    "selected": "kept = Cast<to=9>(mask) m = Where(kept, s, given)",
 }
 
 
@@ -84,8 +84,8 @@ def test_a_mask_that_is_an_input_is_bounded_once(form, floor, dtype, rules):
     """Rows that it masks whole, alone or with a stored one, are finite; the others are what they were."""
     stored = np.triu(np.full((8, 8), max(floor, LOWEST)), 1)
     data = [scalar("w", -np.eye(8)), scalar("start", [0], np.int64), scalar("end", [4], np.int64)]
-    nodes = [node("MatMul", ["x", "w"], ["s"], "scores"), *GIVEN[form], node("Softmax", ["m"], ["p"], axis=-1),
-             node("MatMul", ["p", "w"], ["y"])]  # fmt: skip
+    nodes = [node("MatMul", ["x", "w"], ["s"], "scores"), *program(GIVEN[form]),
+             node("Softmax", ["m"], ["p"], axis=-1), node("MatMul", ["p", "w"], ["y"])]  # fmt: skip
     source = model(
         nodes, [info("x", 4, 8, 8), info("given", 4, 1, 8), *([info("mask", 4, 1, 8)] * (form == "selected"))],
         [info("y", 4, 8, 8)], data + [scalar("stored", stored)] * ("stored" in form),
@@ -122,23 +122,20 @@ def test_a_bias_of_fused_attention_is_bounded(floor, dtype):
 
 
 NOT_A_MASK = {  # nodes from an input `r` and a product `s` to `y`; a sum of inputs alone, `x + z`, is none either
-    "read elsewhere": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["q"]), node("Add", ["q", "r"], ["y"])],
-    "all in FP32": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["y"])],
-    "in 16 bits itself": [node("Add", ["s", "r"], ["m"]), node("Softmax", ["m"], ["y"])],
-    "scaled": [node("Mul", ["small", "r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
-    "divided": [node("Div", ["r", "large"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
-    "gated": [node("Mul", ["r", "p"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["y"])],
-    "compared behind a node": [
-        node("Transpose", ["r"], ["b"]), node("Add", ["s", "b"], ["m"]), node("Softmax", ["m"], ["q"]),
-        node("Less", ["b", "small"], ["l"]), node("Where", ["l", "small", "q"], ["y"]),
-    ],
-}  # fmt: skip
+    "read elsewhere": "m = Add(s, r) q = Softmax(m) y = Add(q, r)",
+    "all in FP32": "m = Add(s, r) y = Softmax(m)",
+    "in 16 bits itself": "m = Add(s, r) y = Softmax(m)",
+    "scaled": "b = Mul(small, r) m = Add(s, b) y = Softmax(m)",
+    "divided": "b = Div(r, large) m = Add(s, b) y = Softmax(m)",
+    "gated": "b = Mul(r, p) m = Add(s, b) y = Softmax(m)",
+    "compared behind a node": "b = Transpose(r) m = Add(s, b) q = Softmax(m) l = Less(b, small) y = Where(l, small, q)",
+}
 
 
 @pytest.mark.parametrize("form", NOT_A_MASK)
 def test_what_is_no_mask_gets_no_bound(form):
     nodes = [node("Add", ["x", "z"], ["a"]), node("Softmax", ["a"], ["p"]), node("MatMul", ["p", "w"], ["s"])]
-    source = model([*nodes, *NOT_A_MASK[form]], [info(name, 8, 8) for name in "xzr"], [info("y", 8, 8)],
+    source = model([*nodes, *program(NOT_A_MASK[form])], [info(name, 8, 8) for name in "xzr"], [info("y", 8, 8)],
                    [weight("w", 8, 8), scalar("small", 1e-4), scalar("large", 1e4)])  # fmt: skip
     rules = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]} if form == "all in FP32" else "apex-o3"
     done = convert_onnx(source, rules=rules, keep_io_types=form != "in 16 bits itself")

@@ -10,7 +10,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_corpus.exported import export
-from onnx_models import BOTH, RNG, casts, check, error, info, model, node, outputs, scalar, weight
+from onnx_models import BOTH, RNG, casts, check, error, info, model, node, outputs, program, scalar, weight
 
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.onnx.convert import convert_onnx
@@ -111,18 +111,17 @@ def test_a_sign_is_a_comparison_with_zero(dtype):
 
 
 COUNTS = {
-    "sizes": [node("Size", ["p"], ["count"]), node("Cast", ["count"], ["wide"], to=T.FLOAT)],
-    "truths": [node("Equal", ["p", "p"], ["same"]), node("Cast", ["same"], ["ones"], to=T.FLOAT),
-               node("ReduceSum", ["ones"], ["wide"], keepdims=0)],
-}  # fmt: skip
+    "sizes": "count = Size(p) wide = Cast<to=1>(count)",
+    "truths": "same = Equal(p, p) ones = Cast<to=1>(same) wide = ReduceSum<keepdims=0>(ones)",
+}
 
 
 @pytest.mark.parametrize("rows", ["n", 8750])
 @pytest.mark.parametrize("kind", COUNTS)
 def test_a_number_of_elements_may_be_beyond_fp16(kind, rows):
     """A mean as a sum over `Size`: 70,000 is infinite in FP16, and what is divided by it zero."""
-    nodes = [node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0), *COUNTS[kind],
-             node("Div", ["m", "wide"], ["y"], "quotient")]  # fmt: skip
+    nodes = [node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0),
+             *program(COUNTS[kind]), node("Div", ["m", "wide"], ["y"], "quotient")]  # fmt: skip
     source = model(nodes, [info("x", rows, 8)], [info("y")], [weight("w", 8, 8)])
     feeds = {"x": RNG.standard_normal((8750, 8)).astype(np.float32)}
     done = check(source, "fp16")
@@ -136,10 +135,7 @@ def test_a_number_of_elements_may_be_beyond_fp16(kind, rows):
 def test_a_mean_of_many_as_a_sum_and_a_count(by):
     """Both are beyond FP16, and stay FP32 until one is divided by the other."""
     by_number = [node("Mul", ["total", "share"], ["y"], "mean")]
-    by_count = [
-        node("ReduceSum", ["m"], ["n"], keepdims=0), node("Clip", ["n", "few"], ["c"]),
-        node("Unsqueeze", ["c", "zero"], ["d"]), node("Div", ["total", "d"], ["y"], "mean"),
-    ]  # fmt: skip
+    by_count = program("n = ReduceSum<keepdims=0>(m) c = Clip(n, few) d = Unsqueeze(c, zero) [mean] y = Div(total, d)")
     nodes = [
         node("Cast", ["mask"], ["m"], to=T.FLOAT), node("Unsqueeze", ["m", "one"], ["u"]),
         node("MatMul", ["x", "w"], ["p"], "product"), node("Mul", ["p", "u"], ["q"]),
@@ -205,11 +201,7 @@ def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
 @BOTH
 def test_coordinates(dtype):
     """A grid is read with every bit."""
-    nodes = [
-        node("Mul", ["p", "c"], ["g"], "normalise"),
-        node("Conv", ["x", "w"], ["a"], "conv", pads=[1, 1, 1, 1]),
-        node("GridSample", ["a", "g"], ["y"], "sample"),
-    ]
+    nodes = program("[normalise] g = Mul(p, c) [conv] a = Conv<pads=[1, 1, 1, 1]>(x, w) [sample] y = GridSample(a, g)")
     source = model(nodes, [info("x", 1, 2, 500, 600), info("p", 1, 40, 40, 2)], [info("y", 1, 2, 40, 40)],
                    [weight("w", 2, 2, 3, 3), scalar("c", 1 / 3.0)], opset=22)  # fmt: skip
     done = check(source, dtype)
@@ -219,13 +211,8 @@ def test_coordinates(dtype):
 
 @BOTH
 def test_a_written_out_softmax_of_large_numbers(dtype):
-    nodes = [
-        node("ReduceMax", ["x"], ["m"], axes=[-1]),
-        node("Sub", ["x", "m"], ["d"], "difference"),
-        node("Exp", ["d"], ["e"]),
-        node("ReduceSum", ["e", "last"], ["s"]),
-        node("Div", ["e", "s"], ["y"]),
-    ]
+    nodes = program("""m = ReduceMax<axes=[-1]>(x) [difference] d = Sub(x, m) e = Exp(d) s = ReduceSum(e, last)
+        y = Div(e, s)""")
     source = model(nodes, [info("x", 2, 4)], [info("y", 2, 4)], [scalar("last", [-1], np.int64)], opset=13)
     feeds = {"x": np.array([[0, 1, 2, 3], [10000, 10001, 10002, 10003]], np.float32)}
     assert error(source, check(source, dtype).model, feeds) < (4e-3 if dtype == "bf16" else 5e-4)
@@ -389,11 +376,8 @@ def test_a_difference_of_positions(dtype):
 @BOTH
 def test_the_phase_of_predicted_frequencies(dtype):
     """As the source of a vocoder computes it: the running sum of what a layer made is an angle."""
-    nodes = [
-        node("MatMul", ["x", "w"], ["m"], "product"), node("Sigmoid", ["m"], ["p"], "step"),
-        node("CumSum", ["p", "axis"], ["c"], "sum"), node("Mul", ["c", "turn"], ["a"], "angle"),
-        node("Sin", ["a"], ["y"], "sine"),
-    ]  # fmt: skip
+    nodes = program("""[product] m = MatMul(x, w) [step] p = Sigmoid(m) [sum] c = CumSum(p, axis)
+        [angle] a = Mul(c, turn) [sine] y = Sin(a)""")
     data = [weight("w", 8, 1, scale=0.1), scalar("axis", 0, np.int64), scalar("turn", 6.2831853)]
     source = model(nodes, [info("x", "n", 8)], [info("y", "n", 1)], data)
     feeds = {"x": np.zeros((3001, 8), np.float32)}  # a step of 1/2, which 16 bits hold
@@ -407,10 +391,8 @@ def test_the_phase_of_predicted_frequencies(dtype):
 @BOTH
 def test_offsets_of_stored_places(dtype):
     """A picture that is moved by what a layer predicts: the places are not rounded with the weights."""
-    nodes = [
-        node("MatMul", ["x", "w"], ["m"], "product"), node("Tanh", ["m"], ["t"]), node("MatMul", ["t", "v"], ["o"]),
-        node("Add", ["o", "base"], ["g"], "place"), node("GridSample", ["picture", "g"], ["y"], "sample"),
-    ]  # fmt: skip
+    nodes = program("""[product] m = MatMul(x, w) t = Tanh(m) o = MatMul(t, v) [place] g = Add(o, base)
+        [sample] y = GridSample(picture, g)""")
     across, down = np.meshgrid(np.linspace(-1, 1, 83), np.linspace(-1, 1, 61))
     base = np.stack([across, down], -1)[None].astype(np.float32)
     data = [weight("w", 8, 8), weight("v", 8, 2, scale=1e-4), nh.from_array(base, "base")]
@@ -566,11 +548,8 @@ def test_a_recurrent_state_is_no_sum(dtype):
 def test_fourier_features_of_inputs(width, dtype):
     """Sines of a product of inputs with frequencies, however many are summed; a layer of sines is a layer."""
     frequencies = (np.random.default_rng(0).standard_normal((width, 64)) * 60 / np.sqrt(width)).astype(np.float32)
-    nodes = [
-        node("MatMul", ["x", "f"], ["p"], "phases"), node("Add", ["p", "shift"], ["a"], "shift"),
-        node("Sin", ["a"], ["s"], "sine"), node("MatMul", ["s", "w"], ["b"], "layer"),
-        node("Sin", ["b"], ["t"], "next"), node("MatMul", ["t", "w"], ["y"], "last"),
-    ]  # fmt: skip
+    nodes = program("""[phases] p = MatMul(x, f) [shift] a = Add(p, shift) [sine] s = Sin(a)
+        [layer] b = MatMul(s, w) [next] t = Sin(b) [last] y = MatMul(t, w)""")
     source = model(nodes, [info("x", 8, width)], [info("y", 8, 64)],
                    [nh.from_array(frequencies, "f"), weight("w", 64, 64), scalar("shift", 0.5)])  # fmt: skip
     done = check(source, dtype)

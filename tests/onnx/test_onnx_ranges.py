@@ -5,7 +5,7 @@ import pytest
 from compound_models import norm
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
-from onnx_models import RNG, X, check, info, masked, mlp, model, node, same_numbers, scalar, weight
+from onnx_models import RNG, X, check, info, masked, mlp, model, node, program, same_numbers, scalar, weight
 
 import amp_compiler as amp
 from amp_compiler.onnx.check.verify import verify
@@ -113,16 +113,8 @@ def test_a_rule_file_leaves_powers_to_its_rules(square):
 
 
 def test_exponentials():
-    nodes = [
-        node("MatMul", ["x", "w"], ["a"]),
-        node("Exp", ["a"], ["e"], "free"),
-        node("ReduceMax", ["a"], ["top"], axes=[-1]),
-        node("Sub", ["a", "top"], ["d"]),
-        node("Exp", ["d"], ["f"], "bounded"),
-        node("Add", ["e", "two"], ["g"], "plus"),
-        node("Log", ["g"], ["l"], "log"),
-        node("Add", ["l", "f"], ["y"]),
-    ]
+    nodes = program("""a = MatMul(x, w) [free] e = Exp(a) top = ReduceMax<axes=[-1]>(a) d = Sub(a, top)
+        [bounded] f = Exp(d) [plus] g = Add(e, two) [log] l = Log(g) y = Add(l, f)""")
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("two", 2.0)], opset=13)
     precisions = {entry.name: entry.precision for entry in check(source, "fp16", "apex-o3").plan.nodes}
     assert precisions["free"] == precisions["plus"] == precisions["log"] == "fp32" and precisions["bounded"] == "low"
@@ -139,12 +131,8 @@ def test_calibrated_ranges_keep_makers_and_readers_in_fp32():
 
 def test_infinite_masks_do_not_count_in_calibration():
     """What -inf fills before a softmax reaches infinity in every run, and that says nothing of the scores."""
-    nodes = [
-        node("MatMul", ["x", "w"], ["s"], "scores"),
-        node("Where", ["keep", "s", "minf"], ["m"], "pick"),
-        node("Softmax", ["m"], ["p"], "softmax", axis=-1),
-        node("MatMul", ["p", "w"], ["y"], "mix"),
-    ]
+    nodes = program("""[scores] s = MatMul(x, w) [pick] m = Where(keep, s, minf)
+        [softmax] p = Softmax<axis=-1>(m) [mix] y = MatMul(p, w)""")
     source = model(nodes, [info("x", 4, 8), info("keep", 4, 8, kind=T.BOOL)], [info("y", 4, 8)],
                    [weight("w", 8, 8), scalar("minf", -np.inf)])  # fmt: skip
     keep = np.arange(8)[None].repeat(4, 0) < 6
@@ -169,29 +157,23 @@ DATA = [weight("w", 8, 8), weight("taps", 3, 3, 3), scalar("k", 1e-5), scalar("m
         scalar("last", [-1], np.int64), scalar("two", 2.0), scalar("zero", 0, np.int64), scalar("one", 1, np.int64),
         scalar("most", [100], np.int64), scalar("far", 100000, np.int64)]  # fmt: skip
 SCALED = {  # what `i`, whole numbers of [n, 8] around 70,000, goes through to `q`
-    "scaled": [CAST, node("Mul", ["f", "k"], ["q"])],
-    "divided": [CAST, node("Div", ["f", "mu"], ["q"])],
-    "less a mean": [CAST, node("Sub", ["f", "mu"], ["d"]), node("Mul", ["d", "k"], ["q"])],
-    "moved": [CAST, node("Unsqueeze", ["f", "first"], ["u"]), node("Squeeze", ["u", "first"], ["v"]),
-              node("Mul", ["v", "k"], ["q"])],
-    "summed": [CAST, node("Add", ["f", "f"], ["d"]), node("Mul", ["d", "two"], ["e"]), node("Mul", ["e", "k"], ["q"])],
-    "multiplied": [CAST, node("Mul", ["f", "f"], ["d"]), node("Mul", ["d", "k"], ["e"]),
-                   node("Mul", ["e", "k"], ["q"])],
-    "running sum": [node("CumSum", ["i", "one"], ["c"]), node("Cast", ["c"], ["f"], to=T.FLOAT),
-                    node("Mul", ["f", "k"], ["q"])],
-    "by way of FP64": [node("Cast", ["i"], ["g"], to=T.DOUBLE), node("Cast", ["g"], ["f"], to=T.FLOAT),
-                       node("Mul", ["f", "k"], ["q"])],
-    "chosen": [node("Less", ["i", "one"], ["b"]), node("Where", ["b", "one", "i"], ["j"]),
-               node("Cast", ["j"], ["f"], to=T.FLOAT), node("Mul", ["f", "k"], ["q"])],
-    "product, then scale": [CAST, node("MatMul", ["f", "w"], ["d"]), node("Relu", ["d"], ["e"]),
-                            node("Mul", ["e", "k"], ["q"])],
-    "two products": [CAST, node("Gemm", ["f", "w", "mu"], ["d"]), node("MatMul", ["w", "w"], ["v"]),
-                     node("MatMul", ["d", "v"], ["e"]), node("Mul", ["e", "k"], ["q"])],
-    "convolution": [CAST, node("Unsqueeze", ["f", "first"], ["u"]), node("Conv", ["u", "taps"], ["d"], pads=[1, 1]),
-                    node("Squeeze", ["d", "first"], ["e"]), node("Mul", ["e", "k"], ["q"])],
-    "largest index": [node("Add", ["i", "far"], ["j"]), node("Cast", ["j"], ["f"], to=T.FLOAT),
-                      node("Mul", ["f", "k"], ["q"])],
-}  # fmt: skip
+    "scaled": "[cast] f = Cast<to=1>(i) q = Mul(f, k)",
+    "divided": "[cast] f = Cast<to=1>(i) q = Div(f, mu)",
+    "less a mean": "[cast] f = Cast<to=1>(i) d = Sub(f, mu) q = Mul(d, k)",
+    "moved": "[cast] f = Cast<to=1>(i) u = Unsqueeze(f, first) v = Squeeze(u, first) q = Mul(v, k)",
+    "summed": "[cast] f = Cast<to=1>(i) d = Add(f, f) e = Mul(d, two) q = Mul(e, k)",
+    "multiplied": "[cast] f = Cast<to=1>(i) d = Mul(f, f) e = Mul(d, k) q = Mul(e, k)",
+    "running sum": "c = CumSum(i, one) f = Cast<to=1>(c) q = Mul(f, k)",
+    "by way of FP64": "g = Cast<to=11>(i) f = Cast<to=1>(g) q = Mul(f, k)",
+    "chosen": "b = Less(i, one) j = Where(b, one, i) f = Cast<to=1>(j) q = Mul(f, k)",
+    "product, then scale": "[cast] f = Cast<to=1>(i) d = MatMul(f, w) e = Relu(d) q = Mul(e, k)",
+    "two products": "[cast] f = Cast<to=1>(i) d = Gemm(f, w, mu) v = MatMul(w, w) e = MatMul(d, v) q = Mul(e, k)",
+    "convolution": (
+        "[cast] f = Cast<to=1>(i) u = Unsqueeze(f, first) d = Conv<pads=[1, 1]>(u, taps) e = Squeeze(d, first) "
+        "q = Mul(e, k)"
+    ),
+    "largest index": "j = Add(i, far) f = Cast<to=1>(j) q = Mul(f, k)",
+}
 
 
 def source_of(nodes, kind=T.INT64):
@@ -210,7 +192,7 @@ def precision(done, name):
 
 @pytest.mark.parametrize("case", SCALED)
 def test_numbers_beyond_fp16(case):
-    source = source_of(SCALED[case])
+    source = source_of(program(SCALED[case]))
     done = check(source, "fp16")
     batch = {"i": DRAWN.integers(66000, 80000, (3, 8))}
     assert verify(source, done.model, [batch]).ok(3e-3)
@@ -228,19 +210,17 @@ def test_a_type_says_how_large_its_numbers_are(kind, expected):
 
 
 BOUNDED = {  # what makes whole numbers `j` that the graph says the bounds of
-    "an index": [node("ArgMax", ["x"], ["j"], axis=-1)],
-    "a choice": [node("Greater", ["i", "far"], ["b"]), node("Where", ["b", "one", "zero"], ["j"])],
-    "a truth value": [node("Greater", ["i", "far"], ["b"]), node("Cast", ["b"], ["j"], to=T.INT64)],
-    "arithmetic": [node("Greater", ["i", "far"], ["b"]), node("Cast", ["b"], ["c"], to=T.INT64),
-                   node("Mul", ["c", "most"], ["d"]), node("Sub", ["most", "d"], ["e"]),
-                   node("Add", ["e", "d"], ["j"])],
-    "a size": [node("Shape", ["x"], ["s"]), node("Gather", ["s", "one"], ["j"])],
-}  # fmt: skip
+    "an index": "j = ArgMax<axis=-1>(x)",
+    "a choice": "b = Greater(i, far) j = Where(b, one, zero)",
+    "a truth value": "b = Greater(i, far) j = Cast<to=7>(b)",
+    "arithmetic": "b = Greater(i, far) c = Cast<to=7>(b) d = Mul(c, most) e = Sub(most, d) j = Add(e, d)",
+    "a size": "s = Shape(x) j = Gather(s, one)",
+}
 
 
 @pytest.mark.parametrize("case", BOUNDED)
 def test_numbers_that_the_graph_bounds_are_low(case):
-    nodes = [*BOUNDED[case], node("Cast", ["j"], ["f"], to=T.FLOAT), node("MatMul", ["x", "w"], ["h"]),
+    nodes = [*program(BOUNDED[case]), node("Cast", ["j"], ["f"], to=T.FLOAT), node("MatMul", ["x", "w"], ["h"]),
              node("Add", ["h", "f"], ["q"], "sum"), PRODUCT]  # fmt: skip
     source = model(nodes, [info("i", 8, 8, kind=T.INT64), info("x", 8, 8)], [info("y", 8, 8)], DATA)
     assert precision(check(source, "fp16"), "sum") == "low"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from onnx import TensorProto as T
 from onnx import numpy_helper as nh
-from onnx_models import BOTH, DTYPES, NEAR, check, error, info, low_nodes, model, node, scalar, weight
+from onnx_models import BOTH, DTYPES, NEAR, check, error, info, low_nodes, model, node, program, scalar, weight
 
 from amp_compiler.onnx.convert import convert_onnx
 
@@ -30,6 +30,7 @@ BETWEEN = {
     "view": ([node("Transpose", ["p"], ["q"], perm=[1, 0])], []),
     "mean": ([node("ReduceMean", ["p"], ["q"], axes=[0])], []),
     "scaled": ([node("Mul", ["p", "c"], ["q"])], [scalar("c", 0.5)]),
+    "through FP64": ([node("Cast", ["p"], ["d"], to=T.DOUBLE), node("Cast", ["d"], ["q"], to=T.FLOAT)], []),
     "optional": ([node("Optional", ["p"], ["o"]), node("OptionalGetElement", ["o"], ["q"])], []),
 }
 
@@ -95,11 +96,11 @@ def magnitude(ending, opset=13, parts=2, square="Mul", addition="Add"):
 
 
 ENDINGS = {
-    "root": [node("Sqrt", ["p"], ["y"])],
-    "root of more": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["y"])],
-    "logarithm": [node("Add", ["p", "e"], ["q"]), node("Log", ["q"], ["y"])],
-    "quotient": [node("Add", ["p", "e"], ["q"]), node("Sqrt", ["q"], ["r"]), node("Div", ["a0", "r"], ["y"])],
-    "mel": [node("MatMul", ["p", "mel"], ["m"]), node("Add", ["m", "e"], ["q"]), node("Log", ["q"], ["y"])],
+    "root": "y = Sqrt(p)",
+    "root of more": "q = Add(p, e) y = Sqrt(q)",
+    "logarithm": "q = Add(p, e) y = Log(q)",
+    "quotient": "q = Add(p, e) r = Sqrt(q) y = Div(a0, r)",
+    "mel": "m = MatMul(p, mel) q = Add(m, e) y = Log(q)",
 }
 
 
@@ -107,7 +108,7 @@ ENDINGS = {
 @pytest.mark.parametrize("size", [1e-4, 1.0, 3000.0])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_magnitude_neither_underflows_nor_overflows(ending, size, dtype):
-    source = magnitude(ENDINGS[ending])
+    source = magnitude(program(ENDINGS[ending]))
     feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
     assert error(source, check(source, dtype).model, feeds) < NEAR[dtype]
 
@@ -117,45 +118,43 @@ def test_a_magnitude_neither_underflows_nor_overflows(ending, size, dtype):
     (2, "Add", "Mul", 13), (3, "Sum", "Pow", 11), (3, "Add", "Mul", 17), (2, "Sum", "Mul", 11), (2, "Add", "Pow", 17),
 ])  # fmt: skip
 def test_norms_over_two_and_three_additions(parts, addition, square, opset, size):
-    source = magnitude(ENDINGS["root"], opset, parts, square, addition)
+    source = magnitude(program(ENDINGS["root"]), opset, parts, square, addition)
     feeds = {"x": (RNG.standard_normal((4, 16)) * size).astype(np.float32)}
     assert error(source, check(source, "fp16").model, feeds) < NEAR["fp16"]
 
 
 SUMS = {
-    "weights": [node("Mul", ["s", "k"], ["m"]), node("ReduceSum", ["m"], ["p"]), node("Sqrt", ["p"], ["y"])],
-    "pool": [node("Reshape", ["s", "rows"], ["r"]), node("AveragePool", ["r"], ["p"], kernel_shape=[4], strides=[4]),
-             node("Sqrt", ["p"], ["y"])],
-    "single": [node("Add", ["s", "e"], ["p"]), node("Sqrt", ["p"], ["y"])],
-    "power": [node("Add", ["s", "e"], ["p"]), node("Pow", ["p", "half"], ["y"])],
-    "gemm": [node("Gemm", ["a", "a"], ["p"], transB=1), node("Abs", ["p"], ["q"]), node("Sqrt", ["q"], ["y"])],
-    "cosine": [node("Transpose", ["a"], ["t"]), node("MatMul", ["a", "t"], ["p"]), node("ReduceL2", ["a"], ["n"]),
-               node("Mul", ["n", "n"], ["q"]), node("Div", ["p", "q"], ["y"])],
-    "loss": [node("ReduceMean", ["s"], ["p"], keepdims=1), node("Mul", ["p", "half"], ["y"])],
-    "deviation": [node("ReduceSumSquare", ["a"], ["p"]), node("Div", ["p", "half"], ["q"]), node("Sqrt", ["q"], ["y"])],
-    "style": [node("Transpose", ["a"], ["t"]), node("MatMul", ["a", "t"], ["p"]), node("Div", ["p", "many"], ["q"]),
-              node("Mul", ["q", "k4"], ["y"])],
-    "ones": [node("MatMul", ["s", "ones"], ["p"]), node("Sqrt", ["p"], ["y"])],
-    "einsum": [node("Einsum", ["a", "a"], ["p"], equation="bi,bi->b"), node("Sqrt", ["p"], ["y"])],
-    "cosines": [*(node("Einsum", [*pair], [pair], equation="bi,bi->b") for pair in ("aa", "ax", "xx")),
-                node("Mul", ["aa", "xx"], ["p"]), node("Sqrt", ["p"], ["q"]), node("Div", ["ax", "q"], ["y"])],
-    "its logarithm": [node("ReduceLogSum", ["s"], ["y"])],
-    "expanded power": [node("Expand", ["two", "row"], ["t"]), node("Pow", ["a", "t"], ["p"]),
-                       node("ReduceMean", ["p"], ["q"]), node("Sqrt", ["q"], ["y"])],
-    "rows": [node("Reshape", ["a", "row"], ["r"]), node("Reshape", ["a", "column"], ["c"]),
-             node("MatMul", ["r", "c"], ["p"]), node("Sqrt", ["p"], ["y"])],
-}  # fmt: skip
+    "weights": "m = Mul(s, k) p = ReduceSum(m) y = Sqrt(p)",
+    "pool": "r = Reshape(s, rows) p = AveragePool<kernel_shape=[4], strides=[4]>(r) y = Sqrt(p)",
+    "single": "p = Add(s, e) y = Sqrt(p)",
+    "power": "p = Add(s, e) y = Pow(p, half)",
+    "gemm": "p = Gemm<transB=1>(a, a) q = Abs(p) y = Sqrt(q)",
+    "cosine": "t = Transpose(a) p = MatMul(a, t) n = ReduceL2(a) q = Mul(n, n) y = Div(p, q)",
+    "loss": "p = ReduceMean<keepdims=1>(s) y = Mul(p, half)",
+    "deviation": "p = ReduceSumSquare(a) q = Div(p, half) y = Sqrt(q)",
+    "style": "t = Transpose(a) p = MatMul(a, t) q = Div(p, many) y = Mul(q, k4)",
+    "ones": "p = MatMul(s, ones) y = Sqrt(p)",
+    "einsum": 'p = Einsum<equation="bi,bi->b">(a, a) y = Sqrt(p)',
+    "cosines": (
+        'aa = Einsum<equation="bi,bi->b">(a, a) ax = Einsum<equation="bi,bi->b">(a, x) '
+        'xx = Einsum<equation="bi,bi->b">(x, x) p = Mul(aa, xx) q = Sqrt(p) y = Div(ax, q)'
+    ),
+    "its logarithm": "y = ReduceLogSum(s)",
+    "running": "p = CumSum(s, last) y = Sqrt(p)",
+    "expanded power": "t = Expand(two, row) p = Pow(a, t) q = ReduceMean(p) y = Sqrt(q)",
+    "rows": "r = Reshape(a, row) c = Reshape(a, column) p = MatMul(r, c) y = Sqrt(p)",
+}
 
 
 @pytest.mark.parametrize("size", [1e-4, 3000.0])
 @pytest.mark.parametrize("kind", SUMS)
 def test_squares_that_are_weighed_pooled_or_single(kind, size):
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *SUMS[kind],
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Mul", ["a", "a"], ["s"]), *program(SUMS[kind]),
              node("Reshape", ["y", "flat"], ["z"])]  # fmt: skip
     data = [
         nh.from_array(np.eye(16, dtype=np.float32), "w"),
         scalar("e", 1e-6), scalar("half", 0.5), scalar("many", 2304.0), scalar("k4", 4.0), scalar("two", 2.0),
-        *(nh.from_array(np.array(at), name) for name, at in
+        scalar("last", -1, np.int64), *(nh.from_array(np.array(at), name) for name, at in
           (("rows", [4, 1, 16]), ("row", [4, 1, 16]), ("column", [4, 16, 1]), ("flat", [-1]))),
         nh.from_array(np.ones((16, 1), np.float32), "ones"),
     ]  # fmt: skip
@@ -175,9 +174,8 @@ def test_powers_of_a_matrix_and_what_a_quotient_leaves_are_low():
 
 def test_the_square_of_an_activation_is_low():
     """Squared ReLU: no root lies behind it but that of the next norm."""
-    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Relu", ["a"], ["r"]), node("Mul", ["r", "r"], ["s"], "square"),
-             node("MatMul", ["s", "w"], ["b"]), node("Add", ["b", "x"], ["z"]), node("Mul", ["z", "z"], ["q"]),
-             node("ReduceMean", ["q"], ["m"]), node("Sqrt", ["m"], ["n"]), node("Div", ["z", "n"], ["y"])]  # fmt: skip
+    nodes = program("""a = MatMul(x, w) r = Relu(a) [square] s = Mul(r, r) b = MatMul(s, w) z = Add(b, x)
+        q = Mul(z, z) m = ReduceMean(q) n = Sqrt(m) y = Div(z, n)""")
     source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
     assert "square" in low_nodes(check(source, "fp16"))
 
@@ -231,7 +229,7 @@ def test_bounds_that_fit_are_low(bounds):
 
 
 @pytest.mark.parametrize("form", ["initializer", "vector", "constant", "filled"])
-@pytest.mark.parametrize("op", ["Mul", "Div"])
+@pytest.mark.parametrize("op", ["Mul", "Div", "PRelu"])
 def test_a_scale_that_is_subnormal_in_fp16_keeps_its_digits(op, form):
     scale = nh.from_array(np.array([3e-7], np.float32), "c")
     result = {
@@ -274,28 +272,28 @@ def test_an_attribute_that_scales_to_subnormal_numbers(op, attrs):
 # ---- single tiny numbers beside others
 
 STEEP = {
-    "logarithm": [node("Log", ["h"], ["y"])],
-    "magnitudes": [node("Abs", ["h"], ["a"]), node("Reshape", ["a", "flat"], ["r"]), node("Log", ["r"], ["y"])],
-    "reciprocal": [node("Reciprocal", ["h"], ["y"])],
-    "reciprocal of a scaled number": [node("Mul", ["k", "h"], ["a"]), node("Reciprocal", ["a"], ["y"])],
-    "quotient": [node("Div", ["one", "h"], ["y"])],
-    "root": [node("Sqrt", ["h"], ["a"]), node("Div", ["one", "a"], ["y"])],
-    "power": [node("Pow", ["h", "p"], ["y"])],
-    "flat power": [node("Pow", ["h", "tenth"], ["y"])],
-    "quotient of itself": [node("Div", ["h", "h"], ["y"])],
-    "logarithm of a product": [node("Mul", ["h", "x"], ["a"]), node("Log", ["a"], ["y"])],
+    "logarithm": "y = Log(h)",
+    "magnitudes": "a = Abs(h) r = Reshape(a, flat) y = Log(r)",
+    "reciprocal": "y = Reciprocal(h)",
+    "reciprocal of a scaled number": "a = Mul(k, h) y = Reciprocal(a)",
+    "quotient": "y = Div(one, h)",
+    "root": "a = Sqrt(h) y = Div(one, a)",
+    "power": "y = Pow(h, p)",
+    "flat power": "y = Pow(h, tenth)",
+    "quotient of itself": "y = Div(h, h)",
+    "logarithm of a product": "a = Mul(h, x) y = Log(a)",
 }
 JUMPS = {  # at zero: FP16 makes no zero of 3e-6
-    "sign": [node("Sign", ["h"], ["y"])],
-    "comparison": [node("Greater", ["h", "zero"], ["b"]), node("Cast", ["b"], ["y"], to=T.FLOAT)],
-    "truth": [node("Cast", ["h"], ["b"], to=T.BOOL), node("Cast", ["b"], ["y"], to=T.FLOAT)],
+    "sign": "y = Sign(h)",
+    "comparison": "b = Greater(h, zero) y = Cast<to=1>(b)",
+    "truth": "b = Cast<to=9>(h) y = Cast<to=1>(b)",
 }
 
 
 @pytest.mark.parametrize("least", [1e-9, 3e-6, 0.05])
 @pytest.mark.parametrize("kind", STEEP | JUMPS)
 def test_a_single_tiny_number_at_which_an_op_is_steep(kind, least):
-    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), *(STEEP | JUMPS)[kind]]
+    nodes = [node("MatMul", ["x", "w"], ["h"], "product"), *program((STEEP | JUMPS)[kind])]
     data = [nh.from_array(np.eye(16, dtype=np.float32), "w"), scalar("k", 16.0), scalar("one", 1.0), scalar("p", -0.5),
             scalar("tenth", 0.1), scalar("zero", 0.0), scalar("flat", [-1], np.int64)]  # fmt: skip
     source = model(nodes, [info("x", 8, 16)], [info("y", *[None] * (1 if "magnitudes" in kind else 2))], data)
