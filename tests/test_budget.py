@@ -16,7 +16,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".js", ".css"}  # lines are counted as they sta
 
 BUDGET = {
     "errors": 180,
-    "ir": 1_721,  # to come to 1,700: FP8 as a word of rules, what is shown of plans and results, least magnitudes came
+    "ir": 1_730,  # to come to 1,700: FP8 as a word of rules, what is shown of plans and results, least magnitudes came
     "policy": 3_430,
     "planner": 1_940,
     "fx": 5_380,  # to come to 3,900: exchanged memory, bounded deques, orders, idle checkpoints came
@@ -25,15 +25,15 @@ BUDGET = {
     "ranks": 1_600,
     "backends": 1_040,
     "ops": 7_430,
-    "onnx": 11_680,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
+    "onnx": 11_690,  # to come to 11,600: types of ONNX Runtime's own ops and FP8 in files came
     "diagnose": 3_600,
     "report": 2_870,
     "cli": 1_900,
     "integrations": 290,
-    "passes": 9_460,
+    "passes": 9_490,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_530  # of all rooms together; to come to 59,400
+SOURCES = 62_570  # of all rooms together; to come to 59,400
 TESTS = 49_900  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
