@@ -193,10 +193,7 @@ def test_what_cannot_be_drawn_again_is_refused_with_the_hint():
 
 
 class Sharing(nn.Module):
-    """Results that share memory with one another and with an input, and buffers that a call reads, then writes.
-
-    Two of these carry gradients from call to call: one is written as a whole, of one a row.
-    """
+    """Results that share memory, also with an input, and buffers that a call reads, then writes, two with gradients."""
 
     def __init__(self) -> None:
         super().__init__()
