@@ -168,8 +168,8 @@ class _Call:
                     if source is not None and source.grad_fn is node:
                         self._places.setdefault(source.output_nr, (i, bool(by_base)))
                 # A result was copied into what the call writes.
-                for source, number in one.grad_fn.next_functions if one.grad_fn is not None else ():
-                    if source is node:
+                for before, number in one.grad_fn.next_functions if one.grad_fn is not None else ():
+                    if before is node:
                         self._places.setdefault(number, (i, False))
 
     def gradients(self, node: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
