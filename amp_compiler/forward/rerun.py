@@ -83,8 +83,8 @@ class Rerun:
             results = run(*inputs)
             if grad and (node := compiled_node(results)):
                 states += [random_state(device_of(inputs)) for _ in states]
-                made = [*results, *compress(inputs, self._written)]
-                take_over_backward(node, _Call(self, read, made, node, states).gradients)
+                returned = [*results, *compress(inputs, self._written)]
+                take_over_backward(node, _Call(self, read, returned, node, states).gradients)
             return results
 
         return noting
@@ -203,9 +203,9 @@ class _Call:
                     raise rerun.error("its results share memory otherwise than those of a run node by node")
                 pairs.append((result, gradient))
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
-            found, theirs = zip(*pairs, strict=True) if pairs else ((), ())
+            outputs, theirs = zip(*pairs, strict=True) if pairs else ((), ())
             grad = functools.partial(torch.autograd.grad, create_graph=create_graph, allow_unused=True)
-            computed = iter(grad(found, wanted, theirs) if pairs else [None] * len(wanted))
+            computed = iter(grad(outputs, wanted, theirs) if pairs else [None] * len(wanted))
         return tuple(next(computed) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
 
 
