@@ -73,11 +73,8 @@ class Unfit(Exception):
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
 
 
-def name_of(op: Any) -> str:
-    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
-
-
-OPS = {name_of(op): op for op in op_db if torch.float32 in op.supported_dtypes(DEVICE)}
+_FLOATS = [op for op in op_db if torch.float32 in op.supported_dtypes(DEVICE)]
+OPS = {f"{op.name}.{op.variant_test_name}".removesuffix("."): op for op in _FLOATS}
 
 
 def seed() -> None:

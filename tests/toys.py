@@ -81,15 +81,11 @@ def eager_step(model: Any, loss_fn: Callable[..., Any], optimizer: Any = None, *
     return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "eager", **options})
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1)
-
-
 def train_beside_torch(
     model: nn.Module,
     loss_fn: Callable[..., Tensor],
     batches: Iterable[tuple[Any, ...]],
-    make: Callable[[Any], torch.optim.Optimizer] = _sgd,
+    make: Callable[[Any], torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, 0.1),
     between: Callable[[int, Any, Any], None] = lambda number, model, optimizer: None,
     tolerance: dict[str, float] | None = None,
     **options: Any,

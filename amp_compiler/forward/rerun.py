@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from amp_compiler.errors import DoubleBackwardError
 from amp_compiler.forward.redraw import Build, NotRedrawnError, Redraw, is_redrawable
 from amp_compiler.forward.settings import device_of
 from amp_compiler.forward.tensor_versions import versions
-from amp_compiler.fx.alias import alias_sources, takes_statistics, written_operands
+from amp_compiler.fx.alias import is_view, readers, source_of, takes_statistics, written_operands
 from amp_compiler.fx.capture.autocast_state import autocast_off
 from amp_compiler.fx.capture.generators import random_state, set_random_state
 from amp_compiler.fx.graph import copy_graph, user_source
@@ -72,8 +74,9 @@ class Rerun:
         def noting(*inputs: Any) -> Any:
             grad, states, read = torch.is_grad_enabled(), list[Sequence[Tensor]](), [*inputs]
             if grad:
-                for i in self._before:
-                    read[i] = inputs[i].clone()
+                for i, one in enumerate(inputs):
+                    if self._written[i] and (i in self._before or not one.requires_grad):
+                        read[i] = one.clone() if i in self._before else one.detach()
             if grad and self._build is not None:
                 device = device_of(inputs)
                 if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -81,13 +84,14 @@ class Rerun:
             results = run(*inputs)
             if grad and (node := compiled_node(results)):
                 states += [random_state(device_of(inputs)) for _ in states]
-                take_over_backward(node, _Call(self, read, results, node, states).gradients)
+                returned = [*results, *compress(inputs, self._written)]
+                take_over_backward(node, _Call(self, read, returned, node, states).gradients)
             return results
 
         return noting
 
     def again(self, inputs: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> Sequence[Any]:
-        """The results once more, differentiable.
+        """The results once more, differentiable, and behind them what was written.
 
         Args:
             inputs: of the call.
@@ -105,9 +109,8 @@ class Rerun:
         run, device = self._run, device_of(inputs)
 
         def once() -> Sequence[Any]:  # it writes buffers of its own
-            pairs = zip(inputs, self._written, strict=True)
-            results: Sequence[Any] = run(*[one.clone() if written else one for one, written in pairs])
-            return results
+            own = [one.clone() if written else one for one, written in zip(inputs, self._written, strict=True)]
+            return [*run(*own), *compress(own, self._written)]
 
         now = random_state(device)
         try:
@@ -161,6 +164,10 @@ class _Call:
                 for by_base, source in enumerate((one, one._base)):
                     if source is not None and source.grad_fn is node:
                         self._places.setdefault(source.output_nr, (i, bool(by_base)))
+                # A result was copied into what the call writes.
+                for before, number in one.grad_fn.next_functions if one.grad_fn is not None else ():
+                    if before is node:
+                        self._places.setdefault(number, (i, False))
 
     def gradients(self, node: Any, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """Those of the inputs, differentiable where grad mode is on.
@@ -193,24 +200,19 @@ class _Call:
                     raise rerun.error("its results share memory otherwise than those of a run node by node")
                 pairs.append((result, gradient))
             wanted = [one for one in read if isinstance(one, Tensor) and one.requires_grad]
-            computed = iter(_differentiate(pairs, wanted, create_graph))
+            outputs, theirs = zip(*pairs, strict=True) if pairs else ((), ())
+            grad = functools.partial(torch.autograd.grad, create_graph=create_graph, allow_unused=True)
+            computed = iter(grad(outputs, wanted, theirs) if pairs else [None] * len(wanted))
         return tuple(next(computed) if isinstance(one, Tensor) and one.requires_grad else None for one in read)
 
 
 def _is_seen(node: fx.Node) -> bool:
     """Whether it matters that a node runs whose result nobody reads: not where it writes what nobody else reads."""
-    written = written_operands(node)
-    fresh = all(one.op == "call_function" and not alias_sources(one) and len(one.users) == 1 for one in written)
-    return node.is_impure(impure_random=False) and not (written and fresh)
+    memory = [source_of(one) for one in written_operands(node)]
+    fresh = all(one.op == "call_function" and all(map(is_view, readers(one))) for one in memory)
+    return node.is_impure(impure_random=False) and not (memory and fresh)
 
 
 def _is_unread(node: fx.Node) -> bool:
     """Whether all that reads a value writes it, and nothing else hangs on it: running statistics, a counter."""
     return all(node in written_operands(user) and (takes_statistics(user) or not user.users) for user in node.users)
-
-
-def _differentiate(pairs: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor], create_graph: bool) -> Any:
-    if not pairs:
-        return [None] * len(wanted)
-    results, gradients = zip(*pairs, strict=True)
-    return torch.autograd.grad(results, wanted, gradients, create_graph=create_graph, allow_unused=True)

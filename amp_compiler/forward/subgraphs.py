@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -132,10 +133,12 @@ def build_subgraph(
             stages.note(PlaceWeights.name, stages.texts.of(captured.graph_module))
         weights = kept_weights(captured)
         nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-        wanted = [getattr(one, "requires_grad", False) for one in inputs] + [False] * (len(nodes) - len(inputs))
-        # A trace does not note whether an input requires a gradient.
-        pairs = ((node.meta["val"], needs) for node, needs in zip(nodes, wanted, strict=True))
-        examples = [one.detach().requires_grad_() if needs else one for one, needs in pairs]
+        # A trace does not note whether an input requires a gradient, and is a leaf, to which a write gives none.
+        wanted = [one if getattr(one, "requires_grad", False) else None for one in inputs]
+        pairs = ((node.meta["val"], needs) for node, needs in zip_longest(nodes, wanted))
+        with torch.enable_grad():
+            grown = [(one.detach().requires_grad_() if needs is not None else one, needs) for one, needs in pairs]
+            examples = [one if needs is None or needs.is_leaf else one.view_as(one) for one, needs in grown]
         run = build_run(captured.graph_module, examples, settings, emulated, stages)
         if rerun is not None:
             run = rerun.around(run, lambda graph, examples: settings.builder(graph, examples, emulated))

@@ -77,16 +77,13 @@ class ZeroTrail:
                 exact.add(step.node)
             elif not lost.isdisjoint(step.inputs):
                 lost.add(step.node)
-            elif (step.inputs and exact.issuperset(step.inputs)) or (is_zero and _keeps(step)):
+            elif (step.inputs and exact.issuperset(step.inputs)) or (
+                is_zero and (not step.narrow or step.op in _SELECTS)
+            ):
                 exact.add(step.node)
             elif is_zero:  # of what was not counted nothing is known
                 lost.add(step.node)
         return lost & wanted
-
-
-def _keeps(step: _Step) -> bool:
-    """Whether what a call makes is as small as what it is made of."""
-    return not step.narrow or step.op in _SELECTS
 
 
 def _floats(node: fx.Node) -> bool:

@@ -57,7 +57,8 @@ def lower(captured: Captured) -> PrecisionGraph:
         elif node.op == "call_function" and node.target is not operator.getitem and _is_tensor_op(node):
             _add_node(graph, node)
         elif node.op == "output":
-            graph.outputs = [item.name for item in _returned_tensors(node.graph)]
+            results = (item for item in results_of(node.graph) if isinstance(item, fx.Node))
+            graph.outputs = [item.name for item in results if node_tensor(item) is not None]
     graph.verify()
     return graph
 
@@ -78,10 +79,6 @@ def made_tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     items = value if isinstance(value, (list, tuple)) else [value]
     return [item for item in items if isinstance(item, torch.Tensor)]
-
-
-def _returned_tensors(graph: fx.Graph) -> list[fx.Node]:
-    return [item for item in results_of(graph) if isinstance(item, fx.Node) and node_tensor(item) is not None]
 
 
 def _value(name: str, node: fx.Node, tensor: torch.Tensor, kind: ValueKind = ValueKind.RESULT) -> Value:

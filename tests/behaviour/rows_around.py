@@ -165,13 +165,9 @@ row(
 # Tracers, copies, wrappers
 
 
-def scripted_away(module: Any, x: torch.Tensor) -> Any:
-    return torch.jit.trace(module, x, check_trace=False)(x)
-
-
 row(
     "torch.jit.trace of the compiled module",
-    use=scripted_away,
+    use=lambda module, x: torch.jit.trace(module, x, check_trace=False)(x),
     doors=FORWARD,
     builds=0,
     broken="inference compile",

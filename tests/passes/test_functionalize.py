@@ -137,6 +137,7 @@ def doubled(value):
         pytest.param(lambda value: value.pow_(value.detach().clone()), id="pow_ of a tensor"),
         pytest.param(lambda value: value.double().float_power_(2).float(), id="float_power_"),
         pytest.param(lambda value: value.ge_(1.5) + value.ge_(0), id="ge_"),
+        pytest.param(lambda value: torch.bincount(torch.arange(4) % 2, value.detach()[0], 4).float(), id="bincount"),
         pytest.param(lambda value: value.sum().mul_(value.double().mean()), id="mul_ of a wider number"),
     ],
 )

@@ -60,10 +60,6 @@ def _scale(value: float) -> Change:
     return lambda model, optimizer, step: setattr(step, "loss_scale", value)
 
 
-def _frozen(model: nn.Module, optimizer: torch.optim.Optimizer, step: amp.TrainingStep) -> None:
-    next(model.parameters()).requires_grad_(False)
-
-
 def _regrouped(model: nn.Module, optimizer: torch.optim.Optimizer, step: amp.TrainingStep) -> None:
     first, second = optimizer.param_groups
     second["params"].append(first["params"].pop())
@@ -81,10 +77,6 @@ def _rounding(model: nn.Module, optimizer: torch.optim.Optimizer, step: amp.Trai
     step.load_state_dict(state)
 
 
-def _table(model: nn.Module, optimizer: torch.optim.Optimizer, step: amp.TrainingStep) -> None:
-    model.table.mul_(2)
-
-
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, step: amp.TrainingStep) -> None:
     optimizer.state[next(model.parameters())]["exp_avg"].mul_(2)
 
@@ -97,11 +89,11 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], Change]] 
     "rate": (dense, sgd, BF16, _set("lr", 0.5)),
     "betas": (dense, adamw, BF16, _set("betas", (0.5, 0.9))),
     "rate in a tensor": (dense, _lr_tensor, BF16, lambda m, optimizer, s: optimizer.param_groups[0]["lr"].fill_(0.5)),
-    "frozen": (dense, sgd, BF16, _frozen),
+    "frozen": (dense, sgd, BF16, lambda model, optimizer, step: next(model.parameters()).requires_grad_(False)),
     "groups": (dense, _two_groups, BF16, _regrouped),
     "permuted": (dense, sgd, BF16, _permuted),
     "rounding": (dense, sgd, {**BF16, "rules": STOCHASTIC}, _rounding),
-    "buffer": (Counting, sgd, BF16, _table),
+    "buffer": (Counting, sgd, BF16, lambda model, optimizer, step: model.table.mul_(2)),
     "state": (dense, adamw, BF16, _state),
 }
 

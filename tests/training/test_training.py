@@ -69,10 +69,6 @@ def _gradients_of_zero_first(number, model, optimizer):
     pass
 
 
-def _a_layer_that_comes_later(number, model, optimizer):
-    model[0].requires_grad_(number > 1)
-
-
 def _saved_and_loaded(number, model, optimizer):
     if number == 1:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -83,7 +79,8 @@ def _begun_anew(number, model, optimizer):
         optimizer.state.clear()
 
 
-DISTURBED = (_momentum_of_zeros, _gradients_of_zero_first, _a_layer_that_comes_later, _saved_and_loaded, _begun_anew)
+_LATER = lambda number, model, optimizer: model[0].requires_grad_(number > 1)  # noqa: E731
+DISTURBED = (_momentum_of_zeros, _gradients_of_zero_first, _LATER, _saved_and_loaded, _begun_anew)
 
 
 @pytest.mark.parametrize("disturb", DISTURBED, ids=lambda disturb: disturb.__name__.strip("_"))

@@ -197,6 +197,10 @@ def plan_of(rules: Any, model: Any = None) -> Any:
     return step.plan
 
 
+def in_onnx(model: nn.Module) -> Any:
+    return torch.onnx.export(model, (torch.randn(3, 8),), dynamo=True, verbose=False).model_proto
+
+
 RULE = {"match": {"module": "<loss_fn>"}, "precision": "fp32", "why": "outside"}
 
 
@@ -217,9 +221,12 @@ def test_with_other_conditions_and_in_a_nest() -> None:
     ]
 
 
-def test_a_compiled_model_has_no_loss_function() -> None:
-    plan = amp.explain(Exponential(), (torch.randn(3, 8),), rules={"version": 1, "extends": "default", "rules": [RULE]})
-    assert [node.module for node in plan.nodes] == ["fc", ""]
+@pytest.mark.parametrize("form", [lambda model: model, torch.fx.symbolic_trace, in_onnx])
+def test_a_compiled_model_has_no_loss_function(form: Any) -> None:
+    inputs = None if form is in_onnx else (torch.randn(3, 8),)
+    plan = amp.explain(form(Exponential()), inputs, rules={"version": 1, "extends": "default", "rules": [RULE]})
+    assert "<loss_fn>" not in {node.module for node in plan.nodes} and len(plan.nodes) >= 2
+    assert plan.low_nodes
     assert [rule.condition for rule in plan.unused_rules] == ["module"]
 
 

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from toys import eager_step
 
+import amp_compiler as amp
+
 GENERATOR = torch.Generator().manual_seed(0)
 TOKENS = torch.randint(0, 11, (32,), generator=GENERATOR)
 Y = torch.randint(0, 5, (32,), generator=GENERATOR)
@@ -107,6 +109,23 @@ def test_a_step_with_one_value_that_is_not_finite_changes_nothing():
         assert int(step.skipped_steps) == skipped + 1
         assert changed(before, trained(model, optimizer, step)) == set(before)
         assert changed(statistics, buffers(model)) == set(statistics)
+
+
+@pytest.mark.parametrize(("steps", "moved"), [(1, []), (2, ["a"])])
+def test_gradients_of_one_optimizer_overflow(steps, moved):
+    """In one step all optimizers are skipped; of two steps with one scale that one alone, as by `GradScaler`."""
+    nets, gains = nn.ModuleDict({name: nn.Linear(2, 1) for name in "ab"}), {"a": 1.0, "b": float("inf")}
+    before, scale = {name: net.weight.clone() for name, net in nets.items()}, amp.DynamicLossScale(init_scale=2.0)
+    for names in ("ab",) if steps == 1 else "ab":
+        step = eager_step(
+            nn.ModuleDict({name: nets[name] for name in names}),
+            lambda nets, gains: sum((nets[name](torch.ones(1, 2)) * gains[name]).sum() for name in nets),
+            {name: torch.optim.SGD(nets[name].parameters(), 0.1) for name in names},
+            dtype="fp16",
+            loss_scale=scale,
+        )
+        step({name: torch.tensor(gains[name]) for name in names})
+    assert [name for name, net in nets.items() if not torch.equal(net.weight, before[name])] == moved
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

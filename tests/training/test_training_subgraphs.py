@@ -25,10 +25,6 @@ def normed():
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4))
 
 
-def convolutional():
-    return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Flatten())
-
-
 def penalized(model, x, y, kept):
     x, y = x.repeat(1, 3).view(32, 3, 2, 2).requires_grad_(), y.repeat(2)
     logits = model(x)
@@ -64,7 +60,10 @@ PROGRAMS = {
     "gaussian_nll": (small, lambda m, x, y, k: F.gaussian_nll_loss(m(x)[:, 0], x[:, 0], m(x)[:, 1].exp())),
     "ctc": (small, ctc),
     "packed sequences": (Packed, entropy),
-    "gradient penalty, with a convolution": (convolutional, penalized),
+    "gradient penalty, with a convolution": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Flatten()),
+        penalized,
+    ),
 }
 
 

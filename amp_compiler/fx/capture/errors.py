@@ -138,7 +138,7 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         behind = f", so torch.export cannot take it as one graph: {_said(error)}"
         if (known := known_error(name, f"{type(error).__name__}: {error}", where, behind)) is not None:
             return known
-    if _is_torchs(cause):
+    if any(type(one).__module__.partition(".")[0] == "torch" for one in with_causes(cause)):  # not one of Python's
         return CaptureError(
             f"torch.export cannot take {name} as one graph: {_said(cause)}",
             where=where,
@@ -179,8 +179,3 @@ def _said(error: BaseException) -> str:
         lines = [line.strip().removeprefix("- ") for line in lines if line.startswith("  - ")] or lines
         lines = ["; ".join(lines)]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _is_torchs(error: BaseException) -> bool:
-    """Whether a class of torch's own stands behind an exception, not one of Python's."""
-    return any(type(one).__module__.partition(".")[0] == "torch" for one in with_causes(error))

@@ -3,7 +3,7 @@
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from amp_compiler.fx.torch_private.runtime import exchanged
-
-_Access = tuple[Callable[[], Any], Callable[[Any], object]]  # reads the state of a generator, and sets it
 
 
 @contextmanager
@@ -30,7 +28,10 @@ def generators_kept() -> Iterator[None]:
         True
     """
     with contextlib.ExitStack() as stack:
-        for read, put_back in _defaults():
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        torchs = [(one.get_state, one.set_state) for one in (torch.default_generator, *cuda)]
+        others = [(np.random.get_state, np.random.set_state), (random.getstate, random.setstate)]
+        for read, put_back in (*torchs, *others):
             stack.callback(put_back, read())
         yield
 
@@ -76,9 +77,3 @@ class _Unseeded:
         if name in ("manual_seed", "seed") and threading.get_ident() == self._thread:
             raise SeedIsSetError("a graph cannot set the seed of random numbers")
         return getattr(self._generator, name)
-
-
-def _defaults() -> list[_Access]:
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    torchs = [(one.get_state, one.set_state) for one in (torch.default_generator, *cuda)]
-    return [*torchs, (np.random.get_state, np.random.set_state), (random.getstate, random.setstate)]

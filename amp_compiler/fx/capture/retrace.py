@@ -145,7 +145,10 @@ def captured_from_dynamo(
         traced = with_regions(traced)
     else:
         traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
-        _restore_pins(traced)
+        for node in traced.graph.nodes:
+            region = (node.meta.get("custom") or {}).get(CUSTOM_REGION)
+            if region is not None and node.op == "call_function":
+                node.meta[Key.PIN] = region_pin(region, user_source(node.meta.get("stack_trace")))
     refuse_mixed_types(traced, low is not None)
     entries = _entries(traced.graph.find_nodes(op="placeholder"), placeholders, inputs, names)
     constants = _lifted(traced, fake_mode)
@@ -345,10 +348,3 @@ def _stacked_numbers(
     if not isinstance(data, (list, tuple)):
         return torch.scalar_tensor(data, dtype=dtype, device=device)
     return torch.stack([_stacked_numbers(one, dtype=dtype, device=device) for one in data])
-
-
-def _restore_pins(traced: fx.GraphModule) -> None:
-    for node in traced.graph.nodes:
-        region = (node.meta.get("custom") or {}).get(CUSTOM_REGION)
-        if region is not None and node.op == "call_function":
-            node.meta[Key.PIN] = region_pin(region, user_source(node.meta.get("stack_trace")))

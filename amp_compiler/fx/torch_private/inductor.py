@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -70,9 +71,10 @@ def compile_with_inductor(
         except Exception as cause:
             raise as_error(cause) from cause
 
-    compiled: Any = inductor.compile_fx(
-        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
-    )
+    with _whole_permutations():
+        compiled: Any = inductor.compile_fx(
+            graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+        )
     finished = True  # what comes now is a backward that is compiled when it first runs
     return compiled  # type: ignore[no-any-return]
 
@@ -91,6 +93,16 @@ def _reads_after_writes() -> contextlib.AbstractContextManager[None]:
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
     return exchanged(SchedulerNode, "recompute_size_and_body", renamed)
+
+
+def _whole_permutations() -> contextlib.AbstractContextManager[None]:
+    """Let `x[torch.randperm(len(x))]` be compiled: torch 2.13 knows it as `x[torch.randperm(len(x))[:slice_shape]]`,
+    and raises where that slice is left out."""
+    from torch._inductor import pattern_matcher as matcher
+
+    if (match := getattr(matcher, name := "_unflatten_match_kwargs", None)) is None:
+        return contextlib.nullcontext()
+    return exchanged(matcher, name, functools.partial(match, defaults={"slice_shape": sys.maxsize}))
 
 
 def rounds_each_cast() -> bool:
