@@ -33,7 +33,7 @@ BUDGET = {
     "passes": 9_490,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_570  # of all rooms together; to come to 59,400
+SOURCES = 62_560  # of all rooms together; to come to 59,400
 TESTS = 49_900  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
