@@ -30,10 +30,10 @@ BUDGET = {
     "report": 2_870,
     "cli": 1_900,
     "integrations": 290,
-    "passes": 9_490,
+    "passes": 9_500,
     "": 200,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 62_560  # of all rooms together; to come to 59,400
+SOURCES = 62_580  # of all rooms together; to come to 59,400
 TESTS = 49_900  # to come to 45,000; 2,200 are tests/behaviour
 MODULES = 24  # in one folder
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py

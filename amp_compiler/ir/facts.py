@@ -53,7 +53,7 @@ class StoredNumbers:
         lost: how many, not zero, the low type makes zero.
         subnormal: some, not zero, lie below the normal numbers of the low type, which hold them to all their digits.
         infinite: some are infinite or not a number.
-        balanced: they are filters, rows or columns that each sum to about zero: a product with them is a difference.
+        balanced: whether rows, and columns, each sum to about zero: a product that sums over these is a difference.
     """
 
     least: float = 0.0
@@ -62,7 +62,7 @@ class StoredNumbers:
     lost: int = 0
     subnormal: bool = False
     infinite: bool = False
-    balanced: bool = False
+    balanced: tuple[bool, bool] = (False, False)
 
     @property
     def largest(self) -> float:

@@ -362,10 +362,19 @@ class _Finder(Squares):
 
     def filters(self, node: Node) -> bool:
         """True for a product with stored filters that take differences."""
-        product = self.info(node).family in _PRODUCTS
-        origins = [self.origin(one.value) for one in node.inputs[:2]] if product else []
-        stored = [self.graph.stored_numbers(name) for name in filter(self.holds_data, origins)]
-        return any(numbers is not None and numbers.balanced for numbers in stored)
+        if self.info(node).family not in _PRODUCTS:
+            return False
+        for index, operand in enumerate(node.inputs[:2]):
+            origin, maker = self.origin(operand.value), self.graph.producer(operand.value)
+            numbers = self.graph.stored_numbers(origin) if self.holds_data(origin) else None
+            if numbers is None or not any(numbers.balanced):
+                continue
+            turned = maker is not None and maker.op == "onnx.Transpose"
+            columns = bool(index) != (turned != bool(node.attrs.get(("transA", "transB")[index])))
+            known = {"onnx.Conv": 0, "onnx.MatMul": int(columns), "onnx.Gemm": int(columns)}.get(node.op)
+            if known is None or numbers.balanced[known]:
+                return True
+        return False
 
     def _is_grid(self, name: str) -> bool:
         """True for many stored numbers, none of them negative, that reach 16: a grid of places."""

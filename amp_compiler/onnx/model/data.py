@@ -81,18 +81,21 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
             lost += int(np.count_nonzero(small[small <= tiny]))
     if lowest > highest:  # there is no finite element
         lowest = highest = 0.0
-    balanced = lowest < 0 < highest and not infinite and array.size <= _FILTERS and _is_balanced(array)
-    return StoredNumbers(lowest, highest, number, lost, subnormal, infinite, balanced)
+    mixed = lowest < 0 < highest and not infinite and array.size <= _FILTERS
+    return StoredNumbers(
+        lowest, highest, number, lost, subnormal, infinite, _balanced(array) if mixed else (False, False)
+    )
 
 
-def _is_balanced(array: np.ndarray) -> bool:
-    """True where all filters, rows or columns sum to a small part of their magnitudes."""
+def _balanced(array: np.ndarray) -> tuple[bool, bool]:
+    """Whether all rows, and whether all columns, sum to a small part of their magnitudes, and so does the whole."""
     filters = np.atleast_2d(np.asarray(array, np.float64))
 
     def is_small(axes: tuple[int, ...] | int | None) -> bool:
         return bool((np.abs(filters.sum(axes)) <= _BALANCE * np.abs(filters).sum(axes)).all())
 
-    return is_small(None) and (is_small(tuple(range(1, filters.ndim))) or is_small(-2))
+    whole = is_small(None)
+    return whole and is_small(tuple(range(1, filters.ndim))), whole and is_small(-2)
 
 
 def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float | None = None) -> ir.TensorProtocol:
