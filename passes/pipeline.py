@@ -7,7 +7,7 @@ import html
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -429,7 +429,9 @@ def pipelines_with(argument: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipe
         PassError: something is no pipeline, or one that this call does not run, or one lacks a pass that must be there.
     """
     by_name = {one.name: one for one in allowed}
-    several = () if argument is None else argument if isinstance(argument, list | tuple) else (argument,)
+    several = [] if argument is None else [argument]
+    if isinstance(argument, Iterable) and not isinstance(argument, Pipeline | str):
+        several = [*argument]
     for one in several:
         if not isinstance(one, Pipeline):
             raise PassError(f"{one!r} is no pipeline", hint="give one such as amp.pipelines.FORWARD.insert_after(...)")

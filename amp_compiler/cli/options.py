@@ -10,12 +10,23 @@ from typing import Annotated, Any
 import typer
 
 from amp_compiler.cli.usage import read_stored_type, read_type
-from amp_compiler.policy.sources import preset_names
-from amp_compiler.policy.targets import TARGETS
 
 # What options take whose values are few, in small letters.
 Device = enum.StrEnum("Device", "AUTO CPU CUDA")
 Backend = enum.StrEnum("Backend", "INDUCTOR EAGER")
+
+
+def presets() -> list[str]:
+    """The names of the presets; asked for by a shell alone, for reading rules takes time to import."""
+    from amp_compiler.policy.sources import preset_names
+
+    return [*preset_names()]
+
+
+def _targets() -> list[str]:
+    from amp_compiler.policy.targets import TARGETS
+
+    return [*TARGETS]
 
 
 def _type(parser: Callable[[str], str], *names: str) -> Any:
@@ -26,7 +37,7 @@ def _type(parser: Callable[[str], str], *names: str) -> Any:
 
 
 RulesOption = Annotated[
-    str, typer.Option("--rules", autocompletion=preset_names, help="A preset's name or a path to a rule file.")
+    str, typer.Option("--rules", autocompletion=presets, help="A preset's name or a path to a rule file.")
 ]
 TypeOption = Annotated[Any, _type(read_type, "auto", "fp16", "bf16")]
 StoredTypeOption = Annotated[Any, _type(read_stored_type, "fp16", "bf16")]
@@ -47,7 +58,7 @@ LossOption = Annotated[
     typer.Option(
         "--loss",
         metavar="FUNCTION",
-        help="Called as loss(model, *args), named as MODEL is: loss and gradients count, not outputs.",
+        help="Called as loss(model, *args), named as MODEL is: then loss and gradients count (`tune`: they alone).",
     ),
 ]
 EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
@@ -65,8 +76,8 @@ TargetOption = Annotated[
     str | None,
     typer.Option(
         "--target",
-        metavar=f"<{'|'.join(TARGETS)}>",
-        autocompletion=lambda: TARGETS,
+        metavar="<cpu|cuda|directml|webgpu|tensorrt>",
+        autocompletion=_targets,
         help="Execution provider that is to run the file: what it has no 16-bit kernel for stays FP32.",
     ),
 ]

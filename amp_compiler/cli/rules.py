@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from amp_compiler.cli.options import OutputOption
+from amp_compiler.cli.options import OutputOption, presets
 from amp_compiler.cli.usage import check_place, print_error
 from amp_compiler.errors import AmpError
-from amp_compiler.policy.sources import preset_names
 
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
 
@@ -22,7 +21,7 @@ def rules_list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from amp_compiler.policy.loader import load_rules
+    from amp_compiler.policy.loader import load_rules, preset_names
 
     table = Table("name", "rules", "what it is for", header_style="bold")
     for name in preset_names():
@@ -32,10 +31,10 @@ def rules_list() -> None:
 
 @rules_app.command("show")
 def rules_show(
-    name: Annotated[str, typer.Argument(autocompletion=preset_names, help="A preset's name or a path to a rule file.")],
+    name: Annotated[str, typer.Argument(autocompletion=presets, help="A preset's name or a path to a rule file.")],
 ) -> None:
     """Print a rule file as it stands."""
-    from amp_compiler.policy.loader import load_rules
+    from amp_compiler.policy.loader import load_rules, preset_names
 
     load_rules(name)  # a file with an error is reported, not shown
     typer.echo(_preset_text(name) if name in preset_names() else Path(name).read_text(encoding="utf-8"), nl=False)
@@ -84,9 +83,7 @@ def rules_import(
     output: OutputOption = None,
     extends: Annotated[
         str | None,
-        typer.Option(
-            "--extends", autocompletion=preset_names, help="What the rules stand on; by default what fits them."
-        ),
+        typer.Option("--extends", autocompletion=presets, help="What the rules stand on; by default what fits them."),
     ] = None,
 ) -> None:
     """Make a rule file of another system's: NVCaffe's nets, DeepSpeed's options, lists of what stays FP32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class KeptWeights:
         self._turn += 1
         if not watches:
             pairs = zip(self._weights(inputs), kept, strict=False)
-            watches.append(CopyWatch([*pairs], arguments=self._places, address_of=ADDRESS_OF_TENSOR))
+            watches.append(
+                CopyWatch([*pairs], arguments=self._places if ADDRESS_OF_TENSOR else (), address_of=ADDRESS_OF_TENSOR)
+            )
         stale = watches[0].look(self._turn, inputs)
         if not stale:
             return kept
@@ -65,17 +68,15 @@ class KeptWeights:
         return [*map(inputs.__getitem__, self._places)]
 
     def _made(self, inputs: Sequence[Any]) -> list[Tensor]:
-        weights, steps = self._weights(inputs), OPTIMIZER_STEPS.count
+        steps, every = OPTIMIZER_STEPS.count, _seen(inputs, self._places)  # before: a write meanwhile is seen then
+        weights = self._weights(inputs)
         pairs = zip(weights, self._casts, strict=True)
         copies = [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
         kept = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
-        places = [
-            place
-            for place, *pair in zip(self._places, weights, copies, strict=True)
-            if not (ADDRESS_OF_TENSOR and compares_all(*pair))
-        ]
-        seen = _seen(inputs, places)
-        self._known = None if None in seen[2] else (steps, places, seen, _seen(inputs, self._places), kept, [])
+        looked = [not (ADDRESS_OF_TENSOR and compares_all(*pair)) for pair in zip(weights, copies, strict=True)]
+        ids, addresses, counters = ([*compress(one, looked)] for one in every)
+        places = [*compress(self._places, looked)]
+        self._known = None if None in counters else (steps, places, (ids, addresses, counters), every, kept, [])
         return kept
 
     def drop(self) -> None:

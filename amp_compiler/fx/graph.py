@@ -312,6 +312,7 @@ def own_upcasts(graph: fx.Graph) -> list[fx.Node]:
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH_ROOT = str(Path(torch.__file__).parent)
+_TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]")
 _OWN_ROOT = f"{Path(__file__).parents[1]}/"
 _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
@@ -324,7 +325,7 @@ def user_source(stack_trace: str | None) -> str:
     frames = [
         match
         for match in _FRAME.finditer(stack_trace or "")
-        if not match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<")) and "/site-packages/torch/" not in match["file"]
+        if not (match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or _TORCH_ELSEWHERE.search(match["file"]))
     ]
     if not frames:
         return ""

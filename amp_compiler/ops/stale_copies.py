@@ -17,9 +17,9 @@ from amp_compiler.ops.layout import is_dense, same_layout
 _CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in types.h
 _LOOKED_AT = 1024  # elements of a tensor at a look; as in stale.cpp
 _POINTER = ctypes.c_void_p
-_Look = ctypes.PYFUNCTYPE(  # which keeps Python's lock
-    None, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.py_object, _POINTER, _POINTER, _POINTER
-)
+_TAKES = None, _POINTER, ctypes.c_int64, ctypes.c_int64, _POINTER, ctypes.py_object, _POINTER, _POINTER, _POINTER
+# Where it asks Python for addresses it keeps Python's lock.
+_LOOK, _LOOK_AT_ARGUMENTS = ctypes.CFUNCTYPE(*_TAKES), ctypes.PYFUNCTYPE(*_TAKES)
 
 
 class CopyWatch:
@@ -65,7 +65,8 @@ class CopyWatch:
         self._places = taken
         self._table = np.array([_row(*pairs[place], place in whole) for place in taken], np.int64)
         if compiled is not None:
-            self._call = _Look(ctypes.cast(compiled.amp_stale, _POINTER).value or 0)
+            kind = _LOOK_AT_ARGUMENTS if arguments else _LOOK
+            self._call = kind(ctypes.cast(compiled.amp_stale, _POINTER).value or 0)
             self._at = np.array([arguments[place] for place in taken] if arguments else [], np.int64)
             item = ctypes.cast(ctypes.pythonapi.PyTuple_GetItem, _POINTER)
             self._addresses = self._at.ctypes.data if arguments else None, item, address_of

@@ -47,7 +47,7 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     listed = f"use one of {', '.join(names)}" if 0 < len(names) <= 40 else ""
-    return ", ".join(part for part in (listed, otherwise) if part)
+    return "; ".join(part for part in (listed, otherwise) if part)
 
 
 def error_at(where: str, what: str, hint: str) -> RuleError:

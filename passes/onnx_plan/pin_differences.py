@@ -325,9 +325,10 @@ class _Finder(Squares):
         part = self.maker(node.inputs[1 - place].value) if place is not None else None
         sign = (self.scalar(node, place or 0) or 0.0) * (1 if node.op == "onnx.Add" else -1)
         between = [node]
-        while part is not None and part.op in ("onnx.Neg", "onnx.Mul") and self._takes_away(part):
-            sign, between = -sign, [*between, part]
-            part = self.maker(next(one.value for one in part.inputs if not self.holds_data(one.value)))
+        while part is not None and len(between) < REACH and self._negates(part):
+            sign = -sign
+            between.append(part)
+            part = next((self.maker(one.value) for one in part.inputs if not self.holds_data(one.value)), None)
         if part is None or sign > 0:
             return
         grows = part.op == "onnx.Exp" and (place == 1) == (len(between) == 1)
@@ -345,6 +346,9 @@ class _Finder(Squares):
         ):
             for one in (bounded, part, *between):
                 self.pin(one, f"'{node.name}' is what '{part.name}' leaves of one, of which few digits are left")
+
+    def _negates(self, node: Node) -> bool:
+        return node.op == "onnx.Neg" or (node.op == "onnx.Mul" and -1 in (self.scalar(node, 0), self.scalar(node, 1)))
 
     def own_mean(self, node: Node) -> list[Node]:
         """What makes the mean of a value that is taken away from it."""

@@ -224,8 +224,13 @@ def _extend_in_place(theirs: _Ours, self: Any, tx: Any, name: str, *args: Any, *
 
 @_around("_dynamo.variables.builtin:ListBuiltinVariable", "call_method")
 def _extend_by_class(theirs: _Ours, self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-    is_named = name == "__iadd__" and args
-    return args[0].call_method(tx, name, args[1:], kwargs) if is_named else theirs(self, tx, name, args, kwargs)
+    if name != "__iadd__" or not args:
+        return theirs(self, tx, name, args, kwargs)
+    one, base = args[0], getattr(args[0], "_base_vt", None)  # of a subclass, whose own method may have called this
+    (base or one).call_method(tx, name, args[1:], kwargs)
+    if base is not None and base.is_mutable():
+        tx.output.side_effects.mutation(base)
+    return one
 
 
 def _note_order(theirs: _Ours, self: Any, tx: Any, name: str, *args: Any, **options: Any) -> Any:

@@ -83,7 +83,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._graph, self._nodes, self._alive = graph, dict[int, fx.Node](), list[Any]()
         for one in inputs:
-            self._note(graph.placeholder("input"), one)
+            self._note(graph.placeholder(f"input_{len(graph.nodes)}"), one)
 
     def node_of(self, value: Any) -> Any:
         return self._nodes[id(value)] if isinstance(value, torch.Tensor) else value

@@ -88,11 +88,11 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
 
 
 def _balanced(array: np.ndarray) -> tuple[bool, bool]:
-    """Whether all rows, and whether all columns, sum to a small part of their magnitudes, and so does the whole."""
+    """Whether all rows, and whether all columns, sum to about zero, and so does the whole: less than chance makes of many."""
     filters = np.atleast_2d(np.asarray(array, np.float64))
 
     def is_small(axes: tuple[int, ...] | int | None) -> bool:
-        return bool((np.abs(filters.sum(axes)) <= _BALANCE * np.abs(filters).sum(axes)).all())
+        return bool((np.abs(filters.sum(axes)) <= _BALANCE * np.sqrt(np.square(filters).sum(axes))).all())
 
     whole = is_small(None)
     return whole and is_small(tuple(range(1, filters.ndim))), whole and is_small(-2)

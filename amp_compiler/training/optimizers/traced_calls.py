@@ -123,6 +123,7 @@ def selecting(function: Callable[..., Any]) -> Iterator[None]:
     """
     module = inspect.unwrap(function).__globals__
     names = {"min": torch.minimum, "max": torch.maximum}
+    kept = {name: module[name] for name in names if name in module}  # the module may be the user's
 
     def choose(select: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
         def chosen(first: Any, second: Any) -> Tensor:
@@ -138,3 +139,4 @@ def selecting(function: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in names:
             del module[name]
+        module.update(kept)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections import UserDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -150,11 +150,14 @@ def _init_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Sta
     return [state[stand_in] for group in stand_ins for stand_in in group["params"]]
 
 
-class _FirstValues(UserDict[str, Any]):
+class _FirstValues(dict[str, Any]):
     """A parameter's state that notes the first value of every key that is not present."""
 
+    setdefault, update = MutableMapping.setdefault, MutableMapping.update  # which set keys one by one
+
     def __init__(self, present: State | None = None) -> None:
-        self.data, self.first = present or {}, dict[str, Any]()
+        super().__init__(present or {})
+        self.first: State = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self and key not in self.first:
