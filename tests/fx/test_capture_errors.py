@@ -226,3 +226,19 @@ def test_a_plain_error_behind_dynamo_is_named():
 
     with pytest.raises(amp.CaptureError, match="a graph of X could not be made: ValueError: no such loop"):
         Frontend(lambda x: x + 1, build, "X", whole=True)(SQUARE)
+
+
+@pytest.mark.parametrize(
+    "how", ["the new is written", "the new is returned, and the weight written", "the old is read"]
+)
+def test_an_exchange_of_memory_that_can_be_told_from_a_copy_is_refused(how):
+    class Exchanging(nn.Linear):
+        def forward(self, x):
+            old, new = self.weight.data, self.weight.data * 0.5
+            self.weight.data = new
+            if "written" in how:
+                (self.weight.data if "returned" in how else new).add_(0.1)
+            return super().forward(x), old * 2 if "read" in how else new * 2 if "returned" in how else None
+
+    with pytest.raises(amp.AmpError, match=r"test_capture_errors\.py:\d+: the memory .*weight\.data\.copy_\(new\)"):
+        amp.compile(Exchanging(4, 4), dtype="bf16", backend="eager")(torch.randn(2, 4))

@@ -18,6 +18,7 @@ from amp_compiler.errors import CaptureError, ValuesReadError
 from amp_compiler.fx.capture.autocast_state import regions_in
 from amp_compiler.fx.capture.errors import name_of, user_frame
 from amp_compiler.fx.capture.exact_numbers import settle_numbers
+from amp_compiler.fx.capture.exchanged_data import assign_data, refuse_unless_copied
 from amp_compiler.fx.capture.mixed_types import refuse_mixed_types
 from amp_compiler.fx.capture.tracing import tracing_context
 from amp_compiler.fx.captured import Captured, Input, Source
@@ -320,6 +321,9 @@ def _prepared(graph_module: fx.GraphModule, keep_regions: bool) -> fx.GraphModul
         copied.meta.pop("grapharg", None)  # a weak reference to an input, with which torch swaps no parameter
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
             copied.target = torch.Tensor.detach
+        if called == "set_":  # of `x.data = y`, which would move the copy that is traced to other memory
+            refuse_unless_copied(node)
+            copied.target = assign_data
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
             _as_stacked_numbers(copied)
         environment[node] = copied

@@ -25,7 +25,7 @@ _FOLDER = torch.nn.__file__.rpartition("/")[0]
 # Layers that hold products. Others have nothing to plan, or numbers that change at every call, as BatchNorm has.
 _KINDS = ("activation", "adaptive", "conv", "linear", "rnn", "sparse", "transformer")
 _LAYERS = frozenset(f"{_FOLDER}/modules/{kind}.py" for kind in _KINDS)
-# How Dynamo writes `x.data = y`, the last since torch 2.14: a trace cannot follow an exchange of memory.
+# How Dynamo writes `x.data = y`, the last since torch 2.14: of parameters and buffers a copy stands for the exchange.
 _EXCHANGES = torch.Tensor.set_, "set_", getattr(torch.ops.aten, "shallow_copy_data_", None)
 _BREAKS: dict[Any, str] = {
     **dict.fromkeys(_EXCHANGES, "the memory of a tensor is exchanged"),
@@ -77,7 +77,15 @@ def _break(what: str) -> Any:
 
 @_around("_dynamo.output_graph:OutputGraph", "create_proxy")
 def _break_at(theirs: _Ours, self: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-    return _break(_BREAKS[target]) if target in _BREAKS else theirs(self, kind, target, *args, **kwargs)
+    is_copied = target in _EXCHANGES[:2] and _is_of_model(args[0][0].node)
+    return (
+        _break(_BREAKS[target]) if target in _BREAKS and not is_copied else theirs(self, kind, target, *args, **kwargs)
+    )
+
+
+def _is_of_model(node: torch.fx.Node) -> bool:
+    source = str(getattr(getattr(node.meta.get("grapharg"), "source", None), "name", ""))
+    return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_buffers" in source
 
 
 @_around("_dynamo.trace_rules", "check")

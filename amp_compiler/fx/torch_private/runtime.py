@@ -22,6 +22,11 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, fake ones too, lie in one storage."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def modes_apart() -> Iterator[Sequence[TorchDispatchMode]]:
     """Within it no `TorchDispatchMode` of the user's is active; gives those that are around it, the innermost first.

@@ -88,7 +88,7 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
 
 
 def _balanced(array: np.ndarray) -> tuple[bool, bool]:
-    """Whether all rows, and whether all columns, sum to about zero, and so does the whole: less than chance makes of many."""
+    """Whether all rows, and whether all columns, sum to less than chance makes of many numbers, and so the whole."""
     filters = np.atleast_2d(np.asarray(array, np.float64))
 
     def is_small(axes: tuple[int, ...] | int | None) -> bool:
