@@ -161,7 +161,7 @@ class Exchanging(Averaging):
         return h + self.mean
 
 
-@row("memory of an input, exchanged by .data", breaks=1)
+@row("memory of a tensor, exchanged by .data", breaks=1, builds=2)
 def exchanges(m, x):
     x = x.clone()
     x.data = x * 0.5
