@@ -74,9 +74,9 @@ class KeptWeights:
         copies = [weight.detach().to(dtype) for weight, (_, _, dtype) in pairs]
         kept = [*copies, *(one for place, operands in self._operands for one in operands(copies[place]))]
         looked = [not (ADDRESS_OF_TENSOR and compares_all(*pair)) for pair in zip(weights, copies, strict=True)]
-        ids, addresses, counters = ([*compress(one, looked)] for one in every)
         places = [*compress(self._places, looked)]
-        self._known = None if None in counters else (steps, places, (ids, addresses, counters), every, kept, [])
+        seen = [*compress(every[0], looked)], [*compress(every[1], looked)], [*compress(every[2], looked)]
+        self._known = None if None in seen[2] else (steps, places, seen, every, kept, [])
         return kept
 
     def drop(self) -> None:

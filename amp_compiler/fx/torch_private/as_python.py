@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from amp_compiler.fx.torch_private.dynamo import source_text
 from amp_compiler.fx.torch_private.runtime import exchanged
 
 _Ours = Callable[..., Any]
@@ -77,15 +78,13 @@ def _break(what: str) -> Any:
 
 @_around("_dynamo.output_graph:OutputGraph", "create_proxy")
 def _break_at(theirs: _Ours, self: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-    is_copied = target in _EXCHANGES[:2] and _is_of_model(args[0][0].node)
-    return (
-        _break(_BREAKS[target]) if target in _BREAKS and not is_copied else theirs(self, kind, target, *args, **kwargs)
-    )
+    if target in _BREAKS and not (target in _EXCHANGES[:2] and _is_of_model(args[0][0].node)):
+        _break(_BREAKS[target])
+    return theirs(self, kind, target, *args, **kwargs)
 
 
 def _is_of_model(node: torch.fx.Node) -> bool:
-    source = str(getattr(getattr(node.meta.get("grapharg"), "source", None), "name", ""))
-    return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_buffers" in source
+    return isinstance(node.meta.get("example_value"), torch.nn.Parameter) or "_buffers" in source_text(node)
 
 
 @_around("_dynamo.trace_rules", "check")
