@@ -161,7 +161,7 @@ class Exchanging(Averaging):
         return h + self.mean
 
 
-@row("memory of a tensor, exchanged by .data", breaks=1, builds=2)
+@row("memory of a tensor, exchanged by .data", breaks=4)
 def exchanges(m, x):
     x = x.clone()
     x.data = x * 0.5
