@@ -415,7 +415,7 @@ ONNX_CAPTURE = Pipeline(
     ("zero_hidden_rows",),
     "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
 )
-PIPELINES = tuple(one for one in list(globals().values()) if isinstance(one, Pipeline))  # those above, in order
+PIPELINES = (CAPTURE, ONNX_PLAN, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, SUBGRAPH, LATE, COUNT, ONNX_CAPTURE)
 
 
 def pipelines_with(argument: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:
